@@ -1,0 +1,138 @@
+"""Advantages: how much better a completion is than its group."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from recjax.algorithms.groups import group_minima, group_sizes, group_sums
+from recjax.algorithms.options import require
+
+Singleton = Literal["zero", "reward"]
+
+
+def deviations(
+    rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """r − r̄ over the kept rows of each group; 0 where not kept. Exactly 0 in a group of equal rewards."""
+    # From the group's least reward on, equal rewards are all 0 and their mean is free of rounding.
+    above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), group_ids)
+    above = jnp.where(kept, above, 0.0)
+    sizes = group_sizes(group_ids, kept, rewards.dtype)
+    return jnp.where(kept, above - group_sums(above, group_ids) / jnp.maximum(sizes, 1.0), 0.0)
+
+
+def _with_singletons(advantages, rewards, group_ids, kept, singleton: Singleton):
+    """The advantages, with the chosen value in groups of one kept row and 0 where not kept."""
+    value = {"zero": jnp.zeros_like(rewards), "reward": rewards}[singleton]
+    alone = group_sizes(group_ids, kept, rewards.dtype) == 1
+    return jnp.where(kept, jnp.where(alone, value, advantages), 0.0)
+
+
+def group_mean_advantages(
+    rewards: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    singleton: Singleton = "zero",
+) -> Float[Array, " batch"]:
+    """The reward over the group's mean.
+
+    A_i = r_i − r̄,  r̄ the mean over the kept rows of the group.
+
+    Args:
+        rewards: any unit; ignored where not kept.
+        group_ids: any integers, any group sizes, any order.
+        kept: rows that count; the others get 0 and no part in the mean.
+        singleton: the advantage of a group's only kept row: 0, or its reward.
+    Reference: arXiv 2509.24203 §2 (REINFORCE).
+    """
+    return _with_singletons(deviations(rewards, group_ids, kept), rewards, group_ids, kept, singleton)
+
+
+def group_normalized_advantages(
+    rewards: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    epsilon: float = 1e-6,
+    ddof: Literal[0, 1] = 0,
+    singleton: Singleton = "zero",
+) -> Float[Array, " batch"]:
+    """The reward in standard deviations over the group's mean.
+
+    A_i = (r_i − r̄) / (σ + ε),  σ² = Σ_j (r_j − r̄)² / (K − ddof).
+
+    Args:
+        rewards: any unit; ignored where not kept.
+        group_ids: any integers, any group sizes, any order.
+        kept: rows that count; the others get 0 and no part in mean or deviation.
+        epsilon: in units of reward, above 0.
+        ddof: 0 as in the paper, or 1 as in much GRPO code.
+        singleton: the advantage of a group's only kept row: 0, or its reward.
+    Raises:
+        ValueError: epsilon not above 0.
+    Reference: arXiv 2509.24203 §2 (GRPO).
+    """
+    require(epsilon > 0, "epsilon", epsilon, "must be above 0, or a group of equal rewards divides by zero")
+    centred = deviations(rewards, group_ids, kept)
+    degrees = jnp.maximum(group_sizes(group_ids, kept, rewards.dtype) - ddof, 1.0)
+    standard_deviation = jnp.sqrt(group_sums(jnp.square(centred), group_ids) / degrees)
+    return _with_singletons(centred / (standard_deviation + epsilon), rewards, group_ids, kept, singleton)
+
+
+def leave_one_out_advantages(
+    rewards: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    singleton: Singleton = "zero",
+) -> Float[Array, " batch"]:
+    """The reward over the mean of the group's other rows.
+
+    A_i = r_i − (1/(K−1)) Σ_{j≠i} r_j = K/(K−1) · (r_i − r̄).
+
+    Args:
+        rewards: any unit; ignored where not kept.
+        group_ids: any integers, any group sizes, any order.
+        kept: rows that count; the others get 0 and no part in the mean.
+        singleton: the advantage of a group's only kept row: 0, or its reward.
+    Reference: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!".
+    """
+    sizes = group_sizes(group_ids, kept, rewards.dtype)
+    scale = sizes / jnp.maximum(sizes - 1.0, 1.0)
+    return _with_singletons(scale * deviations(rewards, group_ids, kept), rewards, group_ids, kept, singleton)
+
+
+def asymmetric_advantages(
+    rewards: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    beta: float = 0.1,
+    singleton: Singleton = "zero",
+) -> Float[Array, " batch"]:
+    """The reward over a lowered baseline, which leans on what went well.
+
+    A_i = r_i − (r̄ − β).  In groups of two and more, the gradient is that of `log_likelihood_bonus` with the same β.
+
+    Args:
+        rewards: any unit; ignored where not kept.
+        group_ids: any integers, any group sizes, any order.
+        kept: rows that count; the others get 0 and no part in the mean.
+        beta: in units of reward; a negative one raises the baseline.
+        singleton: the advantage of a group's only kept row: 0 (not β), or its reward.
+    Reference: arXiv 2509.24203 §2 (AsymRE).
+    """
+    return _with_singletons(deviations(rewards, group_ids, kept) + beta, rewards, group_ids, kept, singleton)
+
+
+def raw_reward_advantages(
+    rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """The reward itself, without a baseline.
+
+    A_i = r_i.  Groups play no part; 0 where not kept.
+    """
+    del group_ids
+    return jnp.where(kept, rewards, 0.0)

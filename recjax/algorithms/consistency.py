@@ -1,0 +1,51 @@
+"""The paper's surrogate as a loss in its own right: all completions of a prompt should agree on r − τ log(π/π_t)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from recjax.algorithms.groups import group_count, group_sizes, group_sums
+from recjax.algorithms.options import require
+
+
+def pairwise_consistency_loss(
+    sequence_logprobs: Float[Array, " batch"],
+    anchor_logprobs: Float[Array, " batch"],
+    rewards: Float[Array, " batch"],
+    weights: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    tau: float = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum over groups of the weighted pairwise consistency loss, and the number of groups.
+
+    a_i = r_i − τ (log π(y_i) − log π_t(y_i)),  L = (1/K²) Σ_{i<j} w_i w_j (a_i − a_j)² = (W/K²) Σ_i w_i (a_i − ā_w)²
+    with W = Σ w and ā_w = Σ w a / W over the K kept rows of a group. At π = π_t the gradient is −(2τ/K) times that of
+    group-relative REINFORCE, whatever drew the completions.
+
+    Args:
+        sequence_logprobs: log π(y_i), the sum over a completion's tokens.
+        anchor_logprobs: log π_t(y_i), constant.
+        rewards: any unit, constant.
+        weights: 0 or more, constant.
+        group_ids: any integers; all kept rows of a group must be in the same call.
+        kept: rows that count; nothing of the others is read.
+        tau: in units of reward, above 0.
+    Returns:
+        The sum over groups, and the number of groups with a kept row.
+    Raises:
+        ValueError: τ not above 0.
+    Reference: arXiv 2509.24203 §1 (pairwise consistency).
+    """
+    require(tau > 0, "tau", tau, "must be above 0")
+    policy, anchor, rewards, weights = (
+        jnp.where(kept, x, 0.0) for x in (sequence_logprobs, anchor_logprobs, rewards, weights)
+    )
+    anchor, rewards, weights = jax.lax.stop_gradient((anchor, rewards, weights))
+    agreement = rewards - tau * (policy - anchor)
+    weight_sums = group_sums(weights, group_ids)
+    means = group_sums(weights * agreement, group_ids) / jnp.where(weight_sums > 0, weight_sums, 1.0)
+    sizes = jnp.maximum(group_sizes(group_ids, kept, policy.dtype), 1.0)
+    per_row = weight_sums * weights * jnp.square(agreement - means) / jnp.square(sizes)
+    return jnp.sum(jnp.where(kept, per_row, 0.0)), group_count(group_ids, kept).astype(policy.dtype)

@@ -1,0 +1,108 @@
+"""Numbers that tell how far off-policy a batch is and what the algorithm makes of it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from recjax.algorithms.losses import Algorithm, RowTerms
+from recjax.algorithms.ratios import log_ratio as masked_log_ratio
+from recjax.algorithms.regularizers import KLEstimator, kl_estimate
+
+QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
+
+
+def token_average(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, ""]:
+    """The mean over valid tokens; 0 where there is none. Of the entropy, the mean entropy in nats per token."""
+    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)) / jnp.maximum(jnp.sum(completion_mask), 1)
+
+
+def ratio_quantiles(
+    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> dict[str, Float[Array, ""]]:
+    """Quantiles QUANTILES of the ratio π/μ over valid tokens; NaN where there is none."""
+    quantiles = jnp.nanquantile(jnp.where(completion_mask, log_ratio, jnp.nan), jnp.array(list(QUANTILES.values())))
+    return dict(zip(QUANTILES, jnp.exp(quantiles), strict=True))
+
+
+def clip_fraction(
+    clip_mask: Bool[Array, "batch time"], advantages: Float[Array, " batch"], completion_mask: Bool[Array, "batch time"]
+) -> dict[str, Float[Array, ""]]:
+    """Share of valid tokens that the clip mask leaves out: of all, of those with A > 0, of those with A < 0."""
+    clipped = (~clip_mask).astype(advantages.dtype)
+    sign = advantages[:, None]
+    masks = {"all": completion_mask, "positive": completion_mask & (sign > 0), "negative": completion_mask & (sign < 0)}
+    return {name: token_average(clipped, mask) for name, mask in masks.items()}
+
+
+def behaviour_kl(
+    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, estimator: KLEstimator
+) -> Float[Array, ""]:
+    """KL(μ ‖ π) in nats per token, estimated on tokens that μ drew.
+
+    Args:
+        log_ratio: log π − log μ.
+        estimator: k1, k2 or k3; see `regularizers.kl_estimate`.
+    """
+    return token_average(kl_estimate(jnp.where(completion_mask, log_ratio, 0.0), estimator), completion_mask)
+
+
+def effective_sample_size(
+    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, ""]:
+    """The share of completions that importance weighting would leave effective.
+
+    (Σ w)² / (n Σ w²),  w_i = exp Σ_t log ρ_t: from 1/n to 1, which is on-policy; 0 where n = 0.
+
+    Args:
+        log_ratio: log π − log μ.
+        completion_mask: rows without a valid token do not count.
+    """
+    rows = jnp.any(completion_mask, axis=-1)
+    log_weights = jnp.sum(jnp.where(completion_mask, log_ratio, 0.0), axis=-1)
+    log_size = 2 * jax.nn.logsumexp(log_weights, where=rows) - jax.nn.logsumexp(2 * log_weights, where=rows)
+    count = jnp.sum(rows)
+    return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
+
+
+def staleness(step: Int[Array, ""] | int, policy_version: Shaped[Array, " batch"]) -> Shaped[Array, " batch"]:
+    """Optimiser steps between the weights that drew each row and those that train on it at `step`, counted from 1.
+
+    step − 1 − version, a version counting the updates made before it.
+    """
+    return step - 1 - policy_version
+
+
+def diagnose(
+    algorithm: Algorithm,
+    rows: RowTerms,
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"] | None,
+    entropy: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+) -> dict[str, Float[Array, ""]]:
+    """Scalars of a whole batch, by name; those of the ratio are left out where there are no behaviour log-probs.
+
+    Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept.
+    """
+    real = jnp.maximum(jnp.sum(jnp.any(completion_mask, axis=-1)), 1)
+    kept = jnp.maximum(jnp.sum(rows.kept), 1)
+    scalars = {
+        "entropy": token_average(entropy, completion_mask),
+        "kept_fraction": jnp.sum(rows.kept) / real,
+        "advantage/mean_square": jnp.sum(jnp.where(rows.kept, jnp.square(rows.advantages), 0.0)) / kept,
+        "weight/mean": jnp.sum(jnp.where(rows.kept, rows.weights, 0.0)) / kept,
+        "weight/max": jnp.max(jnp.where(rows.kept, rows.weights, 0.0)),
+    }
+    if behaviour_logprobs is None:
+        return scalars
+    log_ratio = masked_log_ratio(logprobs, behaviour_logprobs, completion_mask)
+    clip_mask = algorithm.clip(jnp.exp(log_ratio), rows.advantages)
+    clipped = clip_fraction(clip_mask, rows.advantages, completion_mask & rows.kept[:, None])
+    scalars |= {f"ratio/{name}": value for name, value in ratio_quantiles(log_ratio, completion_mask).items()}
+    scalars |= {f"clip_fraction/{name}": value for name, value in clipped.items()}
+    for estimator in ("k1", "k2", "k3"):
+        scalars[f"behaviour_kl/{estimator}"] = behaviour_kl(log_ratio, completion_mask, estimator=estimator)
+    scalars["effective_sample_size"] = effective_sample_size(log_ratio, completion_mask)
+    return jax.lax.stop_gradient(scalars)

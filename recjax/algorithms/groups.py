@@ -1,0 +1,35 @@
+"""Sums over groups of completions. A group is a set of rows with the same id; ids, sizes and order are free."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def group_index(group_ids: Int[Array, " batch"]) -> Int[Array, " batch"]:
+    """The ids renumbered 0, 1, 2, … so that they can index segments."""
+    return jnp.unique(group_ids, return_inverse=True, size=group_ids.shape[0])[1]
+
+
+def group_sums(values: Float[Array, " batch"], group_ids: Int[Array, " batch"]) -> Float[Array, " batch"]:
+    """For each row, the sum of `values` over the rows of its group."""
+    index = group_index(group_ids)
+    return jax.ops.segment_sum(values, index, num_segments=index.shape[0])[index]
+
+
+def group_minima(values: Float[Array, " batch"], group_ids: Int[Array, " batch"]) -> Float[Array, " batch"]:
+    """For each row, the least of `values` over the rows of its group."""
+    index = group_index(group_ids)
+    return jax.ops.segment_min(values, index, num_segments=index.shape[0])[index]
+
+
+def group_sizes(
+    group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], dtype: jnp.dtype = jnp.float32
+) -> Float[Array, " batch"]:
+    """For each row, the number of kept rows of its group, as a float."""
+    return group_sums(kept.astype(dtype), group_ids)
+
+
+def group_count(group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]) -> Int[Array, ""]:
+    """The number of groups with at least one kept row."""
+    index = group_index(group_ids)
+    return jnp.sum(jax.ops.segment_sum(kept.astype(jnp.int32), index, num_segments=index.shape[0]) > 0)

@@ -1,0 +1,52 @@
+"""Reductions of a per-token loss to (sum, count).
+
+Sums and counts add over micro-batches and devices; the caller divides once, after adding, so that the result depends on
+neither. Masked values are never read, and a row without a valid token adds to neither sum nor count.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.options import require
+
+SumAndCount = tuple[Float[Array, ""], Float[Array, ""]]
+
+
+def _row_count(per_token, completion_mask):
+    return jnp.sum(jnp.any(completion_mask, axis=-1), dtype=per_token.dtype)
+
+
+def token_mean(per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]) -> SumAndCount:
+    """Every token counts the same: Σ over valid tokens, over their number."""
+    total = jnp.sum(jnp.where(completion_mask, per_token, 0.0))
+    return total, jnp.sum(completion_mask, dtype=per_token.dtype)
+
+
+def sequence_mean_token_mean(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> SumAndCount:
+    """Every completion counts the same: Σ over rows of the mean over a row's tokens, over the number of rows."""
+    lengths = jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype)
+    row_sums = jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1)
+    return jnp.sum(row_sums / jnp.maximum(lengths, 1.0)), _row_count(per_token, completion_mask)
+
+
+def sequence_mean_token_sum(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> SumAndCount:
+    """The loss of a completion is the sum over its tokens, as in the paper's sequence-level terms; mean over rows."""
+    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)), _row_count(per_token, completion_mask)
+
+
+def fixed_length(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, length: int
+) -> SumAndCount:
+    """Every token counts the same in every batch: Σ over valid tokens / length, over the number of rows.
+
+    Args:
+        length: in tokens, usually the longest completion allowed; 1 or more.
+    Raises:
+        ValueError: length below 1.
+    """
+    require(length >= 1, "length", length, "must be 1 or more tokens")
+    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)) / length, _row_count(per_token, completion_mask)

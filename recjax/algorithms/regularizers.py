@@ -1,0 +1,170 @@
+"""Terms added to the loss of each token: the paper's REP terms, KL to a reference, and entropy.
+
+All are zero, with zero gradient, where masked.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.options import require
+from recjax.algorithms.ratios import MAX_LOG_RATIO, log_difference
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def no_regularizer(
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+) -> Float[Array, "batch time"]:
+    """Zero."""
+    del behaviour_logprobs, completion_mask
+    return jnp.zeros_like(logprobs)
+
+
+def log_likelihood_bonus(
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    beta: float = 0.1,
+) -> Float[Array, "batch time"]:
+    """Imitation of the behaviour policy: β KL(μ ‖ π) up to a constant, sampled.
+
+    −β log π_t.
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        behaviour_logprobs: ignored.
+        beta: in units of advantage, 0 or more.
+    Raises:
+        ValueError: a negative β.
+    Reference: arXiv 2509.24203 §2 (AsymRE).
+    """
+    del behaviour_logprobs
+    require(beta >= 0, "beta", beta, "must be 0 or more")
+    return -beta * jnp.where(completion_mask, logprobs, 0.0)
+
+
+def squared_log_ratio_per_token(
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    tau: float = 0.1,
+) -> Float[Array, "batch time"]:
+    """A pull of every token back to the behaviour policy.
+
+    (τ/2) (log π_t − log μ_t)².
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        behaviour_logprobs: log μ, constant; ignored where masked.
+        tau: in units of advantage, 0 or more.
+    Raises:
+        ValueError: a negative τ.
+    Reference: arXiv 2509.24203 §2 (OPMD), by token rather than by completion.
+    """
+    require(tau >= 0, "tau", tau, "must be 0 or more")
+    return tau / 2 * jnp.square(log_difference(logprobs, behaviour_logprobs, completion_mask))
+
+
+def squared_log_ratio_per_completion(
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    tau: float = 0.1,
+) -> Float[Array, "batch time"]:
+    """A pull of every completion back to the behaviour policy.
+
+    (τ/2) (Σ_t [log π_t − log μ_t])², spread evenly over the completion's tokens: a row sums to the paper's term, and
+    every reduction treats it like the row's policy-gradient term.
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        behaviour_logprobs: log μ, constant; ignored where masked.
+        tau: in units of advantage, 0 or more.
+    Raises:
+        ValueError: a negative τ.
+    Reference: arXiv 2509.24203 §2 (OPMD).
+    """
+    require(tau >= 0, "tau", tau, "must be 0 or more")
+    row = jnp.sum(log_difference(logprobs, behaviour_logprobs, completion_mask), axis=-1, keepdims=True)
+    lengths = jnp.maximum(jnp.sum(completion_mask, axis=-1, keepdims=True), 1)
+    return jnp.where(completion_mask, tau / 2 * jnp.square(row) / lengths, 0.0)
+
+
+def kl_estimate(log_ratio: Float[Array, "..."], estimator: KLEstimator) -> Float[Array, "..."]:
+    """Estimates of KL(p ‖ q) from samples of p, given log_ratio = log q − log p.
+
+    k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1, the exponent within ±MAX_LOG_RATIO.
+
+    Reference: Schulman 2020, "Approximating KL divergence".
+    """
+    exponent = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    estimates = {
+        "k1": lambda: -log_ratio,
+        "k2": lambda: jnp.square(log_ratio) / 2,
+        "k3": lambda: jnp.exp(exponent) - log_ratio - 1,
+    }
+    return estimates[estimator]()
+
+
+def reference_kl(
+    logprobs: Float[Array, "batch time"], reference_logprobs: Float[Array, "batch time"], *, estimator: KLEstimator
+) -> Float[Array, "batch time"]:
+    """KL(π ‖ π_ref), sampled, differentiable in `logprobs`.
+
+    With d = log π_ref − log π, values and gradients, the latter times ∇log π:
+
+    k1: −d, gradient 1, which is zero on average under π: as a loss term it regularises nothing;
+    k2: d²/2, gradient −d, on average under π the gradient of KL(π ‖ π_ref);
+    k3: exp(d) − d − 1, gradient 1 − exp(d), on average under π the gradient of KL(π_ref ‖ π).
+
+    Args:
+        logprobs: log π of each token.
+        reference_logprobs: log π_ref of each token, constant.
+        estimator: k1, k2 or k3.
+    """
+    return kl_estimate(reference_logprobs - logprobs, estimator)
+
+
+def reference_kl_penalty(
+    logprobs: Float[Array, "batch time"],
+    reference_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    coefficient: float = 0.0,
+    estimator: KLEstimator = "k3",
+) -> Float[Array, "batch time"]:
+    """`coefficient` · `reference_kl`.
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        reference_logprobs: log π_ref of each token, constant; ignored where masked.
+        coefficient: in units of advantage, 0 or more.
+        estimator: k1, k2 or k3; see `reference_kl`.
+    Raises:
+        ValueError: a negative coefficient.
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
+    logprobs, reference_logprobs = (jnp.where(completion_mask, x, 0.0) for x in (logprobs, reference_logprobs))
+    return coefficient * reference_kl(logprobs, reference_logprobs, estimator=estimator)
+
+
+def entropy_bonus(
+    entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: float = 0.0
+) -> Float[Array, "batch time"]:
+    """`coefficient` · entropy, which a loss subtracts.
+
+    Args:
+        entropy: of π at each token, in nats; ignored where masked.
+        coefficient: in units of advantage, 0 or more.
+    Raises:
+        ValueError: a negative coefficient.
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
+    return coefficient * jnp.where(completion_mask, entropy, 0.0)

@@ -1,0 +1,46 @@
+"""Selections: which completions of a batch are learned from."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from recjax.algorithms.advantages import deviations
+from recjax.algorithms.groups import group_index, group_minima, group_sums
+
+# Rewards this close to the group's mean, as a share of the group's range, are at the mean: float32 means are rounded.
+TIE = 1e-6
+
+
+def keep_all(
+    rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
+) -> Bool[Array, " batch"]:
+    """All rows that were kept before."""
+    del rewards, group_ids, key
+    return kept
+
+
+def drop_excess_negatives(
+    rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
+) -> Bool[Array, " batch"]:
+    """Drops random negatives of a group until it has no more of them than positives.
+
+    Negatives have r < r̄, positives r > r̄; rows at the mean are neither, and stay. A group without positives has equal
+    rewards, hence no negatives either, and stays whole with advantages of zero.
+
+    Args:
+        rewards: any unit; ignored where not kept.
+        group_ids: any integers, any group sizes, any order.
+        kept: rows that count; the others stay dropped.
+        key: decides which negatives go.
+    Reference: arXiv 2509.24203 §2 (RED-Drop).
+    """
+    centred = deviations(rewards, group_ids, kept)
+    spread = -group_minima(-centred, group_ids) - group_minima(centred, group_ids)
+    negative = centred < -TIE * spread
+    positives = group_sums((centred > TIE * spread).astype(rewards.dtype), group_ids)
+    # Sorted by group, negatives first in random order, a negative's place in its group is its rank in the draw.
+    index = group_index(group_ids)
+    order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
+    place = jnp.argsort(order)
+    start = jax.ops.segment_min(place, index, num_segments=index.shape[0])[index]
+    return kept & (~negative | (place - start < positives))

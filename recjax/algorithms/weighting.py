@@ -1,0 +1,111 @@
+"""Weights of rows, by advantage, and of tokens, by ratio. A loss takes them as constants."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.options import require
+
+# e^20 ≈ 5e8: no useful weight is larger, and a product of two such weights is far from overflowing float32.
+MAX_EXPONENT = 20.0
+# Halves log(ceiling/floor) to below float32's resolution.
+BISECTIONS = 40
+
+
+def unit_weights(advantages: Float[Array, " batch"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
+    """1 for every kept row, 0 for the others."""
+    return kept.astype(advantages.dtype)
+
+
+def _exp_weights(advantages, kept, temperature):
+    exponent = jnp.where(kept, advantages, 0.0) / temperature
+    return jnp.where(kept, jnp.exp(jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)), 0.0)
+
+
+def exp_advantage_weights(
+    advantages: Float[Array, " batch"], kept: Bool[Array, " batch"], *, temperature: float = 1.0
+) -> Float[Array, " batch"]:
+    """Weights that grow with the advantage.
+
+    w_i = exp(A_i / τ), the exponent within ±MAX_EXPONENT.
+
+    Args:
+        advantages: ignored where not kept.
+        kept: rows that count; the others get 0.
+        temperature: τ, in units of advantage, above 0.
+    Raises:
+        ValueError: τ not above 0.
+    Reference: arXiv 2509.24203 §2 (RED-Weight).
+    """
+    require(temperature > 0, "temperature", temperature, "must be above 0")
+    return _exp_weights(advantages, kept, temperature)
+
+
+def bisected_temperature(
+    advantages: Float[Array, " batch"], kept: Bool[Array, " batch"], *, floor: float, ceiling: float
+) -> Float[Array, ""]:
+    """The τ of exponential weights for which the weighted advantages of the batch cancel.
+
+    f(τ) = Σ_i A_i exp(A_i / τ) = 0.  f falls strictly, from +∞ (if any A > 0) to Σ A as τ → ∞, so that a root exists
+    only if Σ A < 0 < max A. Without one in range the nearer end is returned: the ceiling where f is still positive
+    there, as it is for group-centred advantages (Σ A = 0); the floor where f(floor) ≤ 0, which all-zero A include.
+
+    Args:
+        advantages: ignored where not kept.
+        kept: rows that count.
+        floor: lowest τ, above 0, in units of advantage.
+        ceiling: highest τ, at least the floor.
+    Raises:
+        ValueError: floor not above 0, or ceiling below it.
+    Reference: arXiv 2509.24203 §2 (RED-Weight), later work by its authors for the bisection.
+    """
+    require(floor > 0, "floor", floor, "must be above 0")
+    require(ceiling >= floor, "ceiling", ceiling, f"must be at least floor = {floor}")
+    advantages = jnp.where(kept, advantages, 0.0)
+    highest = jnp.max(advantages)
+
+    def still_positive(log_temperature):
+        # Only the sign matters: a factor exp(−max A / τ) keeps every exponent at or below 0.
+        scaled = advantages * jnp.exp((advantages - highest) / jnp.exp(log_temperature))
+        return jnp.sum(scaled) > 0
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) / 2
+        root_above = still_positive(middle)
+        return jnp.where(root_above, middle, low), jnp.where(root_above, high, middle)
+
+    ends = jnp.full((), math.log(floor), advantages.dtype), jnp.full((), math.log(ceiling), advantages.dtype)
+    root = jnp.exp(sum(jax.lax.fori_loop(0, BISECTIONS, halve, ends)) / 2)
+    return jnp.where(still_positive(ends[0]), jnp.where(still_positive(ends[1]), ceiling, root), floor)
+
+
+def bisected_exp_advantage_weights(
+    advantages: Float[Array, " batch"], kept: Bool[Array, " batch"], *, floor: float = 0.8, ceiling: float = 100.0
+) -> Float[Array, " batch"]:
+    """Weights that grow with the advantage, at the τ for which the weighted advantages of the batch cancel.
+
+    w_i = exp(A_i / τ),  τ = `bisected_temperature`; the exponent within ±MAX_EXPONENT.
+
+    Args:
+        advantages: of the whole batch; ignored where not kept.
+        kept: rows that count; the others get 0.
+        floor: lowest τ, above 0, in units of advantage.
+        ceiling: highest τ, at least the floor; what group-centred advantages get.
+    Raises:
+        ValueError: floor not above 0, or ceiling below it.
+    Reference: see `bisected_temperature`.
+    """
+    return _exp_weights(advantages, kept, bisected_temperature(advantages, kept, floor=floor, ceiling=ceiling))
+
+
+def unit_token_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """1 for every token."""
+    return jnp.ones_like(ratio)
+
+
+def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The ratio as a constant: w_t = sg(ρ_t)."""
+    return jax.lax.stop_gradient(ratio)

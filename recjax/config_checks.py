@@ -1,0 +1,77 @@
+"""What a config must not say: values out of range, contradictions, and settings that nothing would read."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from recjax.algorithms import presets
+from recjax.config import Config, schema_keys
+
+
+def _value_at(config: Config, key: str) -> Any:
+    """The value at a dotted key; None inside a block that is not there."""
+    value: Any = config
+    for part in key.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
+
+
+def check(config: Config) -> None:
+    """Refuses values out of range and settings that contradict each other or that nothing would read."""
+
+    def require(condition: bool, key: str, remedy: str) -> None:
+        if not condition:
+            raise ValueError(f"{key} = {_value_at(config, key)!r}: {remedy}")
+
+    def require_one(key: str, names: Sequence[str]) -> None:
+        block = getattr(config, key)
+        given = [name for name in names if getattr(block, name) is not None]
+        if len(given) != 1:
+            found = f"found {' and '.join(given)}" if given else "found none"
+            raise ValueError(f"{key}: give exactly one of {', '.join(f'{key}.{name}' for name in names)}; {found}")
+
+    for key, field in schema_keys().items():
+        value, low = _value_at(config, key), field.metadata.get("low")
+        if low is not None and value is not None:
+            require(value >= low and math.isfinite(value), key, f"must be a finite number, {low} or more")
+    for block in ("rollout", "evaluation"):
+        require(0 < getattr(config, block).top_p <= 1, f"{block}.top_p", "must be above 0 and at most 1 (1: no cut)")
+    require(config.rollout.temperature > 0, "rollout.temperature", "must be above 0: training needs diverse samples")
+    if config.evaluation.temperature == 0:
+        for name, unset in (("top_k", 0), ("top_p", 1)):
+            remedy = "is not read at evaluation.temperature = 0; remove it"
+            require(getattr(config.evaluation, name) == unset, f"evaluation.{name}", remedy)
+    require(config.optimizer.clip_norm > 0, "optimizer.clip_norm", "must be above 0")
+    require_one("model", ["path", "decoder"])
+    require_one("task", ["arithmetic", "file"])
+    require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
+    schedules = ("constant", "linear", "cosine")
+    require(config.optimizer.schedule in schedules, "optimizer.schedule", f"takes {', '.join(schedules)}")
+    require(":" in config.task.reward, "task.reward", "takes module:function")
+    if shape := config.model.decoder:
+        require(
+            shape.hidden_size % shape.num_heads == 0 and shape.hidden_size // shape.num_heads % 2 == 0,
+            "model.decoder.hidden_size",
+            f"must be an even multiple of model.decoder.num_heads = {shape.num_heads}",
+        )
+        require(
+            shape.num_heads % shape.num_kv_heads == 0,
+            "model.decoder.num_kv_heads",
+            f"must divide model.decoder.num_heads = {shape.num_heads}",
+        )
+    if config.warm_start:
+        require(config.warm_start.wrong_fraction <= 1, "warm_start.wrong_fraction", "is a share, 0 to 1")
+    if config.regime.offline:
+        for name, unset in (("sync_interval", 1), ("sync_offset", 0)):
+            require(
+                getattr(config.regime, name) == unset,
+                f"regime.{name}",
+                "is not read when regime.offline is true, where the sampler never gets new weights; remove one of them",
+            )
+    micro = config.training.micro_batch_prompts
+    require(
+        micro is None or config.rollout.prompts_per_step % micro == 0,
+        "training.micro_batch_prompts",
+        f"must divide rollout.prompts_per_step = {config.rollout.prompts_per_step}",
+    )
+    presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())

@@ -1,0 +1,103 @@
+"""From a YAML file and `key=value` overrides to one checked config; every error names the key, value and remedy."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import omegaconf
+import yaml
+from omegaconf import OmegaConf
+
+from recjax.algorithms import presets
+from recjax.config import Config, block_of, schema_keys
+from recjax.config_checks import check
+
+
+def _check_keys(values: Any, source: str, block: type = Config, prefix: str = "") -> None:
+    """Refuses keys that the schema lacks, naming the nearest that it has."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: {prefix.rstrip('.') or 'the file'} must hold keys and values; got {values!r}")
+    fields = {field.name: field for field in dataclasses.fields(block)}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in fields:
+            near = difflib.get_close_matches(name, schema_keys(), n=1, cutoff=0.5)
+            near = near or [known for known in schema_keys() if known.split(".")[-1] == key][:1]
+            hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(fields)}"
+            raise ValueError(f"{source}: unknown key {name!r} (value {value!r}); {hint}")
+        nested = block_of(fields[key].type)
+        if nested and value is not None:
+            _check_keys(value, source, nested, f"{name}.")
+
+
+def _parse_override(text: str) -> dict:
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        raise ValueError(f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]
+    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+        raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML config, applies overrides in order, checks everything that can be checked before work starts.
+
+    Args:
+        path: YAML file.
+        overrides: `dotted.key=value` strings; values are YAML, so 1e-6 is a float and null is None.
+    Raises:
+        ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
+            override, key, value and remedy.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"--config {str(path)!r}: there is no such file")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+    merged = OmegaConf.structured(Config)
+    OmegaConf.set_readonly(merged, False)
+    for source, layer in [(str(path), values), *((f"override {text!r}", _parse_override(text)) for text in overrides)]:
+        _check_keys(layer, source)
+        try:
+            merged = OmegaConf.unsafe_merge(_writable(merged), layer)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            key = error.full_key or "?"
+            expected = f"; it takes {_type_name(schema_keys()[key].type)}" if key in schema_keys() else ""
+            raise ValueError(f"{source}: {key}: {str(error).splitlines()[0]}{expected}") from error
+    try:
+        config = OmegaConf.to_object(merged)
+    except omegaconf.errors.MissingMandatoryValue as error:
+        raise ValueError(
+            f"{path}: {error.full_key} has no value; set it in the file or as {error.full_key}=…"
+        ) from error
+    check(config)
+    return config
+
+
+def _writable(config: omegaconf.DictConfig) -> omegaconf.DictConfig:
+    """OmegaConf takes frozen dataclasses as read-only, each nested block by itself."""
+    OmegaConf.set_readonly(config, False)
+    for key in config:
+        if not OmegaConf.is_missing(config, key) and isinstance(config[key], omegaconf.DictConfig):
+            _writable(config[key])
+    return config
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML, the algorithm with every axis and option spelled out below it as a comment."""
+    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
+    comment = "".join(f"#   {axis}: {options}\n" for axis, options in resolved.items())
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False) + "# algorithm, resolved:\n" + comment

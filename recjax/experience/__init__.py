@@ -1,0 +1,1 @@
+"""What the trainer learns from, whoever produced it."""

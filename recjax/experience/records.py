@@ -1,0 +1,27 @@
+"""The record that the trainer learns from: a batch of scored completions with what is known of how they were drawn."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Completions of `prompts` rows of prompts, consecutive rows a prompt; host arrays, right-padded.
+
+    Shapes: prompts and prompt_mask [prompts, prompt_time]; completions, completion_mask and behaviour_logprobs
+    [batch, time]; all others [batch].
+
+    completion_mask is True at tokens that the behaviour policy drew, its end-of-sequence token among them.
+    behaviour_logprobs are under the distribution that drew each token. policy_version counts the optimiser updates of
+    the weights that drew the row. truncated rows ran into the token limit.
+    """
+
+    prompts: np.ndarray
+    prompt_mask: np.ndarray
+    completions: np.ndarray
+    completion_mask: np.ndarray
+    behaviour_logprobs: np.ndarray
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    policy_version: np.ndarray
+    truncated: np.ndarray

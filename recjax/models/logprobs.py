@@ -1,0 +1,129 @@
+"""The distribution that completions are drawn from, and the log-probabilities of given completions under it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from recjax.models.decoder import Context, Decoder, logits
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: softmax(logits / temperature), cut to `top_k` tokens (0 = all) and to mass `top_p`.
+
+    Temperature 0 means the most likely token, drawn with probability one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def sampling_logits(
+    scores: Float[Array, "batch vocab"], sampling: Sampling, forced: Int[Array, " batch"] | None = None
+) -> Float[Array, "batch vocab"]:
+    """Unnormalised log-probabilities of the sampling distribution; -inf where a token cannot be drawn.
+
+    Args:
+        scores: the model's logits.
+        sampling: temperature above 0, and cuts.
+        forced: tokens that stay drawable whatever the cuts. A trainer passes the tokens it evaluates, so that a token
+            that has left the current policy's top-p set keeps a finite log-probability and gradient.
+    """
+    scores = scores / sampling.temperature
+    keep = jnp.ones(scores.shape, bool)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        keep &= scores >= jax.lax.top_k(scores, sampling.top_k)[0][:, -1:]
+    if sampling.top_p < 1.0:
+        # Top-p applies to what top-k left, as in transformers.
+        descending = -jnp.sort(-jnp.where(keep, scores, -jnp.inf), axis=-1)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        inside = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
+        keep &= scores >= jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
+    if forced is not None:
+        keep |= jnp.arange(scores.shape[-1]) == forced[:, None]
+    return jnp.where(keep, scores, -jnp.inf)
+
+
+def logprobs_and_entropy(
+    scores: Float[Array, "batch vocab"], tokens: Int[Array, " batch"], sampling: Sampling
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """log π(token) and the entropy of π in nats, π being the sampling distribution.
+
+    At temperature 0 the tokens are taken as the argmax: log-probability and entropy are zero.
+    """
+    if sampling.temperature == 0:
+        return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
+    distribution = jax.nn.log_softmax(sampling_logits(scores, sampling, forced=tokens), axis=-1)
+    drawable = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
+    entropy = -jnp.sum(jnp.exp(distribution) * drawable, axis=-1)
+    return jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0], entropy
+
+
+def chunked_logprobs(
+    params: dict,
+    hidden: Float[Array, "batch time hidden"],
+    tokens: Int[Array, "batch time"],
+    sampling: Sampling,
+    chunk: int,
+) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
+    """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
+
+    [batch, time, vocab] never exists whole: the scores of a chunk are recomputed in the backward pass.
+    """
+    count = tokens.size
+    chunk = min(chunk, count)
+    padding = -count % chunk
+    flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
+    flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def one_chunk(inputs):
+        chunk_hidden, chunk_tokens = inputs
+        return logprobs_and_entropy(logits(params, chunk_hidden), chunk_tokens, sampling)
+
+    logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
+    return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
+
+
+def last_hidden(
+    hidden: Float[Array, "rows time hidden"], mask: Bool[Array, "rows time"]
+) -> Float[Array, "rows hidden"]:
+    """The hidden state at each row's last real token; rows are padded on the right."""
+    return jnp.take_along_axis(hidden, (mask.sum(-1) - 1)[:, None, None], axis=1)[:, 0]
+
+
+def completion_logprobs(
+    decoder: Decoder,
+    params: dict,
+    prompts: Int[Array, "prompts prompt_time"],
+    prompt_mask: Bool[Array, "prompts prompt_time"],
+    completions: Int[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    sampling: Sampling,
+    chunk: int,
+) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
+    """Log-probabilities and entropies of completions under the sampling distribution of `params`.
+
+    Each prompt is run once and shared by its batch/prompts consecutive completions, forwards and backwards.
+
+    Args:
+        prompts: right-padded prompt tokens, each row with at least one.
+        completions: right-padded completion tokens, grouped by prompt in the order of `prompts`.
+        completion_mask: True at real tokens. Values at other places are finite and mean nothing.
+        sampling: what the completions were drawn with.
+        chunk: positions whose vocabulary scores exist at one time.
+    """
+    group = completions.shape[0] // prompts.shape[0]
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    hidden, (keys, values) = decoder.apply({"params": params}, prompts, positions, prompt_mask)
+    first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
+    if completions.shape[1] > 1:
+        lengths = jnp.repeat(prompt_mask.sum(-1), group)
+        positions = lengths[:, None] + jnp.arange(completions.shape[1] - 1)
+        context = Context(keys, values, prompt_mask)
+        rest, _ = decoder.apply({"params": params}, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
+        first = jnp.concatenate([first, rest], axis=1)
+    return chunked_logprobs(params, first, completions, sampling, chunk)

@@ -1,0 +1,151 @@
+"""Tokenizers: Hugging Face's from a folder or the hub, and a small built-in one; prompts in, token ids out."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+import jinja2
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
+
+
+def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) -> Path:
+    """The local folder of a model, fetched from the Hugging Face hub where `path` is no folder.
+
+    Args:
+        path: a folder, or a hub name such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+        patterns: which of the hub's files to fetch; ignored for a folder.
+    Raises:
+        ValueError: `path` is neither a folder nor a name that the hub can serve.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it "
+            f"({str(error).splitlines()[0]}); give a local folder with config.json, model.safetensors and "
+            "tokenizer.json (`python -m recjax.models.smollm2 --output FOLDER` makes one without the hub)"
+        ) from error
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """The built-in tokenizer: one token a character, after `<pad>` (id 0) and `<eos>` (id 1).
+
+    Decoding gives the encoded text back exactly, spaces and line ends included.
+
+    Args:
+        characters: the alphabet, in the order of its ids (from 2 on).
+    Raises:
+        ValueError: `characters` is empty or names a character twice.
+    """
+    repeated = sorted({character for character in characters if characters.count(character) > 1})
+    if repeated or not characters:
+        raise ValueError(
+            f"characters {characters!r} must name each character of the alphabet once; repeated: {repeated}"
+        )
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        ValueError: the folder or hub has none, or it cannot be read.
+    """
+    folder = model_folder(path)
+    # Without this check transformers may build an empty tokenizer from config.json alone.
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        # The Rust tokenizers raise bare Exceptions, so nothing narrower would catch a damaged file.
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
+        ) from error
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), folder: str | Path | None = None
+) -> tuple[int, ...]:
+    """Ids that end a completion: the end-of-sequence token's, then each stop string's.
+
+    Args:
+        tokenizer: gives the end-of-sequence id.
+        stop: strings that are one token each; only that very token stops, not a longer one that begins alike.
+        folder: the model's folder or hub name, whose generation_config.json may list more end-of-sequence ids
+            (chat models often have several); None reads no file.
+    Raises:
+        ValueError: a stop string is not exactly one token, or nothing would ever stop.
+    """
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if folder is not None:
+        file = model_folder(folder) / "generation_config.json"
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    for text in stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        # The second test refuses text that the tokenizer only knows as its unknown token.
+        if len(tokens) != 1 or tokenizer.decode(tokens) != text:
+            raise ValueError(
+                f"stop string {text!r} must be exactly one token, but this tokenizer reads it as "
+                f"{tokenizer.convert_ids_to_tokens(tokens)}; choose a single token"
+            )
+        ids += tokens
+    if not ids:
+        raise ValueError("the tokenizer has no end-of-sequence token; name at least one stop string")
+    return tuple(dict.fromkeys(ids))
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
+    """Messages as the text that asks the model for its next turn.
+
+    Args:
+        tokenizer: holds the chat template.
+        messages: {"role": …, "content": …} in order.
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template; use an instruct model's, or give prompts as plain text")
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        roles = [message.get("role") for message in messages]
+        raise ValueError(f"the chat template refuses messages with roles {roles}: {error}") from error
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each prompt, with the tokenizer's begin-of-sequence token once if it uses one.
+
+    Text from a chat template may hold that token already; it is then not added again. No end-of-sequence is added.
+
+    Raises:
+        ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
+    """
+    begin = [tokenizer.bos_token_id]
+    prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            ids = tokenizer.encode(prompt, add_special_tokens=False)
+        except Exception as error:
+            # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+            raise ValueError(f"prompt {index}, {prompt!r}, has text outside the tokenizer's vocabulary") from error
+        if ids[:1] != prefix:
+            ids = prefix + ids
+        if not ids:
+            raise ValueError(f"prompt {index}, {prompt!r}, has no tokens; a prompt needs at least one")
+        encoded.append(ids)
+    return encoded

@@ -1,0 +1,204 @@
+"""Pretrained weights: Hugging Face folders of the Llama architecture as a config and a parameter tree."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+
+from recjax.models.decoder import DecoderConfig, RopeScaling, abstract_params
+from recjax.models.tokenizers import TOKENIZER_FILES, model_folder
+
+# Parameter path → Hugging Face name. A `kernel` is stored transposed there, as [out, in].
+TENSOR_NAMES = {
+    "embedding/embedding": "model.embed_tokens.weight",
+    "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
+    "layers/query/kernel": "model.layers.{layer}.self_attn.q_proj.weight",
+    "layers/key/kernel": "model.layers.{layer}.self_attn.k_proj.weight",
+    "layers/value/kernel": "model.layers.{layer}.self_attn.v_proj.weight",
+    "layers/output/kernel": "model.layers.{layer}.self_attn.o_proj.weight",
+    "layers/mlp_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers/gate/kernel": "model.layers.{layer}.mlp.gate_proj.weight",
+    "layers/up/kernel": "model.layers.{layer}.mlp.up_proj.weight",
+    "layers/down/kernel": "model.layers.{layer}.mlp.down_proj.weight",
+    "norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+
+# Fields that change the maths, with the one value that the decoder computes.
+FIXED_FIELDS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+    "sliding_window": None,
+    "quantization_config": None,
+}
+
+
+def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
+    """A pretrained decoder from a Hugging Face style folder or hub name.
+
+    Args:
+        path: a folder with config.json and model.safetensors (or model.safetensors.index.json and its shards) in
+            float32, float16 or bfloat16; or a hub name.
+    Returns:
+        The config, and the parameter tree as float32 NumPy arrays on the host.
+    Raises:
+        ValueError: the model is not one that the decoder computes exactly, or a file is missing, damaged or at odds
+            with the config.
+    """
+    folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
+    config = read_config(folder)
+    return config, read_params(folder, config)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The decoder config that a folder's config.json describes.
+
+    Raises:
+        ValueError: config.json is missing or unreadable, or asks for maths that the decoder does not do.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no config.json; give a Hugging Face style model folder")
+    try:
+        fields = AutoConfig.from_pretrained(folder).to_dict()
+    except Exception as error:
+        # transformers raises many kinds here: unknown model types, bad JSON, failed validation.
+        raise ValueError(f"{file} is no model config ({error}); correct it or fetch the file again") from error
+    if fields["model_type"] != "llama":
+        raise ValueError(f"{file}: model_type {fields['model_type']!r} is not supported; use a 'llama' model")
+    for name, value in FIXED_FIELDS.items():
+        if fields.get(name, value) != value:
+            raise ValueError(f"{file}: {name} = {fields[name]!r} is not supported, only {value!r}; use another model")
+    rope = fields["rope_parameters"]
+    return DecoderConfig(
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=fields["num_attention_heads"],
+        num_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields["head_dim"],
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=_rope_scaling(file, rope),
+        norm_epsilon=float(fields["rms_norm_eps"]),
+        tie_embeddings=fields["tie_word_embeddings"],
+    )
+
+
+def _rope_scaling(file: Path, rope: dict) -> RopeScaling | None:
+    kind = rope["rope_type"]
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{file}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported, only 1.0")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(rope["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
+    raise ValueError(f"{file}: rope_type {kind!r} is not supported; use a model with default, linear or llama3")
+
+
+def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
+    """Parameter path → Hugging Face names: one a layer for stacked parameters, in order, else a single one."""
+    return {
+        path: [name.format(layer=layer) for layer in range(config.num_layers if path.startswith("layers/") else 1)]
+        for path, name in TENSOR_NAMES.items()
+        if path != "head/kernel" or not config.tie_embeddings
+    }
+
+
+def read_params(folder: Path, config: DecoderConfig) -> dict:
+    """The parameter tree from a folder's safetensors files, read one tensor at a time.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, or of another shape or dtype; a file is missing or damaged.
+    """
+    names = tensor_names(config)
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for file in _safetensors_files(folder):
+            opened = stack.enter_context(_open(file))
+            found |= {name: (file, opened) for name in opened.keys()}
+        _check_names(folder, {name for group in names.values() for name in group}, found)
+
+        def read(path, leaf):
+            path = jax.tree_util.keystr(path, simple=True, separator="/")
+            stacked = np.empty(leaf.shape, np.float32)
+            for slot, name in zip(stacked if path.startswith("layers/") else [stacked], names[path], strict=True):
+                target = slot.T if path.endswith("/kernel") else slot
+                target[...] = _read(*found[name], name, target.shape)
+            return stacked
+
+        return jax.tree_util.tree_map_with_path(read, abstract_params(config))
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        reason = f"only pickle files {pickles}, which can run code when opened" if pickles else "no weights"
+        raise ValueError(
+            f"{folder} holds {reason}; give a folder with model.safetensors, or with model.safetensors.index.json and "
+            "its shards (transformers' save_pretrained writes them)"
+        )
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no safetensors index ({error!r}); fetch the file again") from error
+    files = [folder / name for name in sorted(set(shards))]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{index} names the shard {file.name}, which is not there; fetch the missing file")
+    return files
+
+
+def _open(file: Path):
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
+
+
+def _check_names(folder: Path, expected: set[str], found: dict) -> None:
+    missing = sorted(expected - found.keys())
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} tensors that config.json calls for are in none of the safetensors files, first "
+            f"{missing[0]!r}; check num_hidden_layers and tie_word_embeddings, or fetch the files again"
+        )
+    extra = {name for name in found.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {"lm_head.weight"}
+    if extra:
+        first = min(extra)
+        raise ValueError(
+            f"{found[first][0]}: {len(extra)} tensors that config.json does not call for, first {first!r}; the "
+            "weights belong to another config or architecture, or hold more than a language model"
+        )
+
+
+def _read(file: Path, opened, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    header = opened.get_slice(name)
+    if tuple(header.get_shape()) != shape:
+        raise ValueError(
+            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}; "
+            "use the config.json that belongs to these weights"
+        )
+    if header.get_dtype() not in ("F32", "F16", "BF16"):
+        raise ValueError(
+            f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
+        )
+    return opened.get_tensor(name)

@@ -1,0 +1,62 @@
+"""Problems as token arrays, and which of them each batch asks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recjax.models.tokenizers import encode_prompts, render_chat
+from recjax.tasks.problems import Problem
+
+
+class Prompts(NamedTuple):
+    """Prompts of a task: `tokens` and `mask` [problems, time], right-padded, with texts and answers beside them."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    texts: list[str]
+    answers: list[str]
+
+    def take(self, indices: np.ndarray) -> "Prompts":
+        """The prompts at the given places."""
+        texts, answers = [self.texts[i] for i in indices], [self.answers[i] for i in indices]
+        return Prompts(self.tokens[indices], self.mask[indices], texts, answers)
+
+
+def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> Prompts:
+    """Renders, tokenises and pads prompts.
+
+    Args:
+        max_tokens: padded length in tokens; None takes the longest prompt's.
+    Raises:
+        ValueError: a prompt without tokens, outside the vocabulary, or longer than `max_tokens`.
+    """
+    texts = [
+        problem.prompt if isinstance(problem.prompt, str) else render_chat(tokenizer, problem.prompt)
+        for problem in problems
+    ]
+    encoded = encode_prompts(tokenizer, texts)
+    longest = max(map(len, encoded))
+    for text, ids in zip(texts, encoded, strict=True):
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise ValueError(
+                f"prompt {text!r:.80} has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens};"
+                f" the longest has {longest}: raise the limit, or take the prompt out of the data"
+            )
+    tokens = np.zeros((len(encoded), max_tokens or longest), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, ids in enumerate(encoded):
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+    return Prompts(tokens, mask, texts, [problem.answer for problem in problems])
+
+
+def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -> np.ndarray:
+    """Places of the problems that batch number `batch` (from 1) asks.
+
+    Every problem comes once an epoch, in an order drawn from (seed, epoch); a batch may straddle two epochs. A pure
+    function of its arguments, so a resumed run goes on with the same data.
+    """
+    places = np.arange((batch - 1) * prompts_per_step, batch * prompts_per_step)
+    orders = {epoch: np.random.default_rng([seed, 1, epoch]).permutation(problems) for epoch in {*places // problems}}
+    return np.array([orders[place // problems][place % problems] for place in places])

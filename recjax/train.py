@@ -1,0 +1,70 @@
+"""Trains a language model with off-policy group-relative REINFORCE.
+
+    python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
+
+Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
+regime.sync_interval=20. A run that was stopped goes on when the same command is given again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from absl import app, flags, logging
+from rich.console import Console
+from rich.table import Table
+
+from recjax.config import schema_keys
+from recjax.config_loading import load_config
+from recjax.training.loop import prepare, run
+from recjax.training.run_folder import open_run_folder
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
+flags.DEFINE_bool("overwrite", False, "Delete what an earlier run left in the output folder.")
+
+
+def main(argv: list[str]) -> None:
+    """Reads the config, trains, prints the result."""
+    logging.set_verbosity(logging.INFO)
+    logging.get_absl_logger().propagate = False
+    try:
+        config = load_config(FLAGS.config, argv[1:])
+        output = open_run_folder(config, FLAGS.overwrite)
+        setup = prepare(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    summary = run(config, setup, output)
+    show_result(output, summary)
+
+
+def show_result(output: Path, summary: dict) -> None:
+    """Prints accuracies before and after, costs, and a few completions of the same problems before and after."""
+    console = Console()
+    table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
+    table.add_row("held-out accuracy", f"{summary['accuracy_before']:.3f}", f"{summary['accuracy_after']:.3f}")
+    before, after = (
+        [json.loads(line) for line in (output / "samples" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("before", "after")
+    )
+    for old, new in list(zip(before, after, strict=True))[:5]:
+        question = old["prompt"].strip().splitlines()[-1]
+        table.add_row(*(repr(text)[1:-1] for text in (question, old["completion"], new["completion"])))
+    console.print(table)
+    console.print(
+        f"{summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} completion tokens/s,"
+        f" peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB; figure: {output / 'figures' / 'training.png'}",
+        highlight=False,
+    )
+
+
+def _help() -> str:
+    keys = [
+        f"  {key} = {field.default!r}" for key, field in schema_keys().items() if not callable(field.default_factory)
+    ]
+    return __doc__ + "\nConfig keys that hold one value, and their defaults:\n" + "\n".join(keys) + "\n"
+
+
+if __name__ == "__main__":
+    sys.modules["__main__"].__doc__ = _help()
+    app.run(main)

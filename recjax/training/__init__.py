@@ -1,0 +1,1 @@
+"""The pieces of the train loop that touch devices or disks."""

@@ -1,0 +1,213 @@
+"""The loop: sample → score → queue → update → log, with evaluation and checkpoints."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from recjax.algorithms import diagnostics, presets
+from recjax.config import Config
+from recjax.experience.collect import draw, scored
+from recjax.experience.records import Batch
+from recjax.models.logprobs import Sampling
+from recjax.models.policy import Policy, load_policy
+from recjax.rollout.prompts import Prompts, batch_indices, encode_problems
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import RewardFunction
+from recjax.training import checkpoint, schedule
+from recjax.training.checkpoint import Snapshot
+from recjax.training.evaluation import evaluate, write_samples
+from recjax.training.figures import draw_training
+from recjax.training.metrics import MetricsWriter, PhaseSeconds, peak_memory_bytes, read_metrics
+from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
+from recjax.training.warm_start import warm_start
+
+
+class Setup(NamedTuple):
+    """What a run works with, none of which changes while it runs."""
+
+    policy: Policy
+    initial_params: dict
+    train: Prompts
+    evaluation: Prompts
+    reward: RewardFunction
+
+
+def prepare(config: Config) -> Setup:
+    """Loads the task and the initial policy, made by a warm start where the config has one."""
+    task = load_task(config)
+    problems = [*task.train, *task.evaluation]
+    characters = sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)})
+    policy, params = load_policy(config, characters)
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
+    train = everything.take(np.arange(len(task.train)))
+    held_out = everything.take(np.arange(len(task.train), len(problems)))
+    if config.warm_start:
+        params = warm_start(config, policy, params, train)
+    return Setup(policy, params, train, held_out, task.reward)
+
+
+def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
+    """Trains to the last step and returns the summary; goes on from the newest checkpoint in `output`, if any.
+
+    Raises:
+        FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
+    """
+    started = time.perf_counter()
+    policy, rollout = setup.policy, config.rollout
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    optimizer = make_optimizer(config.optimizer, config.training.steps)
+    learning_rate = learning_rate_schedule(config.optimizer, config.training.steps)
+    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
+    sample_key, drop_key = (jax.random.fold_in(jax.random.key(config.seed), stream) for stream in (1, 3))
+    micro_batches = rollout.prompts_per_step // (config.training.micro_batch_prompts or rollout.prompts_per_step)
+
+    # --- Where the run stands: a checkpoint, or step 0.
+    reference_params = _copy(setup.initial_params) if algorithm.needs_reference else None
+    state = TrainState(_copy(setup.initial_params), optimizer.init(setup.initial_params))
+    manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
+    snapshot = checkpoint.restore(manager, state)
+    if snapshot:
+        logging.info("going on from the checkpoint of step %d", snapshot.step)
+    else:
+        snapshot = Snapshot(0, state, setup.initial_params, 0, [], {"seconds": {}, "tokens": 0, "wall_seconds": 0.0})
+    step, state, behaviour_params, version, queue, progress = snapshot
+    phases = PhaseSeconds(progress["seconds"])
+    writer = MetricsWriter(output, step)
+
+    def evaluated(name: str) -> dict[str, float]:
+        with phases.phase("evaluate"):
+            result = evaluate(config, policy, state.params, setup.evaluation, setup.reward, step)
+            write_samples(output / "samples" / f"{name}.jsonl", result)
+        return {"evaluation/accuracy": result.accuracy, "evaluation/reward": result.reward}
+
+    def drawn_batch(number: int) -> Batch:
+        indices = batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed)
+        prompts = setup.train.take(indices)
+        with phases.phase("sample"):
+            key = jax.random.fold_in(sample_key, number)
+            drawn = draw(
+                policy, behaviour_params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling
+            )
+        with phases.phase("score"):
+            return scored(policy, prompts, drawn, setup.reward, version).batch
+
+    def save_checkpoint() -> None:
+        with phases.phase("checkpoint"):
+            progress.update(seconds=dict(phases.totals), wall_seconds=wall_before + time.perf_counter() - started)
+            checkpoint.save(manager, Snapshot(step, state, behaviour_params, version, queue, progress))
+
+    wall_before = progress["wall_seconds"]
+    if step == 0:
+        writer.write({"step": 0, **evaluated("before")})
+        save_checkpoint()
+
+    bar = tqdm(total=config.training.steps, initial=step, desc=config.algorithm.preset, unit="step")
+    while step < config.training.steps:
+        step += 1
+        # --- Sync, sample and score.
+        if schedule.is_sync(step, config.regime):
+            behaviour_params, version = _copy(state.params), step - 1
+        queue += [drawn_batch(number) for number in schedule.batches_to_draw(step, config.regime)]
+
+        # --- Update on the oldest batch.
+        batch = queue.pop(0)
+        staleness = diagnostics.staleness(step, batch.policy_version)
+        if (staleness != schedule.expected_staleness(step, config.regime)).any():
+            raise AssertionError(f"step {step}: staleness {staleness} is not what the regime says")
+        with phases.phase("update"):
+            state, metrics = update(
+                state,
+                reference_params,
+                batch,
+                jax.random.fold_in(drop_key, step),
+                decoder=policy.decoder,
+                algorithm=algorithm,
+                optimizer=optimizer,
+                sampling=sampling,
+                chunk=config.model.logprob_chunk,
+                micro_batches=micro_batches,
+            )
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        _require_finite(metrics, step, manager)
+
+        # --- Evaluate, log, checkpoint.
+        tokens = int(batch.completion_mask.sum())
+        progress["tokens"] += tokens
+        row = {
+            "step": step,
+            "reward": float(batch.rewards.mean()),
+            "accuracy": float((batch.rewards >= config.task.success).mean()),
+            "completion_length": tokens / len(batch.rewards),
+            "truncated": float(batch.truncated.mean()),
+            "staleness": float(staleness.mean()),
+            "learning_rate": float(learning_rate(step - 1)),
+            **metrics,
+        }
+        last = step == config.training.steps
+        if last or (config.evaluation.every and step % config.evaluation.every == 0):
+            row |= evaluated("after" if last else "latest")
+        row["tokens_per_second"] = progress["tokens"] / _loop_seconds(phases)
+        row["wall_seconds"] = wall_before + time.perf_counter() - started
+        writer.write(row)
+        if last or step % config.training.checkpoint_every == 0:
+            save_checkpoint()
+        _show(bar, row)
+    bar.close()
+    writer.close()
+    manager.close()
+
+    rows = read_metrics(output / "metrics.jsonl")
+    draw_training(rows, f"{config.algorithm.preset}, {config.output}", output / "figures" / "training.png")
+    summary = {
+        "accuracy_before": rows[0]["evaluation/accuracy"],
+        "accuracy_after": rows[-1]["evaluation/accuracy"],
+        "steps": step,
+        "wall_seconds": wall_before + time.perf_counter() - started,
+        "tokens_per_second": rows[-1]["tokens_per_second"],
+        "peak_memory_bytes": peak_memory_bytes(),
+        "seconds": dict(phases.totals),
+    }
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _copy(params: dict) -> dict:
+    """A copy of its own, which a donated update cannot touch."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def _loop_seconds(phases: PhaseSeconds) -> float:
+    return sum(phases.totals[name] for name in ("sample", "score", "update"))
+
+
+def _require_finite(metrics: dict[str, float], step: int, manager) -> None:
+    bad = {name: metrics[name] for name in ("loss", "gradient_norm") if not math.isfinite(metrics[name])}
+    if bad:
+        raise FloatingPointError(
+            f"step {step}: {', '.join(f'{name} = {value}' for name, value in bad.items())}. Nothing of this step was"
+            f" kept; the last good checkpoint is of step {manager.latest_step()} in {manager.directory}. A lower"
+            " optimizer.learning_rate, or an algorithm that clips, is the usual remedy"
+        )
+
+
+def _show(bar: tqdm, row: dict[str, float]) -> None:
+    shown = {
+        "reward": f"{row['reward']:.2f}",
+        "accuracy": f"{row['accuracy']:.2f}",
+        "stale": f"{row['staleness']:.0f}",
+        "ratio": f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}",
+        "clip": f"{row['clip_fraction/all']:.2f}",
+        "tok/s": f"{row['tokens_per_second']:.0f}",
+    }
+    if "evaluation/accuracy" in row:
+        bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
+    bar.set_postfix(shown, refresh=False)
+    bar.update()

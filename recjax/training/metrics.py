@@ -1,0 +1,73 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard files, summary.json, and the seconds of each phase."""
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from tensorboardX import SummaryWriter
+
+
+class MetricsWriter:
+    """Writes one row a step to metrics.jsonl and to TensorBoard files."""
+
+    def __init__(self, output: Path, start_step: int):
+        """Opens a run's files; rows past `start_step`, written after the checkpoint that a run resumes from, go."""
+        self._path = output / "metrics.jsonl"
+        kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
+        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self._path.open("a")
+        self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=start_step + 1)
+
+    def write(self, row: dict[str, float]) -> None:
+        """Appends a row, which has a "step", to both files."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if name != "step":
+                self._tensorboard.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The whole rows of a metrics.jsonl; a row cut short by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+class PhaseSeconds:
+    """Wall seconds spent in each named phase of a run."""
+
+    def __init__(self, totals: dict[str, float]):
+        """Goes on from the totals of an earlier part of the run."""
+        self.totals = defaultdict(float, totals)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds of the block under it to `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.totals[name] += time.perf_counter() - start
+
+
+def peak_memory_bytes() -> int:
+    """Most memory used so far: the accelerator's where it says so, otherwise this process's resident set."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        return statistics["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

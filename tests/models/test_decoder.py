@@ -1,0 +1,234 @@
+"""The decoder against transformers' Llama, and its own promises: masks, contexts, rematerialisation."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.decoder import Context, Decoder, DecoderConfig, RopeScaling, init_params, logits
+from recjax.models.weights import load_pretrained, tensor_names
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS = {
+    "grouped, tied": {"tie_word_embeddings": True},
+    "one key head a query head": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "one key head": {"num_key_value_heads": 1, "tie_word_embeddings": False, "num_hidden_layers": 3},
+    "other theta and epsilon": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.1},
+    "wide heads": {"head_dim": 24, "tie_word_embeddings": False},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}},
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1000.0} | LLAMA3, "head_dim": 16},
+}
+LENGTHS, TIME = (3, 9, 14), 14
+
+
+def torch_model(folder, fields, save):
+    """A random Llama, saved by transformers; norms and logits far from their initial values."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**(SIZES | fields), initializer_range=0.2)
+    model = transformers.LlamaForCausalLM._from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.to(save.get("dtype", torch.float32)).save_pretrained(folder, max_shard_size=save.get("max_shard_size", "1GB"))
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def batch(side):
+    """Rows of several lengths, padded with random junk on one side; positions count real tokens from 0."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, SIZES["vocab_size"], (len(LENGTHS), TIME))
+    mask = np.arange(TIME) < np.array(LENGTHS)[:, None]
+    mask = mask if side == "right" else mask[:, ::-1].copy()
+    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    return tokens, positions, mask
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(decoder, params, tokens, positions, mask, contexts=()):
+    return decoder.apply({"params": params}, tokens, positions, mask, contexts)
+
+
+def our_logits(config, params, tokens, positions, mask):
+    return logits(params, run(Decoder(config), params, tokens, positions, mask)[0])
+
+
+def their_logits(model, tokens, positions, mask):
+    import torch
+
+    # At padding attention sees nothing and the output means nothing, so only real positions are compared.
+    return model(
+        input_ids=torch.tensor(tokens), position_ids=torch.tensor(positions), attention_mask=torch.tensor(mask).long()
+    ).logits
+
+
+def check_logits(folder, model, side="right"):
+    tokens, positions, mask = batch(side)
+    ours = our_logits(*load_pretrained(folder), tokens, positions, mask)
+    theirs = their_logits(model, tokens, positions, mask).detach().numpy()
+    assert theirs[mask].std() > 0.5, "logits too flat to tell models apart"
+    np.testing.assert_allclose(np.asarray(ours)[mask], theirs[mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(tmp_path, name, side):
+    model = torch_model(tmp_path, MODELS[name], {})
+    assert load_pretrained(tmp_path)[0].tie_embeddings == model.config.tie_word_embeddings
+    check_logits(tmp_path, model, side)
+
+
+@pytest.mark.parametrize("form", ["sharded", "float16", "bfloat16"])
+def test_saved_forms(tmp_path, form):
+    torch = pytest.importorskip("torch")
+    save = {"max_shard_size": "10KB"} if form == "sharded" else {"dtype": getattr(torch, form)}
+    model = torch_model(tmp_path, MODELS["one key head a query head"], save)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (form == "sharded")
+    check_logits(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("other theta and epsilon", {"rope_theta": 60.0}),
+        ("linear", {"rope_scaling": None}),
+        ("llama3", {"rope_scaling": None}),
+    ],
+)
+def test_rotary_settings_matter(tmp_path, name, change):
+    torch_model(tmp_path, MODELS[name], {})
+    config, params = load_pretrained(tmp_path)
+    inputs = batch("right")
+    changed = our_logits(dataclasses.replace(config, **change), params, *inputs)
+    assert jnp.abs(changed - our_logits(config, params, *inputs))[inputs[2]].max() > 0.05
+
+
+@pytest.mark.parametrize("name, remat", [("grouped, tied", False), ("wide heads", True)])
+def test_gradient_is_that_of_torch(tmp_path, name, remat):
+    model = torch_model(tmp_path, MODELS[name], {})
+    config, params = load_pretrained(tmp_path)
+    tokens, positions, mask = batch("left")
+    counted = mask[:, 1:] & mask[:, :-1]
+
+    def summed_logprob(params):
+        hidden, _ = run(Decoder(config, remat=remat), params, tokens, positions, mask)
+        logprobs = jax.nn.log_softmax(logits(params, hidden[:, :-1]), axis=-1)
+        chosen = jnp.take_along_axis(logprobs, jnp.array(tokens)[:, 1:, None], axis=-1)[..., 0]
+        return jnp.where(counted, chosen, 0.0).sum()
+
+    import torch
+
+    theirs = their_logits(model, tokens, positions, mask)[:, :-1].log_softmax(-1)
+    chosen = theirs.gather(-1, torch.tensor(tokens)[:, 1:, None])[..., 0]
+    value = (chosen * torch.tensor(counted)).sum()
+    value.backward()
+    ours, gradients = jax.value_and_grad(summed_logprob)(jax.tree.map(jnp.array, params))
+    np.testing.assert_allclose(ours, value.detach().numpy(), rtol=1e-5)
+    expected = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    for path, names in tensor_names(config).items():
+        gradient = functools.reduce(lambda tree, key: tree[key], path.split("/"), gradients)
+        for layer, name in enumerate(names):
+            part = gradient[layer] if path.startswith("layers/") else gradient
+            part = part.T if path.endswith("/kernel") else part
+            scale = np.abs(expected[name]).max()
+            np.testing.assert_allclose(part / scale, expected[name] / scale, atol=1e-4, err_msg=name)
+
+
+SMALL = DecoderConfig(17, 16, 24, 2, 4, 2, 8, rope_scaling=RopeScaling("linear", 2.0), tie_embeddings=False)
+
+
+@functools.cache
+def small_params():
+    """Larger than initial weights, so that attention is far from uniform."""
+    params = jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(1))
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: 2 * leaf if "kernel" in str(path) else leaf, params)
+
+
+def small_batch(rows=4, time=10):
+    tokens = jax.random.randint(jax.random.key(2), (rows, time), 0, SMALL.vocab_size)
+    return tokens, jnp.broadcast_to(jnp.arange(time), (rows, time)), jnp.ones((rows, time), bool)
+
+
+def test_no_token_sees_the_future_or_padding():
+    tokens, positions, mask = small_batch()
+    params = small_params()
+    base = our_logits(SMALL, params, tokens, positions, mask)
+    later = our_logits(SMALL, params, tokens.at[:, 6].add(1) % SMALL.vocab_size, positions, mask)
+    np.testing.assert_array_equal(later[:, :6], base[:, :6])
+    assert (jnp.abs(later - base)[:, 6:].max(axis=(0, 2)) > 1e-3).all(), "every later position sees the change"
+
+    mask = mask.at[:, :3].set(False)
+    padded = our_logits(SMALL, params, tokens, positions, mask)
+    junk = our_logits(SMALL, params, tokens.at[:, :3].set(5), positions, mask)
+    np.testing.assert_array_equal(junk[:, 3:], padded[:, 3:])
+
+
+def test_only_position_differences_matter():
+    tokens, positions, mask = small_batch()
+    base = our_logits(SMALL, small_params(), tokens, positions, mask)
+    shifted = our_logits(SMALL, small_params(), tokens, positions + 7, mask)
+    np.testing.assert_allclose(shifted, base, atol=1e-4)
+    stretched = our_logits(SMALL, small_params(), tokens, positions * 3, mask)
+    assert jnp.abs(stretched - base).max() > 1e-2
+
+
+@pytest.mark.parametrize("splits", [(9,), (3, 7)])
+def test_earlier_tokens_as_contexts_change_nothing(splits):
+    tokens, positions, mask = small_batch()
+    mask = mask.at[1, :2].set(False).at[2, 9].set(False)
+    params, decoder = small_params(), Decoder(SMALL)
+    whole, (keys, values) = run(decoder, params, tokens, positions, mask)
+    edges = (0, *splits, tokens.shape[1])
+    contexts = ()
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        part = slice(start, stop)
+        hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
+        real = mask[:, part]
+        np.testing.assert_allclose(hidden[real], whole[:, part][real], atol=1e-4)
+        real = jnp.broadcast_to(real[None, :, None], new[0].shape[:-1])
+        np.testing.assert_allclose(new[0][real], keys[..., part, :][real], atol=1e-4)
+        np.testing.assert_allclose(new[1][real], values[..., part, :][real], atol=1e-4)
+        contexts += (Context(*new, mask[:, part]),)
+
+
+def test_one_prompt_serves_its_whole_group():
+    prompts, prompt_positions, prompt_mask = small_batch(rows=2, time=5)
+    prompt_mask = prompt_mask.at[0, :2].set(False)
+    tokens, positions, mask = small_batch(rows=6, time=4)
+    params, decoder = small_params(), Decoder(SMALL)
+    _, shared = run(decoder, params, prompts, prompt_positions, prompt_mask)
+    grouped, _ = run(decoder, params, tokens, positions + 5, mask, (Context(*shared, prompt_mask),))
+
+    def repeated(x, y):
+        return jnp.concatenate([jnp.repeat(x, 3, axis=0), y], axis=1)
+
+    inputs = [(prompts, tokens), (prompt_positions, positions + 5), (prompt_mask, mask)]
+    whole, _ = run(decoder, params, *(repeated(x, y) for x, y in inputs))
+    np.testing.assert_allclose(grouped, whole[:, 5:], atol=1e-4)
+
+
+@pytest.mark.parametrize("options, tolerance", [({"remat": True}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])
+def test_how_it_runs_does_not_change_what_it_computes(options, tolerance):
+    inputs = small_batch()
+    base, _ = run(Decoder(SMALL), small_params(), *inputs)
+    other, _ = run(Decoder(SMALL, **options), small_params(), *inputs)
+    assert other.dtype == options.get("dtype", jnp.float32)
+    assert jnp.abs(other.astype(jnp.float32) - base).mean() < tolerance * jnp.abs(base).mean()
+
+
+def test_unknown_rope_scaling_is_named():
+    config = dataclasses.replace(SMALL, rope_scaling=RopeScaling("yarn", 2.0))
+    with pytest.raises(ValueError, match="rope_scaling kind 'yarn' is not known"):
+        init_params(config, jax.random.key(0))

@@ -1,0 +1,81 @@
+"""Log-probabilities of given completions: cuts, chunks, shared prompts."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling, completion_logprobs, logprobs_and_entropy, sampling_logits
+
+CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4)
+PARAMS = init_params(CONFIG, jax.random.key(0))
+PROMPTS = jnp.array([[3, 4, 5, 0], [6, 7, 8, 9]])
+PROMPT_MASK = jnp.array([[1, 1, 1, 0], [1, 1, 1, 1]], bool)
+COMPLETIONS = jax.random.randint(jax.random.key(1), (6, 5), 0, 13)
+MASK = jnp.arange(5) < jnp.array([5, 3, 1, 4, 2, 5])[:, None]
+
+
+def masked_sum(params, prompts, prompt_mask, chunk=1024, remat=False):
+    decoder = Decoder(CONFIG, remat=remat)
+    arguments = (decoder, params, prompts, prompt_mask, COMPLETIONS, MASK)
+    logprobs, entropy = completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk)
+    weights = jnp.arange(30.0).reshape(6, 5)
+    return jnp.sum(jnp.where(MASK, weights * logprobs + entropy, 0.0))
+
+
+@pytest.mark.parametrize(("chunk", "remat"), [(1, False), (7, False), (1024, True)])
+def test_chunks_and_remat_change_neither_values_nor_gradients(chunk, remat):
+    expected = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)
+    actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sharing_a_prompt_equals_repeating_it():
+    expected = jax.value_and_grad(masked_sum)(PARAMS, jnp.repeat(PROMPTS, 3, 0), jnp.repeat(PROMPT_MASK, 3, 0))
+    actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_beyond_the_masks_change_nothing():
+    junk = jnp.where(PROMPT_MASK, PROMPTS, 12)
+    wide = jnp.pad(junk, ((0, 0), (0, 3)), constant_values=5)
+    wide_mask = jnp.pad(PROMPT_MASK, ((0, 0), (0, 3)))
+    actual, expected = masked_sum(PARAMS, wide, wide_mask), masked_sum(PARAMS, PROMPTS, PROMPT_MASK)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_completions_of_one_token():
+    arguments = (Decoder(CONFIG), PARAMS, PROMPTS, PROMPT_MASK)
+    long, _ = completion_logprobs(*arguments, COMPLETIONS, MASK, sampling=Sampling(), chunk=64)
+    short, _ = completion_logprobs(*arguments, COMPLETIONS[:, :1], MASK[:, :1], sampling=Sampling(), chunk=64)
+    np.testing.assert_allclose(short, long[:, :1], atol=1e-5)
+
+
+def test_top_k_and_top_p_keep_the_tokens_that_numpy_keeps():
+    scores = np.random.default_rng(0).normal(size=(50, 13)).astype(np.float32) * 2
+    actual = np.isfinite(sampling_logits(jnp.array(scores), Sampling(0.7, top_k=6, top_p=0.75)))
+    for row, kept in zip(scores / 0.7, actual, strict=True):
+        order = np.argsort(-row)[:6]
+        probabilities = np.exp(row[order]) / np.exp(row[order]).sum()
+        before = np.cumsum(probabilities) - probabilities
+        assert set(np.flatnonzero(kept)) == set(order[before < 0.75])
+
+
+def test_a_token_outside_the_cut_keeps_a_finite_logprob_and_gradient():
+    scores = jnp.array([[4.0, 3.0, 0.0, -5.0]])
+
+    def logprob(scores):
+        return logprobs_and_entropy(scores, jnp.array([3]), Sampling(top_k=2))[0][0]
+
+    value, gradient = jax.value_and_grad(logprob)(scores)
+    np.testing.assert_allclose(value, -5 - np.log(np.exp([4.0, 3.0, -5.0]).sum()), rtol=1e-6)
+    assert np.isfinite(gradient).all() and gradient[0, 2] == 0
+
+
+def test_entropy_is_that_of_the_cut_distribution():
+    scores = jnp.log(jnp.array([[0.5, 0.25, 0.2, 0.05]]))
+    _, entropy = logprobs_and_entropy(scores, jnp.array([0]), Sampling(top_k=2))
+    shares = np.array([2 / 3, 1 / 3])
+    np.testing.assert_allclose(entropy[0], -(shares * np.log(shares)).sum(), rtol=1e-6)

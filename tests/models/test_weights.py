@@ -1,0 +1,255 @@
+"""The loader: every parameter where it belongs, every format, and an error that names what is wrong."""
+
+import json
+
+import huggingface_hub
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from recjax.models.decoder import DecoderConfig, RopeScaling, abstract_params
+from recjax.models.weights import load_pretrained, read_config, tensor_names
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "tie_word_embeddings": False,
+}
+LAYER_SHAPES = {
+    "input_layernorm": (8,),
+    "self_attn.q_proj": (24, 8),
+    "self_attn.k_proj": (12, 8),
+    "self_attn.v_proj": (12, 8),
+    "self_attn.o_proj": (8, 24),
+    "post_attention_layernorm": (8,),
+    "mlp.gate_proj": (12, 8),
+    "mlp.up_proj": (12, 8),
+    "mlp.down_proj": (8, 12),
+}
+SHAPES = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,), "lm_head.weight": (11, 8)}
+SHAPES |= {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER_SHAPES.items()}
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+def random_tensors(dtype=np.float32):
+    random = np.random.default_rng(0)
+    return {name: random.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def write_folder(folder, tensors, **changes):
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def assert_params_equal(params, tensors, layers=2):
+    """Spelt out by hand, so that the loader's table is not checked against itself."""
+    embedding, norm, head = params["embedding"], params["norm"], params["head"]
+    np.testing.assert_array_equal(embedding["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32))
+    np.testing.assert_array_equal(norm["scale"], tensors["model.norm.weight"].astype(np.float32))
+    np.testing.assert_array_equal(head["kernel"].T, tensors["lm_head.weight"].astype(np.float32))
+    places = {
+        "attention_norm": "input_layernorm",
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "output": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    assert params["layers"].keys() == places.keys()
+    for ours, theirs in places.items():
+        for layer in range(layers):
+            (values,) = (array[layer] for array in params["layers"][ours].values())
+            expected = tensors[f"model.layers.{layer}.{theirs}.weight"].astype(np.float32)
+            np.testing.assert_array_equal(values.T, expected, err_msg=f"{ours} {layer}")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_every_tensor_lands_in_its_place_as_float32(tmp_path, dtype):
+    tensors = random_tensors(dtype)
+    config, params = load_pretrained(str(write_folder(tmp_path, tensors)))
+    assert_params_equal(params, tensors)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    shapes = jax.tree.map(lambda leaf: leaf.shape, params)
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
+
+
+def write_shards(folder):
+    tensors = random_tensors()
+    write_folder(folder, tensors)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
+
+
+def test_shards_are_read_as_one_file_would_be(tmp_path):
+    tensors = write_shards(tmp_path)
+    assert_params_equal(load_pretrained(tmp_path)[1], tensors)
+
+
+def test_a_tied_head_and_rotary_buffers_are_not_read(tmp_path):
+    tensors = random_tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    config, params = load_pretrained(write_folder(tmp_path, tensors, tie_word_embeddings=True))
+    assert config.tie_embeddings and "head" not in params
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_cover_the_parameter_tree_once_each(tied):
+    config = DecoderConfig(11, 8, 12, 2, 4, 2, 6, tie_embeddings=tied)
+    names = tensor_names(config)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(abstract_params(config))]
+    assert sorted(names) == sorted(jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)
+    flat = [name for group in names.values() for name in group]
+    assert sorted(flat) == sorted(SHAPES.keys() - ({"lm_head.weight"} if tied else set()))
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes, theta, scaling",
+    [
+        ({}, 500.0, None),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 7, "factor": 2}}, 7.0, RopeScaling("linear", 2.0)),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0} | LLAMA3},
+            7.0,
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 64),
+        ),
+        ({"rope_parameters": None, "rope_theta": 9.0}, 9.0, None),  # how transformers 4 wrote it, here and below
+        (
+            {"rope_parameters": None, "rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            9.0,
+            RopeScaling("linear", 4.0),
+        ),
+        ({"rope_parameters": None}, 10000.0, None),
+    ],
+)
+def test_config_fields(tmp_path, changes, theta, scaling):
+    fields = {name: value for name, value in (CONFIG | changes).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_config(tmp_path)
+    assert (config.rope_theta, config.rope_scaling, config.norm_epsilon) == (theta, scaling, 1e-6)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 6)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (11, 8, 12)
+    assert not config.tie_embeddings
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported; use a 'llama' model"),
+        ({"model_type": "no_such_model"}, "is no model config"),
+        ({"attention_bias": True}, "attention_bias = True is not supported, only False"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported, only 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0.0"),
+        ({"sliding_window": 64}, "sliding_window = 64 is not supported, only None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .* is not supported, only None"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}},
+            "rope_type 'dynamic' is not supported; use a model with default, linear or llama3",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5 is not supported, only 1.0",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0}}, "is no model config .*'high_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0}}, "is no model config .* {'factor'}"),
+    ],
+)
+def test_refused_configs(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=f"config.json.*{message}"):
+        load_pretrained(write_folder(tmp_path, random_tensors(), **changes))
+
+
+def without(name):
+    return {key: value for key, value in random_tensors().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        (without(KEY), rf"1 tensors .* none of the safetensors files, first '{KEY}'; check num_hidden_layers"),
+        (without("lm_head.weight"), "first 'lm_head.weight'; check num_hidden_layers and tie_word_embeddings"),
+        (random_tensors() | {"score.weight": np.ones(3)}, r"model.safetensors: 1 tensors .* first 'score.weight'"),
+        (
+            random_tensors() | {KEY: np.ones((8, 12), np.float32)},
+            rf"model.safetensors: tensor '{KEY}' has shape \(8, 12\), but config.json asks for \(12, 8\); use the",
+        ),
+        (random_tensors() | {KEY: np.ones((12, 8), np.int8)}, f"tensor '{KEY}' has dtype I8; save it as float32"),
+    ],
+)
+def test_refused_tensors(tmp_path, tensors, message):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(write_folder(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("kept", [5, 100, -3])
+def test_truncated_file(tmp_path, kept):
+    file = write_folder(tmp_path, random_tensors()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="model.safetensors is truncated or damaged .* fetch the file again"):
+        load_pretrained(tmp_path)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(ValueError, match="holds no config.json; give a Hugging Face style model folder"):
+        load_pretrained(tmp_path)
+    write_folder(tmp_path, random_tensors())
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no weights; give a folder with model.safetensors"):
+        load_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match=r"only pickle files \['pytorch_model.bin'\].* give a folder with"):
+        load_pretrained(tmp_path)
+
+
+def test_shard_errors(tmp_path):
+    write_shards(tmp_path)
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    save_file({name: value for name, value in load_file(first).items() if name != KEY}, first)
+    with pytest.raises(ValueError, match=f"first '{KEY}'"):
+        load_pretrained(tmp_path)
+    second.unlink()
+    with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is not there"):
+        load_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="index.json is no safetensors index"):
+        load_pretrained(tmp_path)
+
+
+def test_hub(tmp_path, monkeypatch):
+    def served(name, allow_patterns):
+        assert name == "someone/model" and "model*.safetensors" in allow_patterns and "*.json" in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", served)
+    tensors = random_tensors()
+    write_folder(tmp_path, tensors)
+    assert_params_equal(load_pretrained("someone/model")[1], tensors)
+
+    def unreachable(name, allow_patterns):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ValueError, match=r"'someone/model' is no local folder.*\(no network\); give a local folder"):
+        load_pretrained("someone/model")

@@ -1,0 +1,99 @@
+"""The sampler: what it draws, what it stores, when it stops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.decoder import Decoder, DecoderConfig, init_params, logits
+from recjax.models.logprobs import Sampling, sampling_logits
+from recjax.rollout.sampler import sample
+
+CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False)
+DECODER = Decoder(CONFIG)
+PARAMS = jax.tree.map(lambda x: 2 * x, init_params(CONFIG, jax.random.key(0)))
+PROMPTS = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 2]], np.int32)
+MASK = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
+STOP = (1, 11)
+
+
+def draw(seed=0, prompts=PROMPTS, mask=MASK, group_size=3, max_tokens=6, sampling=None, stop_ids=STOP):
+    sampling = sampling or Sampling()
+    key = jax.random.key(seed)
+    options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": stop_ids}
+    return jax.device_get(sample(DECODER, PARAMS, prompts, mask, key, **options))
+
+
+def scores_after(tokens):
+    """Logits for the token after `tokens`, from one plain forward pass: no cache, no padding, no sharing."""
+    tokens = jnp.array([tokens])
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = DECODER.apply({"params": PARAMS}, tokens, positions, jnp.ones(tokens.shape, bool))
+    return logits(PARAMS, hidden[0, -1:])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=6, top_p=0.9)],
+)
+def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(sampling):
+    drawn = draw(sampling=sampling)
+    for row in range(len(drawn.tokens)):
+        prompt = row // 3
+        sequence = PROMPTS[prompt][MASK[prompt]].tolist()
+        for token, stored in zip(drawn.tokens[row][drawn.mask[row]], drawn.logprobs[row], strict=False):
+            expected = jax.nn.log_softmax(sampling_logits(scores_after(sequence), sampling))[0, token]
+            np.testing.assert_allclose(stored, expected, atol=1e-5)
+            sequence.append(int(token))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7)])
+def test_empirical_frequencies_match_probabilities(sampling):
+    count = 20_000
+    drawn = draw(prompts=PROMPTS[1:], mask=MASK[1:], group_size=count, max_tokens=1, sampling=sampling)
+    expected = np.asarray(jax.nn.softmax(sampling_logits(scores_after(PROMPTS[1].tolist()), sampling)))[0]
+    frequencies = np.bincount(drawn.tokens[:, 0], minlength=CONFIG.vocab_size) / count
+    assert (frequencies[expected == 0] == 0).all()
+    np.testing.assert_allclose(frequencies, expected, atol=5 * np.sqrt(expected.max() / count))
+
+
+def test_second_token_is_drawn_with_noise_of_its_own():
+    drawn = draw(group_size=5_000, max_tokens=2, stop_ids=())
+    repeats = (drawn.tokens[:, 0] == drawn.tokens[:, 1]).mean()
+    assert repeats < 0.5  # the same noise at both places would repeat nearly every token
+
+
+def test_same_key_repeats_and_other_keys_and_rows_differ():
+    first, again, other = draw(seed=1), draw(seed=1), draw(seed=2)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert (first.tokens != other.tokens).any()
+    assert len({tuple(row) for row in first.tokens[:3]}) > 1
+
+
+def test_rows_end_at_a_stop_token_or_are_truncated():
+    drawn = draw(group_size=200)
+    stops = np.isin(drawn.tokens, STOP) & drawn.mask
+    lengths = drawn.mask.sum(-1)
+    assert (drawn.mask == (np.arange(6) < lengths[:, None])).all()  # one run from the start
+    last_is_stop = stops[np.arange(len(lengths)), lengths - 1]
+    assert (stops.sum(-1) == last_is_stop).all()  # a stop is the last drawn token
+    np.testing.assert_array_equal(drawn.truncated, ~last_is_stop)
+    assert (lengths[drawn.truncated] == 6).all()
+    assert drawn.truncated.any() and not drawn.truncated.all()
+    assert (drawn.logprobs[~drawn.mask] == 0).all() and (drawn.tokens[~drawn.mask] == 0).all()
+
+
+def test_a_row_does_not_depend_on_padding_or_on_later_prompts():
+    together = draw()
+    alone = draw(prompts=PROMPTS[:1, :3], mask=MASK[:1, :3])
+    np.testing.assert_array_equal(together.tokens[:3], alone.tokens)
+    np.testing.assert_allclose(together.logprobs[:3], alone.logprobs, atol=1e-5)
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    drawn = draw(group_size=1, sampling=Sampling(0.0), stop_ids=())
+    sequence = PROMPTS[1].tolist()
+    for token in drawn.tokens[1]:
+        assert token == int(jnp.argmax(scores_after(sequence)))
+        sequence.append(int(token))
+    assert (drawn.logprobs == 0).all()

@@ -1,0 +1,175 @@
+"""Tasks: the embedded arithmetic, users' files, rewards."""
+
+import json
+import re
+
+import datasets
+import numpy as np
+import pytest
+
+from recjax.config import ArithmeticTask, FileTask
+from recjax.config_loading import load_config
+from recjax.tasks.arithmetic import arithmetic_problems
+from recjax.tasks.files import file_problems
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import load_reward, score
+from recjax.tasks.rewards import exact_match, number_match
+
+
+def test_arithmetic_asks_every_question_once_and_answers_it():
+    config = ArithmeticTask(["1..9 + 0..3", "5..6 - 7..8", "2..3 * 4..4"], template="{a}{op}{b}=")
+    problems = arithmetic_problems(config, seed=0)
+    assert len({problem.prompt for problem in problems}) == len(problems) == 9 * 4 + 4 + 2
+    for problem in problems:
+        a, op, b = re.fullmatch(r"(\d+)([-+*])(\d+)=", problem.prompt).groups()
+        assert int(problem.answer) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[op]
+    assert problems == arithmetic_problems(config, seed=0) != arithmetic_problems(config, seed=1)
+
+
+def test_examples_are_solved_and_never_give_the_question_away():
+    problems = arithmetic_problems(ArithmeticTask(["1..3 + 1..2"], examples=4), seed=0)
+    for problem in problems:
+        *examples, question = problem.prompt.splitlines()
+        assert len(set(examples)) == 4
+        assert not any(line.startswith(question) for line in examples)
+        assert all(int(line.split()[-1]) == int(line.split()[0]) + int(line.split()[2]) for line in examples)
+
+
+@pytest.mark.parametrize("kind", ["1..9 / 1..9", "9..1 + 1..2", "0..9999 * 0..9999", "one"])
+def test_arithmetic_refuses_kinds_by_name(kind):
+    with pytest.raises(ValueError, match=re.escape(repr(kind))):
+        arithmetic_problems(ArithmeticTask([kind]), seed=0)
+
+
+@pytest.mark.parametrize("template", ["{a} {op} =", "{a} {op} {b} {c}", "{"])
+def test_arithmetic_refuses_templates_without_the_question(template):
+    with pytest.raises(ValueError, match=re.escape(repr(template))):
+        arithmetic_problems(ArithmeticTask(template=template), seed=0)
+
+
+ROWS = [
+    {"prompt": "1+1=", "answer": 2, "note": "a"},
+    {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_jsonl_rows_become_problems(tmp_path):
+    problems = file_problems(write_jsonl(tmp_path / "a.jsonl", ROWS), FileTask())
+    assert problems == [("1+1=", "2"), ([{"role": "user", "content": "2+2?"}], "4")]
+
+
+def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_list([{"q": "1+1=", "a": "2"}, {"q": "3+3=", "a": "6"}]).to_parquet(path)
+    assert file_problems(str(path), FileTask(prompt_column="q", answer_column="a")) == [("1+1=", "2"), ("3+3=", "6")]
+    chat = file_problems(str(path), FileTask(prompt_column="q", answer_column="a", chat=True))
+    assert chat[1] == ([{"role": "user", "content": "3+3="}], "6")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"prompt": "x", ', "not valid JSON"),
+        ("[1, 2]", "object"),
+        ({"prompt": "x"}, "no 'answer'"),
+        ({"question": "x", "answer": "1"}, "no 'prompt'; the row has 'question', 'answer'"),
+        ({"prompt": "x", "answer": None}, "no 'answer'"),
+        ({"prompt": " ", "answer": "1"}, "not blank"),
+        ({"prompt": 3, "answer": "1"}, "must be text"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content"),
+        ({"prompt": "x", "answer": ["1"]}, "answer must be text or a number"),
+        ({"prompt": "x", "answer": True}, "answer must be text or a number"),
+    ],
+)
+def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, row, reason):
+    path = write_jsonl(tmp_path / "bad.jsonl", [ROWS[0], row, ROWS[1]])
+    with pytest.raises(ValueError) as error:
+        file_problems(path, FileTask())
+    assert path in str(error.value) and "line 2" in str(error.value) and reason in str(error.value)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\n")
+    (tmp_path / "a.jsonl").write_text("\n")
+    (tmp_path / "a.parquet").write_text("no parquet")
+    for name, reason in [("b.jsonl", "no such"), ("a.csv", "jsonl or"), ("a.jsonl", "no rows"), ("a.parquet", "parq")]:
+        with pytest.raises(ValueError, match=f"{name}.*{reason}"):
+            file_problems(str(tmp_path / name), FileTask())
+
+
+def test_evaluation_problems_are_held_out(tmp_path):
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(40)]
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"output: x\nmodel: {{decoder: {{}}}}\ntask: {{file: {{train: {write_jsonl(tmp_path / 'a.jsonl', rows)}}}}}\n"
+        "evaluation: {problems: 10}\n"
+    )
+    task = load_task(load_config(config))
+    train, held_out = ({problem.prompt for problem in problems} for problems in (task.train, task.evaluation))
+    assert (len(train), len(held_out), train & held_out) == (30, 10, set())
+    assert held_out != {f"question {i}" for i in range(10)}  # not simply the first rows
+    with pytest.raises(ValueError, match=r"evaluation.problems = 40"):
+        load_task(load_config(config, ["evaluation.problems=40"]))
+    with pytest.raises(ValueError, match=r"rollout.prompts_per_step = 31"):
+        load_task(load_config(config, ["rollout.prompts_per_step=31"]))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("42", "42", 1),
+        (" 42\n", "42", 1),
+        ("042", "42", 1),
+        ("42.0", "42", 1),
+        ("1,234", "1234", 1),
+        ("-3", "-3", 1),
+        ("+3", "3", 1),
+        ("43", "42", 0),
+        ("42 or 43", "42", 0),
+        ("12,34", "1234", 0),
+        ("4 2", "42", 0),
+        ("", "42", 0),
+        ("forty-two", "42", 0),
+        ("42=", "42", 0),
+        ("--3", "3", 0),
+        ("٤٢", "42", 0),
+    ],
+)
+def test_number_match(completion, answer, reward):
+    assert number_match([""], [completion], [answer]) == [reward]
+
+
+def test_exact_match_is_to_the_letter():
+    assert exact_match([""] * 3, ["yes ", "Yes", "no"], ["yes", "yes", "no"]) == [1, 0, 1]
+
+
+def returns_too_few(prompts, completions, answers):
+    return [1.0]
+
+
+def returns_nan(prompts, completions, answers):
+    return [1.0, np.nan]
+
+
+def raises(prompts, completions, answers):
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(returns_too_few, "1 rewards for 2"), (returns_nan, "nan for completion 'c2'"), (raises, "KeyError.*oops")],
+)
+def test_a_faulty_reward_function_is_named(function, message):
+    with pytest.raises(ValueError, match=f"{function.__name__}.*{message}"):
+        score(function, ["p"] * 2, ["c1", "c2"], ["a"] * 2)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such_function", "math:pi"])
+def test_a_reward_that_cannot_be_imported_is_named(name):
+    with pytest.raises(ValueError, match=name):
+        load_reward(name)

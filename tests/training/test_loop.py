@@ -1,0 +1,186 @@
+"""The real loop, small: regimes, on-policy ratios, resume, failures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.training import loop
+from recjax.training.loop import prepare, run
+from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import open_run_folder
+from recjax.training.schedule import expected_staleness
+from tests.training.tiny_run import TINY, train, without_times
+
+REGIMES = {
+    "on_policy": [],
+    "interval": ["regime.sync_interval=4"],
+    "offset": ["regime.sync_offset=2"],
+    "both": ["regime.sync_interval=3", "regime.sync_offset=2"],
+    "offline": ["regime.offline=true"],
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+@pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"]])
+def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
+    rows = train(tiny("run", *sampling))[1:]
+    for row in rows:
+        assert row["staleness"] == 0
+        for quantile in ("ratio/q01", "ratio/q50", "ratio/q99", "ratio/max"):
+            np.testing.assert_allclose(row[quantile], 1.0, atol=1e-5)
+    assert any(row["gradient_norm"] > 0 for row in rows)
+
+
+def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
+    draw = loop.draw
+    monkeypatch.setattr(loop, "draw", lambda *args: draw(*args[:-1], args[-1]._replace(temperature=0.8)))
+    rows = train(tiny("run", "training.steps=1"))
+    assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
+    straight = train(tiny("straight", *REGIMES[regime]))
+    config = tiny("stopped", *REGIMES[regime])
+    for row in straight[1:]:
+        assert row["staleness"] == expected_staleness(row["step"], config.regime)
+
+    update, calls = loop.update, []
+
+    def dies_at_step_five(*args, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*args, **options)
+
+    monkeypatch.setattr(loop, "update", dies_at_step_five)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.setattr(loop, "update", update)
+    assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4  # past the checkpoint of step 3
+    assert without_times(train(config)) == without_times(straight)
+
+
+def test_sigkill_and_resume_equals_straight_through(tiny, tmp_path):
+    options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=5"]
+    config = tiny("killed", *options)
+    command = [sys.executable, "-m", "recjax.train", "--config", str(tmp_path / "tiny.yaml"), *options]
+    process = subprocess.Popen([*command, f"output={config.output}"], stderr=subprocess.DEVNULL)
+    metrics = Path(config.output) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while len(read_metrics(metrics)) < 15 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = read_metrics(metrics)[-1]["step"]
+    assert 13 < done < 400
+    options[2] = f"training.steps={done + 6}"
+    resumed, straight = train(tiny("killed", *options)), train(tiny("straight", *options))
+    # The last step is evaluated because it is the last, wherever that is.
+    assert without_times(resumed) == without_times(straight)
+
+
+def test_a_finished_run_goes_on_when_given_more_steps(tiny):
+    train(tiny("longer", "training.steps=3"))
+    assert without_times(train(tiny("longer"))) == without_times(train(tiny("straight")))
+
+
+def test_a_finished_or_other_run_is_not_touched(tiny):
+    config = tiny("run", "training.steps=1")
+    train(config)
+    with pytest.raises(ValueError, match="finished run of 1 steps"):
+        open_run_folder(config, overwrite=False)
+    with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 0.5 now"):
+        open_run_folder(tiny("run", "optimizer.learning_rate=0.5"), overwrite=False)
+    assert (Path(config.output) / "summary.json").exists()
+    open_run_folder(config, overwrite=True)
+    assert not (Path(config.output) / "summary.json").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
+    config = tiny("thesis")
+    Path(config.output).mkdir()
+    (Path(config.output) / "chapter.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="not a run"):
+        open_run_folder(config, overwrite=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
+    config = tiny("run")
+    draw, calls = loop.scored, []
+
+    def nan_at_step_five(*args):
+        calls.append(1)
+        collected = draw(*args)
+        if len(calls) == 5:
+            collected.batch.rewards[:] = np.nan
+        return collected
+
+    monkeypatch.setattr(loop, "scored", nan_at_step_five)
+    with pytest.raises(FloatingPointError, match=r"step 5: loss = nan.*checkpoint is of step 3"):
+        train(config)
+    monkeypatch.setattr(loop, "scored", draw)
+    assert without_times(train(config)) == without_times(train(tiny("straight")))
+
+
+def test_the_run_folder_holds_what_the_readme_says(tiny):
+    config = tiny("run")
+    setup = prepare(config)
+    summary = run(config, setup, open_run_folder(config, overwrite=False))
+    output = Path(config.output)
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert summary["steps"] == 7 and 0 <= summary["accuracy_before"] <= 1 and summary["peak_memory_bytes"] > 0
+    assert {"sample", "score", "update", "evaluate", "checkpoint"} <= summary["seconds"].keys()
+    assert summary["wall_seconds"] >= sum(summary["seconds"].values()) * 0.99
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["step"] for row in rows if "evaluation/accuracy" in row] == [0, 3, 6, 7]
+    for name in ("before", "after"):
+        samples = [json.loads(line) for line in (output / "samples" / f"{name}.jsonl").read_text().splitlines()]
+        assert len(samples) == 10 and {"prompt", "completion", "answer", "reward", "truncated"} == samples[0].keys()
+    assert (output / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert list((output / "tensorboard").glob("events*")) and list((output / "checkpoints").iterdir())
+    assert load_config(output / "config.yaml") == config
+
+
+def test_behaviour_weights_are_a_copy_of_their_own(tiny):
+    rows = train(tiny("run", "regime.sync_interval=4"))[1:]
+    ratios = [abs(row["ratio/max"] - 1) for row in rows]
+    assert ratios[0] < 1e-5 and ratios[4] < 1e-5  # fresh weights
+    assert min(ratios[1:4]) > 1e-5  # weights moved on while the sampler's stayed
+
+
+def test_runs_of_other_seeds_differ(tiny):
+    first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
+    assert without_times(first) != without_times(second)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_reference_kl_is_zero_at_the_start_and_read_later(tiny, name):
+    options = [f"algorithm.reference_kl={{coefficient: 0.5, estimator: {name}}}", "training.steps=3"]
+    with_kl, without = train(tiny("kl", *options)), train(tiny("plain", "training.steps=3"))
+    np.testing.assert_allclose(with_kl[1]["loss"], without[1]["loss"], atol=1e-5)
+    assert abs(with_kl[3]["loss"] - without[3]["loss"]) > 1e-6
+
+
+def test_jit_compiles_the_update_once(tiny):
+    loop.update.clear_cache()
+    train(tiny("run", "regime.sync_interval=3"))
+    assert loop.update._cache_size() == 1
+    jax.clear_caches()

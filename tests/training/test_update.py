@@ -1,0 +1,134 @@
+"""The update: nothing but memory depends on micro-batches, padding or chunks."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from recjax.algorithms.presets import build_algorithm
+from recjax.config import OptimizerConfig
+from recjax.experience.records import Batch
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling
+from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
+
+CONFIG = DecoderConfig(11, 16, 32, 2, 2, 1, 8)
+PARAMS = init_params(CONFIG, jax.random.key(0))
+SGD = optax.sgd(1.0)
+PRESETS = ["reinforce", "grpo", "rec_ring_is", "asymre", "opmd", "red_drop", "red_weight", "pairwise_consistency"]
+
+
+def make_batch(seed=0, prompts=4, group=3, time=5):
+    generator = np.random.default_rng(seed)
+    rows = prompts * group
+    lengths = generator.integers(1, time + 1, rows)
+    return Batch(
+        prompts=generator.integers(0, 11, (prompts, 4)).astype(np.int32),
+        prompt_mask=np.arange(4) < generator.integers(1, 5, prompts)[:, None],
+        completions=generator.integers(0, 11, (rows, time)).astype(np.int32),
+        completion_mask=np.arange(time) < lengths[:, None],
+        behaviour_logprobs=generator.normal(-2.4, 0.5, (rows, time)).astype(np.float32),
+        rewards=generator.integers(0, 3, rows).astype(np.float32),
+        group_ids=np.repeat(np.arange(prompts, dtype=np.int32), group),
+        policy_version=np.zeros(rows, np.int32),
+        truncated=np.zeros(rows, bool),
+    )
+
+
+def step(batch, preset="grpo", micro_batches=1, overrides=None, remat=False, chunk=1024):
+    algorithm = build_algorithm(preset, overrides or {})
+    state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
+    reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
+    state, metrics = update(
+        state,
+        reference,
+        batch,
+        jax.random.key(0),
+        decoder=Decoder(CONFIG, remat=remat),
+        algorithm=algorithm,
+        optimizer=SGD,
+        sampling=Sampling(0.9),
+        chunk=chunk,
+        micro_batches=micro_batches,
+    )
+    return state.params, metrics
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_micro_batches_change_nothing(preset):
+    batch = make_batch()
+    chex.assert_trees_all_close(step(batch, preset, 1), step(batch, preset, 4), rtol=2e-4, atol=2e-5)
+
+
+REDUCTIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "fixed_length"]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_micro_batches_change_nothing_under_any_reduction_with_kl_and_entropy(name):
+    reduction = {"name": name, "length": 5} if name == "fixed_length" else {"name": name}
+    overrides = {
+        "reduction": reduction,
+        "reference_kl": {"coefficient": 0.1, "estimator": "k3"},
+        "entropy": {"coefficient": 0.01},
+    }
+    batch = make_batch()
+    one, two = step(batch, "grpo", 1, overrides), step(batch, "grpo", 2, overrides)
+    chex.assert_trees_all_close(one, two, rtol=2e-4, atol=2e-5)
+
+
+def test_padding_changes_nothing():
+    batch = make_batch()
+    junk = dict(constant_values=7)
+    padded = batch._replace(
+        prompts=np.pad(batch.prompts, ((0, 0), (0, 2)), **junk),
+        prompt_mask=np.pad(batch.prompt_mask, ((0, 0), (0, 2))),
+        completions=np.pad(batch.completions, ((0, 0), (0, 3)), **junk),
+        completion_mask=np.pad(batch.completion_mask, ((0, 0), (0, 3))),
+        behaviour_logprobs=np.pad(batch.behaviour_logprobs, ((0, 0), (0, 3)), constant_values=np.inf),
+    )
+    chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
+
+
+def test_remat_and_chunks_change_nothing():
+    batch = make_batch()
+    chex.assert_trees_all_close(step(batch), step(batch, remat=True, chunk=7), rtol=2e-4, atol=2e-5)
+
+
+def test_order_of_groups_changes_nothing():
+    batch = make_batch()
+    order = np.array([2, 0, 3, 1])
+    rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
+    moved = Batch(*(x[order] if len(x) == 4 else x[rows] for x in batch))
+    chex.assert_trees_all_close(step(batch), step(moved), rtol=2e-4, atol=2e-5)
+
+
+def test_equal_rewards_move_nothing():
+    batch = make_batch()
+    params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)), "reinforce")
+    chex.assert_trees_all_close(params, PARAMS)
+    assert metrics["gradient_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (OptimizerConfig(2.0), [2, 2, 2, 2, 2]),
+        (OptimizerConfig(2.0, warmup_steps=4), [0.5, 1, 1.5, 2, 2]),
+        (OptimizerConfig(2.0, schedule="linear"), [2, 1.6, 1.2, 0.8, 0.4]),
+        (OptimizerConfig(2.0, schedule="cosine"), [2 * (1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)]),
+        (OptimizerConfig(2.0, schedule="linear", warmup_steps=1), [2, 2, 1.5, 1, 0.5]),
+    ],
+)
+def test_learning_rate_of_each_update(config, expected):
+    schedule = learning_rate_schedule(config, 5)
+    np.testing.assert_allclose([schedule(i) for i in range(5)], expected, rtol=1e-6)
+
+
+def test_the_gradient_is_clipped_to_its_norm_before_adam():
+    optimizer = make_optimizer(OptimizerConfig(1.0, clip_norm=0.5, epsilon=1.0), steps=10)
+    gradient = jnp.array([30.0, 40.0])
+    updates, _ = optimizer.update(gradient, optimizer.init(jnp.zeros(2)), jnp.zeros(2))
+    clipped = np.array([0.3, 0.4])
+    np.testing.assert_allclose(updates, -clipped / (clipped + 1.0), rtol=1e-5)

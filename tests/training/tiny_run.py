@@ -1,0 +1,40 @@
+"""A run small enough to repeat: a tiny decoder on one-digit sums."""
+
+from pathlib import Path
+
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.training.loop import prepare, run
+from recjax.training.metrics import read_metrics
+from recjax.training.run_folder import open_run_folder
+
+TINY = """
+output: unset
+model: {decoder: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}}
+task: {arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}, reward: "recjax.tasks.rewards:exact_match"}
+rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 3}
+algorithm: {preset: rec_one_side_nois}
+optimizer: {learning_rate: 1e-2}
+training: {steps: 7, checkpoint_every: 3}
+evaluation: {every: 3, problems: 10}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+def train(config) -> list[dict]:
+    """The rows of metrics.jsonl after the whole run."""
+    run(config, prepare(config), open_run_folder(config, overwrite=False))
+    return read_metrics(Path(config.output) / "metrics.jsonl")
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    """Rows without what the clock wrote."""
+    return [{name: row[name] for name in row if name not in ("wall_seconds", "tokens_per_second")} for row in rows]
