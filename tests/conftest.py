@@ -7,4 +7,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jaxtyping  # noqa: E402  (importing jax reads both variables)
 
-jaxtyping.install_import_hook("recjax", "beartype.beartype")
+import tests.shape_checking  # noqa: E402, F401  (the hook finds it among the loaded modules)
+
+jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")

@@ -21,7 +21,7 @@ def test_every_experiment_is_a_valid_config(path):
 
 
 def test_overrides_reach_their_keys_with_their_types():
-    config = load("optimizer.learning_rate=1e-6", "seed=3", "regime.sync_interval=7", "rollout.stop=['\\n']")
+    config = load("optimizer.learning_rate=1e-6", "seed=3", "regime.sync_interval=7", 'rollout.stop=["\\n"]')
     assert config.optimizer.learning_rate == 1e-6 and isinstance(config.optimizer.learning_rate, float)
     assert (config.seed, config.regime.sync_interval, config.rollout.stop) == (3, 7, ["\n"])
 

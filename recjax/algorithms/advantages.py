@@ -5,27 +5,27 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.algorithms.groups import group_minima, group_sizes, group_sums
+from recjax.algorithms.groups import group_index, group_minima, group_sizes, group_sums
 from recjax.algorithms.options import require
 
 Singleton = Literal["zero", "reward"]
 
 
 def deviations(
-    rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]
+    rewards: Float[Array, " batch"], index: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """r − r̄ over the kept rows of each group; 0 where not kept. Exactly 0 in a group of equal rewards."""
+    """r − r̄ over the kept rows of each group, given its `group_index`; 0 where not kept. Exactly 0 in a group of equal rewards."""
     # From the group's least reward on, equal rewards are all 0 and their mean is free of rounding.
-    above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), group_ids)
+    above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)
-    sizes = group_sizes(group_ids, kept, rewards.dtype)
-    return jnp.where(kept, above - group_sums(above, group_ids) / jnp.maximum(sizes, 1.0), 0.0)
+    means = group_sums(above, index) / jnp.maximum(group_sizes(index, kept), 1.0)
+    return jnp.where(kept, above - means, 0.0)
 
 
-def _with_singletons(advantages, rewards, group_ids, kept, singleton: Singleton):
+def _with_singletons(advantages, rewards, index, kept, singleton: Singleton):
     """The advantages, with the chosen value in groups of one kept row and 0 where not kept."""
     value = {"zero": jnp.zeros_like(rewards), "reward": rewards}[singleton]
-    alone = group_sizes(group_ids, kept, rewards.dtype) == 1
+    alone = group_sizes(index, kept) == 1
     return jnp.where(kept, jnp.where(alone, value, advantages), 0.0)
 
 
@@ -47,7 +47,8 @@ def group_mean_advantages(
         singleton: the advantage of a group's only kept row: 0, or its reward.
     Reference: arXiv 2509.24203 §2 (REINFORCE).
     """
-    return _with_singletons(deviations(rewards, group_ids, kept), rewards, group_ids, kept, singleton)
+    index = group_index(group_ids)
+    return _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
 
 
 def group_normalized_advantages(
@@ -75,10 +76,11 @@ def group_normalized_advantages(
     Reference: arXiv 2509.24203 §2 (GRPO).
     """
     require(epsilon > 0, "epsilon", epsilon, "must be above 0, or a group of equal rewards divides by zero")
-    centred = deviations(rewards, group_ids, kept)
-    degrees = jnp.maximum(group_sizes(group_ids, kept, rewards.dtype) - ddof, 1.0)
-    standard_deviation = jnp.sqrt(group_sums(jnp.square(centred), group_ids) / degrees)
-    return _with_singletons(centred / (standard_deviation + epsilon), rewards, group_ids, kept, singleton)
+    index = group_index(group_ids)
+    centred = deviations(rewards, index, kept)
+    degrees = jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
+    standard_deviation = jnp.sqrt(group_sums(jnp.square(centred), index) / degrees)
+    return _with_singletons(centred / (standard_deviation + epsilon), rewards, index, kept, singleton)
 
 
 def leave_one_out_advantages(
@@ -99,9 +101,10 @@ def leave_one_out_advantages(
         singleton: the advantage of a group's only kept row: 0, or its reward.
     Reference: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!".
     """
-    sizes = group_sizes(group_ids, kept, rewards.dtype)
+    index = group_index(group_ids)
+    sizes = group_sizes(index, kept)
     scale = sizes / jnp.maximum(sizes - 1.0, 1.0)
-    return _with_singletons(scale * deviations(rewards, group_ids, kept), rewards, group_ids, kept, singleton)
+    return _with_singletons(scale * deviations(rewards, index, kept), rewards, index, kept, singleton)
 
 
 def asymmetric_advantages(
@@ -124,7 +127,8 @@ def asymmetric_advantages(
         singleton: the advantage of a group's only kept row: 0 (not β), or its reward.
     Reference: arXiv 2509.24203 §2 (AsymRE).
     """
-    return _with_singletons(deviations(rewards, group_ids, kept) + beta, rewards, group_ids, kept, singleton)
+    index = group_index(group_ids)
+    return _with_singletons(deviations(rewards, index, kept) + beta, rewards, index, kept, singleton)
 
 
 def raw_reward_advantages(

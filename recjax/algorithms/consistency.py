@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.algorithms.groups import group_count, group_sizes, group_sums
+from recjax.algorithms.groups import group_count, group_index, group_sizes, group_sums
 from recjax.algorithms.options import require
 
 
@@ -44,8 +44,9 @@ def pairwise_consistency_loss(
     )
     anchor, rewards, weights = jax.lax.stop_gradient((anchor, rewards, weights))
     agreement = rewards - tau * (policy - anchor)
-    weight_sums = group_sums(weights, group_ids)
-    means = group_sums(weights * agreement, group_ids) / jnp.where(weight_sums > 0, weight_sums, 1.0)
-    sizes = jnp.maximum(group_sizes(group_ids, kept, policy.dtype), 1.0)
+    index = group_index(group_ids)
+    weight_sums = group_sums(weights, index)
+    means = group_sums(weights * agreement, index) / jnp.where(weight_sums > 0, weight_sums, 1.0)
+    sizes = jnp.maximum(group_sizes(index, kept), 1.0)
     per_row = weight_sums * weights * jnp.square(agreement - means) / jnp.square(sizes)
-    return jnp.sum(jnp.where(kept, per_row, 0.0)), group_count(group_ids, kept).astype(policy.dtype)
+    return jnp.sum(jnp.where(kept, per_row, 0.0)), group_count(index, kept).astype(policy.dtype)

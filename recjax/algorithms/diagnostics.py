@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from recjax.algorithms.losses import Algorithm, RowTerms
@@ -66,7 +67,9 @@ def effective_sample_size(
     return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
 
 
-def staleness(step: Int[Array, ""] | int, policy_version: Shaped[Array, " batch"]) -> Shaped[Array, " batch"]:
+def staleness(
+    step: Int[Array, ""] | int, policy_version: Shaped[Array | np.ndarray, " batch"]
+) -> Shaped[Array | np.ndarray, " batch"]:
     """Optimiser steps between the weights that drew each row and those that train on it at `step`, counted from 1.
 
     step − 1 − version, a version counting the updates made before it.

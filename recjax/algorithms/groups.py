@@ -1,4 +1,7 @@
-"""Sums over groups of completions. A group is a set of rows with the same id; ids, sizes and order are free."""
+"""Sums over groups of completions. A group is a set of rows with the same id; ids, sizes and order are free.
+
+The functions take `index`, the ids as renumbered by `group_index`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +13,21 @@ def group_index(group_ids: Int[Array, " batch"]) -> Int[Array, " batch"]:
     return jnp.unique(group_ids, return_inverse=True, size=group_ids.shape[0])[1]
 
 
-def group_sums(values: Float[Array, " batch"], group_ids: Int[Array, " batch"]) -> Float[Array, " batch"]:
+def group_sums(values: Float[Array, " batch"], index: Int[Array, " batch"]) -> Float[Array, " batch"]:
     """For each row, the sum of `values` over the rows of its group."""
-    index = group_index(group_ids)
     return jax.ops.segment_sum(values, index, num_segments=index.shape[0])[index]
 
 
-def group_minima(values: Float[Array, " batch"], group_ids: Int[Array, " batch"]) -> Float[Array, " batch"]:
+def group_minima(values: Float[Array, " batch"], index: Int[Array, " batch"]) -> Float[Array, " batch"]:
     """For each row, the least of `values` over the rows of its group."""
-    index = group_index(group_ids)
     return jax.ops.segment_min(values, index, num_segments=index.shape[0])[index]
 
 
-def group_sizes(
-    group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], dtype: jnp.dtype = jnp.float32
-) -> Float[Array, " batch"]:
+def group_sizes(index: Int[Array, " batch"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
     """For each row, the number of kept rows of its group, as a float."""
-    return group_sums(kept.astype(dtype), group_ids)
+    return group_sums(kept.astype(jnp.float32), index)
 
 
-def group_count(group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]) -> Int[Array, ""]:
+def group_count(index: Int[Array, " batch"], kept: Bool[Array, " batch"]) -> Int[Array, ""]:
     """The number of groups with at least one kept row."""
-    index = group_index(group_ids)
     return jnp.sum(jax.ops.segment_sum(kept.astype(jnp.int32), index, num_segments=index.shape[0]) > 0)

@@ -191,7 +191,8 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
             field = "token_weight" if function is weighting.importance_weights else "row_weight"
         chosen[field] = _bound(function, **options) if options else function
         try:
-            _try(Algorithm(**{field: chosen[field]}))
+            if options:
+                _try(Algorithm(**{field: chosen[field]}))
         except ValueError as error:
             raise ValueError(f"{axis}.{error}") from error
     return Algorithm(**chosen)

@@ -34,12 +34,12 @@ def drop_excess_negatives(
         key: decides which negatives go.
     Reference: arXiv 2509.24203 §2 (RED-Drop).
     """
-    centred = deviations(rewards, group_ids, kept)
-    spread = -group_minima(-centred, group_ids) - group_minima(centred, group_ids)
-    negative = centred < -TIE * spread
-    positives = group_sums((centred > TIE * spread).astype(rewards.dtype), group_ids)
-    # Sorted by group, negatives first in random order, a negative's place in its group is its rank in the draw.
     index = group_index(group_ids)
+    centred = deviations(rewards, index, kept)
+    spread = -group_minima(-centred, index) - group_minima(centred, index)
+    negative = centred < -TIE * spread
+    positives = group_sums((centred > TIE * spread).astype(rewards.dtype), index)
+    # Sorted by group, negatives first in random order, a negative's place in its group is its rank in the draw.
     order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
     place = jnp.argsort(order)
     start = jax.ops.segment_min(place, index, num_segments=index.shape[0])[index]

@@ -1,6 +1,5 @@
 """The initial policy of a run: decoder, parameters and tokenizer, loaded or made from the config."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ class Policy(NamedTuple):
     stop_ids: tuple[int, ...]
 
 
-def load_policy(config: Config, characters: Iterable[str]) -> tuple[Policy, dict]:
+def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
     """The policy that `model` describes and its float32 parameters.
 
     Args:

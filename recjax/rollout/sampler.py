@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden, logprobs_and_entropy, sampling_logits
@@ -34,7 +34,7 @@ class _Decoding(NamedTuple):
 
 
 def draw_tokens(
-    scores: Float[Array, "batch vocab"], sampling: Sampling, keys: PRNGKeyArray
+    scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """One token a row with the row's own key, and its log-probability under the distribution that drew it."""
     if sampling.temperature == 0:

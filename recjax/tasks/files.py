@@ -36,7 +36,7 @@ def file_problems(path: str, config: FileTask) -> list[Problem]:
 def _load(builder: str, file: Path) -> datasets.Dataset:
     try:
         return datasets.load_dataset(builder, data_files=str(file), split="train")
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ValueError(f"task.file: {file}: {error.__cause__ or error}") from error
 
 

@@ -44,7 +44,7 @@ def prepare(config: Config) -> Setup:
     """Loads the task and the initial policy, made by a warm start where the config has one."""
     task = load_task(config)
     problems = [*task.train, *task.evaluation]
-    characters = sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)})
+    characters = "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
     policy, params = load_policy(config, characters)
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
@@ -189,7 +189,7 @@ def _loop_seconds(phases: PhaseSeconds) -> float:
 
 
 def _require_finite(metrics: dict[str, float], step: int, manager) -> None:
-    bad = {name: metrics[name] for name in ("loss", "gradient_norm") if not math.isfinite(metrics[name])}
+    bad = {name: metrics[name] for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(metrics[name])}
     if bad:
         raise FloatingPointError(
             f"step {step}: {', '.join(f'{name} = {value}' for name, value in bad.items())}. Nothing of this step was"

@@ -38,8 +38,13 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
+@functools.cache
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm."""
+    """AdamW behind a clip of the gradient's global norm; the same object for the same arguments, so `update` compiles once.
+
+    Args:
+        steps: where a decaying schedule ends.
+    """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -131,6 +136,7 @@ def update(
     metrics = {
         "loss": total / jnp.maximum(count, 1),
         "gradient_norm": optax.global_norm(gradient),
+        "update_norm": optax.global_norm(updates),
         **diagnostics.diagnose(algorithm, rows, logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask),
     }
     return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics

@@ -123,20 +123,24 @@ def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
     config = tiny("run")
-    draw, calls = loop.scored, []
+    update, calls = loop.update, []
 
-    def nan_at_step_five(*args):
+    def poisoned_at_step_five(state, *args, **options):
         calls.append(1)
-        collected = draw(*args)
         if len(calls) == 5:
-            collected.batch.rewards[:] = np.nan
-        return collected
+            state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+        return update(state, *args, **options)
 
-    monkeypatch.setattr(loop, "scored", nan_at_step_five)
-    with pytest.raises(FloatingPointError, match=r"step 5: loss = nan.*checkpoint is of step 3"):
+    monkeypatch.setattr(loop, "update", poisoned_at_step_five)
+    with pytest.raises(FloatingPointError, match=r"step 5: .*gradient_norm = nan.*checkpoint is of step 3"):
         train(config)
-    monkeypatch.setattr(loop, "scored", draw)
+    monkeypatch.setattr(loop, "update", update)
     assert without_times(train(config)) == without_times(train(tiny("straight")))
+
+
+def test_an_update_that_overflows_stops_the_run(tiny):
+    with pytest.raises(FloatingPointError, match=r"step 1: update_norm = inf.*checkpoint is of step 0"):
+        train(tiny("run", "optimizer.learning_rate=1e38", "training.checkpoint_every=1"))
 
 
 def test_the_run_folder_holds_what_the_readme_says(tiny):
@@ -183,4 +187,3 @@ def test_jit_compiles_the_update_once(tiny):
     loop.update.clear_cache()
     train(tiny("run", "regime.sync_interval=3"))
     assert loop.update._cache_size() == 1
-    jax.clear_caches()

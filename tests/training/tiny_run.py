@@ -1,10 +1,7 @@
-"""A run small enough to repeat: a tiny decoder on one-digit sums."""
+"""A run small enough to repeat: a tiny decoder on one-digit sums, rewarded for digits so that a random one can learn."""
 
 from pathlib import Path
 
-import pytest
-
-from recjax.config_loading import load_config
 from recjax.training.loop import prepare, run
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import open_run_folder
@@ -12,7 +9,7 @@ from recjax.training.run_folder import open_run_folder
 TINY = """
 output: unset
 model: {decoder: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}}
-task: {arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}, reward: "recjax.tasks.rewards:exact_match"}
+task: {arithmetic: {problems: ["1..9 + 1..9"], template: "{a}{op}{b}="}, reward: "tests.training.tiny_run:digit_share"}
 rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 3}
 algorithm: {preset: rec_one_side_nois}
 optimizer: {learning_rate: 1e-2}
@@ -21,12 +18,9 @@ evaluation: {every: 3, problems: 10}
 """
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+def digit_share(prompts, completions, answers) -> list[float]:
+    """Share of a completion's three places that hold a digit."""
+    return [sum(character.isdigit() for character in text) / 3 for text in completions]
 
 
 def train(config) -> list[dict]:

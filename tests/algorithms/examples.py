@@ -1,0 +1,93 @@
+"""Inputs that the tests share, and the paper's sums written as loops."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from recjax.algorithms import losses
+
+# Uneven, interleaved, negative ids; one group of one.
+GROUP_IDS = np.array([7, -3, 7, 2, -3, 7, -3, 40, -3, 2, 11, 5, 2, 11, 7, 5], np.int32)
+REWARDS = np.array([0, 1, 1, 0.5, 0, 0.25, 0, 1, 0.1, 0.75, 0, 0, 0.25, 0.6, 0.25, 0.2], np.float32)
+ROWS = len(REWARDS)
+# Four parts of four rows that hold whole groups: −3; 7; 2 and 40; 5 and 11.
+WHOLE_GROUPS = np.array([1, 4, 6, 8, 0, 2, 5, 14, 3, 9, 12, 7, 11, 15, 10, 13])
+
+
+class Example(NamedTuple):
+    """A batch as losses see it."""
+
+    logprobs: np.ndarray
+    behaviour_logprobs: np.ndarray
+    completion_mask: np.ndarray
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    reference_logprobs: np.ndarray
+    entropy: np.ndarray
+
+
+def make_example(seed=0, time=4, spread=0.8) -> Example:
+    """Rows in six groups, of every length from 0 (row 4, padding) to `time`; ratios on both sides of every bound."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, time + 1, ROWS)
+    lengths[4] = 0
+    behaviour = -generator.uniform(0.1, 3.0, (ROWS, time))
+    return Example(
+        logprobs=(behaviour + spread * generator.normal(size=(ROWS, time))).astype(np.float32),
+        behaviour_logprobs=behaviour.astype(np.float32),
+        completion_mask=np.arange(time) < lengths[:, None],
+        rewards=REWARDS,
+        group_ids=GROUP_IDS,
+        reference_logprobs=(behaviour + generator.normal(size=(ROWS, time))).astype(np.float32),
+        entropy=generator.uniform(0, 2, (ROWS, time)).astype(np.float32),
+    )
+
+
+def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
+    """Row terms of the whole example."""
+    key = jax.random.key(0) if key is None else key
+    return losses.row_terms(
+        algorithm,
+        jnp.asarray(example.rewards),
+        jnp.asarray(example.group_ids),
+        jnp.asarray(example.completion_mask.any(-1)),
+        key,
+    )
+
+
+def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None = None):
+    """((sum, count), (d sum / d logprobs, d sum / d entropy)) of an example."""
+    rows = rows_of(algorithm, example) if rows is None else rows
+    x = Example(*(jnp.asarray(array) for array in example))
+
+    def total(logprobs, entropy):
+        value, count = losses.loss(
+            algorithm,
+            logprobs,
+            x.behaviour_logprobs,
+            rows,
+            x.completion_mask,
+            reference_logprobs=x.reference_logprobs,
+            entropy=entropy,
+        )
+        return value, (value, count)
+
+    gradient, value = jax.grad(total, argnums=(0, 1), has_aux=True)(x.logprobs, x.entropy)
+    return value, gradient
+
+
+def members(group_ids, kept, row):
+    """Indices of the kept rows of a row's group."""
+    return [j for j in range(len(group_ids)) if group_ids[j] == group_ids[row] and kept[j]]
+
+
+def group_mean_loop(rewards, group_ids, kept):
+    """r − r̄ by a double loop in float64."""
+    advantages = np.zeros(len(rewards))
+    for i in range(len(rewards)):
+        if kept[i]:
+            group = members(group_ids, kept, i)
+            advantages[i] = float(rewards[i]) - sum(float(rewards[j]) for j in group) / len(group)
+    return advantages

@@ -1,0 +1,117 @@
+"""Advantages: against loops, and what must hold for any grouping."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recjax.algorithms import advantages
+from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, group_mean_loop, members
+
+KEPT = np.arange(ROWS) % 5 != 4
+GROUP_FUNCTIONS = {
+    "mean": advantages.group_mean_advantages,
+    "normalized": advantages.group_normalized_advantages,
+    "leave_one_out": advantages.leave_one_out_advantages,
+    "asymmetric": advantages.asymmetric_advantages,
+}
+
+
+def loop(name, rewards, group_ids, kept):
+    """Every advantage of the file by loops, with default options."""
+    if name == "raw":
+        return np.where(kept, rewards, 0.0)
+    result = np.zeros(len(rewards))
+    centred = group_mean_loop(rewards, group_ids, kept)
+    for i in np.flatnonzero(kept):
+        group = members(group_ids, kept, i)
+        if len(group) == 1:
+            continue
+        others = [float(rewards[j]) for j in group if j != i]
+        result[i] = {
+            "mean": centred[i],
+            "normalized": centred[i] / (np.std([float(rewards[j]) for j in group]) + 1e-6),
+            "leave_one_out": float(rewards[i]) - sum(others) / len(others),
+            "asymmetric": centred[i] + 0.1,
+        }[name]
+    return result
+
+
+class AdvantageVariants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, with_pmap=True)
+    @parameterized.named_parameters(*((name, name) for name in [*GROUP_FUNCTIONS, "raw"]))
+    def test_loop(self, name):
+        function = {**GROUP_FUNCTIONS, "raw": advantages.raw_reward_advantages}[name]
+        got = self.variant(function)(jnp.asarray(REWARDS), jnp.asarray(GROUP_IDS), jnp.asarray(KEPT))
+        chex.assert_trees_all_close(got, loop(name, REWARDS, GROUP_IDS, KEPT).astype(np.float32), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", GROUP_FUNCTIONS.values(), ids=GROUP_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("options", "alone"), [({}, 0.0), ({"singleton": "zero"}, 0.0), ({"singleton": "reward"}, 0.7)]
+)
+def test_a_group_of_one_gets_what_was_chosen(function, options, alone):
+    rewards, group_ids = jnp.array([0.7, 0.2, 0.4, 5.0]), jnp.array([3, 1, 1, 3])
+    got = function(rewards, group_ids, jnp.array([True, True, True, False]), **options)
+    assert got[0] == jnp.float32(alone) and got[3] == 0 and jnp.isfinite(got).all()
+
+
+def test_values_to_check_by_hand():
+    rewards, group_ids, kept = jnp.array([0.0, 1.0, 1.0, 2.0]), jnp.zeros(4, int), jnp.ones(4, bool)
+    chex.assert_trees_all_close(advantages.group_mean_advantages(rewards, group_ids, kept), jnp.array([-1.0, 0, 0, 1]))
+    chex.assert_trees_all_close(
+        advantages.leave_one_out_advantages(rewards, group_ids, kept), jnp.array([-4 / 3, 0, 0, 4 / 3])
+    )
+    normalized = advantages.group_normalized_advantages(rewards, group_ids, kept)
+    chex.assert_trees_all_close(normalized, jnp.array([-(2**0.5), 0, 0, 2**0.5]), rtol=1e-5)
+
+
+def test_the_two_standard_deviations_are_as_far_apart_as_the_paper_notes():
+    rewards, group_ids, kept = jnp.arange(8.0), jnp.zeros(8, int), jnp.ones(8, bool)
+    zero, one = (advantages.group_normalized_advantages(rewards, group_ids, kept, ddof=ddof) for ddof in (0, 1))
+    chex.assert_trees_all_close(zero / one, jnp.full(8, (8 / 7) ** 0.5), rtol=1e-5)  # 6.9%
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -0.3, 1.1, 1e6])
+@pytest.mark.parametrize("name", ["mean", "normalized", "leave_one_out"])
+def test_equal_rewards_have_no_advantage_at_all(name, reward):
+    got = GROUP_FUNCTIONS[name](jnp.full(7, reward), jnp.zeros(7, int), jnp.ones(7, bool))
+    assert (got == 0).all()
+
+
+groups = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=3, max_size=3)
+jitted = {name: jax.jit(function) for name, function in GROUP_FUNCTIONS.items()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=9, max_size=9),
+    choice=st.lists(st.integers(0, 2), min_size=9, max_size=9),
+    ids=groups,
+    kept=st.lists(st.booleans(), min_size=9, max_size=9),
+    order=st.permutations(range(9)),
+    junk=st.sampled_from([np.nan, np.inf, -np.inf, 1e30]),
+)
+def test_any_grouping(rewards, choice, ids, kept, order, junk):
+    rewards, kept, order = np.array(rewards, np.float32), np.array(kept), np.array(order)
+    group_ids = np.array(ids, np.int64).astype(np.int32)[np.array(choice)]
+    for name, function in jitted.items():
+        got = np.asarray(function(jnp.asarray(rewards), jnp.asarray(group_ids), jnp.asarray(kept)))
+        assert np.isfinite(got).all() and (got[~kept] == 0).all()
+        moved = function(jnp.asarray(rewards[order]), jnp.asarray(group_ids[order]), jnp.asarray(kept[order]))
+        # A deviation of rounding size over epsilon = 1e-6 is no rounding error any more.
+        tolerance = 0.5 if name == "normalized" else 1e-4
+        chex.assert_trees_all_close(np.asarray(moved), got[order], atol=tolerance)
+        dirty = np.where(kept, rewards, np.float32(junk))
+        assert (np.asarray(function(jnp.asarray(dirty), jnp.asarray(group_ids), jnp.asarray(kept))) == got).all()
+        if name != "normalized":
+            chex.assert_trees_all_close(got, loop(name, rewards, group_ids, kept).astype(np.float32), atol=1e-4)
+
+
+def test_epsilon_must_be_above_zero():
+    with pytest.raises(ValueError, match="epsilon = 0.0: must be above 0"):
+        advantages.group_normalized_advantages(jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool), epsilon=0.0)

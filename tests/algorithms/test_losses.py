@@ -1,0 +1,271 @@
+"""The one equation: gradients of each preset by hand, and what must not change a loss."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recjax.algorithms import losses
+from recjax.algorithms.presets import PRESETS, build_algorithm
+from tests.algorithms.examples import (
+    ROWS,
+    WHOLE_GROUPS,
+    Example,
+    group_mean_loop,
+    loss_and_gradient,
+    make_example,
+    members,
+    rows_of,
+)
+
+EXAMPLE = make_example()
+ALGORITHMS = {name: build_algorithm(name, {}) for name in PRESETS}
+EXTRAS = {"reference_kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.05}}
+FULL = {name: build_algorithm(name, {} if name == "pairwise_consistency" else EXTRAS) for name in PRESETS}
+CLOSE = dict(rtol=2e-4, atol=2e-5)
+# Compiled many times and run seldom.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+jitted = jax.jit(loss_and_gradient, static_argnums=0, compiler_options=QUICK)
+
+
+def clip_keeps(name, ratio, advantage):
+    if name == "grpo" or "one_side" in name:
+        return (advantage >= 0 and ratio <= 1.2) or (advantage <= 0 and ratio >= 0.8)
+    inside = 0.8 <= ratio <= 1.2
+    if "two_side" in name:
+        return inside
+    if "ring" in name:
+        return inside or (advantage >= 0 and ratio <= 0.4) or (advantage <= 0 and ratio >= 3.0)
+    return True
+
+
+def gradient_by_hand(name, example: Example, kept):
+    """d sum / d logprobs and the count, from the paper's table, by loops; the reduction is the token mean."""
+    mask, ids = example.completion_mask, example.group_ids
+    advantages = group_mean_loop(example.rewards, ids, kept)
+    log_ratio = np.where(mask, example.logprobs.astype(float) - example.behaviour_logprobs, 0)
+    gradient = np.zeros(mask.shape)
+    for i, t in np.argwhere(mask & kept[:, None]):
+        advantage, ratio = advantages[i], np.exp(log_ratio[i, t])
+        if name == "grpo":
+            group = [float(example.rewards[j]) for j in members(ids, kept, i)]
+            advantage /= np.std(group) + 1e-6
+        weight = ratio if name == "grpo" or name.endswith("_is") else 1.0
+        weight = np.exp(advantage) if name == "red_weight" else weight
+        gradient[i, t] = -weight * advantage * clip_keeps(name, ratio, advantage)
+        gradient[i, t] += {
+            "asymre": -0.1,
+            "opmd_token": 0.1 * log_ratio[i, t],
+            "opmd": 0.1 * log_ratio[i].sum(),
+        }.get(name, 0.0)
+    return gradient, (mask & kept[:, None]).sum()
+
+
+def with_junk(example: Example, junk) -> Example:
+    """The example with five junk values where masked: in four token arrays, and in the rewards of empty rows."""
+    mask = example.completion_mask
+    logprobs, behaviour, reference, entropy = (
+        np.where(mask, array, np.float32(value))
+        for array, value in zip((*example[:2], *example[5:]), junk[:4], strict=True)
+    )
+    rewards = np.where(mask.any(-1), example.rewards, np.float32(junk[4]))
+    return Example(logprobs, behaviour, mask, rewards, example.group_ids, reference, entropy)
+
+
+class LossVariants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, with_pmap=True)
+    @parameterized.named_parameters(*((name, name) for name in PRESETS if name != "pairwise_consistency"))
+    def test_gradient_by_hand(self, name):
+        function = self.variant(lambda *x: loss_and_gradient(ALGORITHMS[name], Example(*x)))
+        (_, count), (gradient, _) = function(*map(jnp.asarray, EXAMPLE))
+        kept = np.asarray(rows_of(ALGORITHMS[name], EXAMPLE).kept)
+        expected, expected_count = gradient_by_hand(name, EXAMPLE, kept)
+        np.testing.assert_allclose(gradient, expected, **CLOSE)
+        assert int(count) == expected_count and (kept.sum() < ROWS - 1) == (name == "red_drop")
+
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, with_pmap=True)
+    def test_pairwise_is_its_loss_on_sequences(self):
+        algorithm = ALGORITHMS["pairwise_consistency"]
+        function = self.variant(lambda *x: loss_and_gradient(algorithm, Example(*x)))
+        (_, count), (gradient, _) = function(*map(jnp.asarray, EXAMPLE))
+        mask = EXAMPLE.completion_mask
+        kept = mask.any(-1)
+        shift = np.where(mask, EXAMPLE.logprobs.astype(float) - EXAMPLE.behaviour_logprobs, 0).sum(-1)
+        centred = group_mean_loop(EXAMPLE.rewards - shift, EXAMPLE.group_ids, kept)
+        sizes = np.array([max(len(members(EXAMPLE.group_ids, kept, i)), 1) for i in range(ROWS)])
+        np.testing.assert_allclose(gradient, np.where(mask, -2 * (centred / sizes)[:, None], 0), **CLOSE)
+        assert count == 6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=8, deadline=None)
+@given(junk=st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38]), min_size=5, max_size=5))
+def test_padding_junk_changes_nothing(name, junk):
+    mask = EXAMPLE.completion_mask
+    value, gradient = jitted(FULL[name], EXAMPLE)
+    messy_value, messy_gradient = jitted(FULL[name], with_junk(EXAMPLE, junk))
+    chex.assert_trees_all_equal((messy_value, messy_gradient), (value, gradient))
+    assert all((np.asarray(x)[~mask] == 0).all() for x in gradient)
+
+
+@pytest.mark.parametrize("name", ["grpo", "opmd", "pairwise_consistency"])
+def test_columns_and_rows_of_padding_change_nothing(name):
+    wider = Example(*(np.pad(x, ((0, 3), (0, 2))[: x.ndim]) for x in EXAMPLE))
+    value, gradient = jitted(FULL[name], with_junk(wider, [np.nan] * 5))
+    expected_value, expected_gradient = jitted(FULL[name], EXAMPLE)
+    chex.assert_trees_all_close(value, expected_value, rtol=1e-6)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[:ROWS, :4], gradient), expected_gradient, **CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "red_drop"])  # whose draw is by position
+@settings(max_examples=5, deadline=None)
+@given(order=st.permutations(range(ROWS)), renaming=st.permutations([-5, 0, 3, 2**31 - 1, -(2**31), 8]))
+def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming):
+    order = np.array(order)
+    new_names = dict(zip(sorted(set(EXAMPLE.group_ids.tolist())), renaming, strict=True))
+    group_ids = np.array([new_names[int(i)] for i in EXAMPLE.group_ids], np.int32)
+    moved = Example(*(array[order] for array in EXAMPLE._replace(group_ids=group_ids)))
+    value, gradient = jitted(FULL[name], EXAMPLE)
+    moved_value, moved_gradient = jitted(FULL[name], moved)
+    chex.assert_trees_all_close(moved_value, value, **CLOSE)
+    chex.assert_trees_all_close(moved_gradient, jax.tree.map(lambda x: x[order], gradient), **CLOSE)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_micro_batches_and_devices_add_exactly(name):
+    assert jax.local_device_count() >= 4
+    example = Example(*(array[WHOLE_GROUPS] for array in EXAMPLE))
+    rows = rows_of(FULL[name], example)
+    value, gradient = jitted(FULL[name], example)
+
+    def four(x):
+        return jnp.asarray(x).reshape(4, 4, *x.shape[1:])
+
+    def on_device(part, part_rows):
+        sums, part_gradient = loss_and_gradient(FULL[name], part, part_rows)
+        return jax.lax.psum(sums, "devices"), part_gradient
+
+    parts = jax.tree.map(four, (example, rows))
+    sums, gradients = jax.pmap(on_device, axis_name="devices")(*parts)
+    for device in range(4):
+        chex.assert_trees_all_close(jax.tree.map(lambda x, device=device: x[device], sums), value, rtol=1e-5)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x.reshape(ROWS, 4), gradients), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "opmd", "red_drop", "pairwise_consistency"])
+def test_vmap_over_batches_equals_a_loop(name):
+    examples = [make_example(seed) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(y) for y in x]), *examples)
+    got = jax.jit(jax.vmap(lambda x: loss_and_gradient(FULL[name], x)))(stacked)
+    for i, example in enumerate(examples):
+        expected = jitted(FULL[name], example)
+        chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], got), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("log_ratio", [1e4, -1e4])
+def test_extreme_ratios_stay_finite(name, log_ratio):
+    example = EXAMPLE._replace(logprobs=(EXAMPLE.behaviour_logprobs + log_ratio).astype(np.float32))
+    chex.assert_tree_all_finite(jitted(FULL[name], example))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_groups_of_one_move_nothing_but_what_regularises(name):
+    example = EXAMPLE._replace(group_ids=np.arange(ROWS, dtype=np.int32))
+    (value, _), (gradient, _) = jitted(FULL[name], example)
+    assert jnp.isfinite(value)
+    expected = jitted(FULL["reinforce"], example)[1][0]  # the KL alone
+    if name == "pairwise_consistency":
+        expected = jnp.zeros_like(expected)
+    assert np.allclose(gradient, expected) == (name not in ("asymre", "opmd", "opmd_token"))
+
+
+def test_one_side_with_importance_weights_is_ppo_clipping():
+    algorithm = ALGORITHMS["rec_one_side_is"]
+    rows = rows_of(algorithm, EXAMPLE)
+    mask, behaviour = EXAMPLE.completion_mask, EXAMPLE.behaviour_logprobs
+
+    def ppo(logprobs):
+        ratio = jnp.exp(jnp.where(mask, logprobs - behaviour, 0.0))
+        advantages = rows.advantages[:, None]
+        return -jnp.where(mask, jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages), 0).sum()
+
+    _, (gradient, _) = loss_and_gradient(algorithm, EXAMPLE)
+    chex.assert_trees_all_close(gradient, jax.grad(ppo)(jnp.asarray(EXAMPLE.logprobs)), rtol=1e-5)
+    assert 0 < (np.asarray(gradient) == 0)[mask].sum() < mask.sum()
+
+
+def test_dropped_rows_leave_sum_and_count():
+    algorithm = ALGORITHMS["red_drop"]
+    rows = rows_of(algorithm, EXAMPLE)
+    kept = np.asarray(rows.kept)
+    assert kept.sum() < EXAMPLE.completion_mask.any(-1).sum()
+    smaller = Example(*(array[kept] for array in EXAMPLE))
+    (total, count), _ = loss_and_gradient(ALGORITHMS["reinforce"], smaller)
+    chex.assert_trees_all_close(loss_and_gradient(algorithm, EXAMPLE, rows)[0], (total, count), rtol=1e-6)
+
+
+def test_row_mean_reductions_count_rows_that_are_kept():
+    for reduction in ("sequence_mean_token_mean", "sequence_mean_token_sum"):
+        algorithm = build_algorithm("red_drop", {"reduction": {"name": reduction}})
+        rows = rows_of(algorithm, EXAMPLE)
+        assert loss_and_gradient(algorithm, EXAMPLE)[0][1] == rows.kept.sum()
+
+
+def test_nothing_kept_is_zero_over_zero_counts():
+    example = EXAMPLE._replace(completion_mask=np.zeros_like(EXAMPLE.completion_mask))
+    for algorithm in ALGORITHMS.values():
+        value, gradient = loss_and_gradient(algorithm, example)
+        chex.assert_trees_all_equal((value, gradient), jax.tree.map(jnp.zeros_like, (value, gradient)))
+
+
+def test_needs_say_which_inputs_change_the_loss():
+    needs = {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_behaviour_logprobs}
+    assert needs == set(PRESETS) - {"reinforce", "asymre", "red_drop", "red_weight"}
+    moved = EXAMPLE._replace(behaviour_logprobs=EXAMPLE.behaviour_logprobs + np.float32(0.7))
+    for name, algorithm in ALGORITHMS.items():
+        same = np.array_equal(*(jitted(FULL[name], x)[1][0] for x in (EXAMPLE, moved)))
+        assert same == (name not in needs), name
+        assert not algorithm.needs_reference and not algorithm.needs_entropy
+    assert FULL["grpo"].needs_reference and FULL["grpo"].needs_entropy
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "missing"),
+    [
+        ("grpo", {}, "behaviour_logprobs"),
+        ("opmd", {}, "behaviour_logprobs"),
+        ("pairwise_consistency", {}, "behaviour_logprobs"),
+        ("reinforce", {"weight": {"name": "importance"}}, "behaviour_logprobs"),
+        ("reinforce", {"reference_kl": {"coefficient": 0.1}}, "reference_logprobs"),
+        ("reinforce", {"entropy": {"coefficient": 0.1}}, "entropy"),
+    ],
+)
+def test_a_missing_input_is_named(preset, overrides, missing):
+    algorithm = build_algorithm(preset, overrides)
+    mask, logprobs = jnp.asarray(EXAMPLE.completion_mask), jnp.asarray(EXAMPLE.logprobs)
+    inputs = {"behaviour_logprobs": logprobs, "reference_logprobs": logprobs, "entropy": logprobs, missing: None}
+    with pytest.raises(ValueError, match=f"{missing} = None"):
+        losses.loss(
+            algorithm,
+            logprobs,
+            inputs["behaviour_logprobs"],
+            rows_of(algorithm, EXAMPLE),
+            mask,
+            reference_logprobs=inputs["reference_logprobs"],
+            entropy=inputs["entropy"],
+        )
+
+
+def test_behaviour_logprobs_may_be_absent_where_nothing_reads_them():
+    for name in ("reinforce", "asymre", "red_drop", "red_weight"):
+        algorithm, rows = ALGORITHMS[name], rows_of(ALGORITHMS[name], EXAMPLE)
+        logprobs, mask = jnp.asarray(EXAMPLE.logprobs), jnp.asarray(EXAMPLE.completion_mask)
+        (expected, _), _ = loss_and_gradient(algorithm, EXAMPLE)
+        for absent in (None, jnp.full(mask.shape, jnp.nan)):
+            total, _ = losses.loss(algorithm, logprobs, absent, rows, mask)
+            np.testing.assert_allclose(total, expected, rtol=1e-6)

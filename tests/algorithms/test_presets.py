@@ -1,0 +1,227 @@
+"""Names to algorithms: the paper's table, overrides, refusals, and that every option is read."""
+
+import itertools
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from recjax.algorithms import advantages, clipping, losses, reduce, regularizers, selection, weighting
+from recjax.algorithms.losses import Algorithm
+from recjax.algorithms.options import readable_options
+from recjax.algorithms.presets import ADDED_TERMS, AXES, PRESETS, build_algorithm, resolve
+from tests.algorithms.examples import loss_and_gradient, make_example
+
+EXAMPLE = make_example(seed=3)
+
+
+def base(function):
+    return getattr(function, "func", function)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changed"),
+    [
+        ("reinforce", {}),
+        (
+            "grpo",
+            {
+                "advantage": advantages.group_normalized_advantages,
+                "clip": clipping.one_side_mask,
+                "token_weight": weighting.importance_weights,
+            },
+        ),
+        ("rec_one_side_is", {"clip": clipping.one_side_mask, "token_weight": weighting.importance_weights}),
+        ("rec_one_side_nois", {"clip": clipping.one_side_mask}),
+        ("rec_two_side_is", {"clip": clipping.two_side_mask, "token_weight": weighting.importance_weights}),
+        ("rec_two_side_nois", {"clip": clipping.two_side_mask}),
+        ("rec_ring_is", {"clip": clipping.ring_mask, "token_weight": weighting.importance_weights}),
+        ("rec_ring_nois", {"clip": clipping.ring_mask}),
+        ("asymre", {"regularizer": regularizers.log_likelihood_bonus}),
+        ("opmd", {"regularizer": regularizers.squared_log_ratio_per_completion}),
+        ("opmd_token", {"regularizer": regularizers.squared_log_ratio_per_token}),
+        ("red_drop", {"selection": selection.drop_excess_negatives}),
+        ("red_weight", {"row_weight": weighting.exp_advantage_weights}),
+        ("pairwise_consistency", {"objective": losses.pairwise_consistency}),
+    ],
+)
+def test_the_papers_table(preset, changed):
+    algorithm = build_algorithm(preset, {})
+    expected = {**vars(Algorithm()), **changed}
+    assert {axis: base(function) for axis, function in vars(algorithm).items()} == expected
+    assert algorithm.reference_kl is None and algorithm.entropy is None and algorithm.reduction is not None
+    assert base(Algorithm().reduction) is reduce.token_mean
+
+
+def test_the_papers_defaults():
+    def options(preset, axis):
+        return {option: value for option, value in resolve(preset, {})[axis].items() if option != "name"}
+
+    assert options("rec_one_side_nois", "clip") == {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    ring = {"epsilon_low": 0.2, "epsilon_high": 0.2, "outer_low": 0.6, "outer_high": 2.0}
+    assert options("rec_ring_is", "clip") == ring
+    assert options("grpo", "advantage") == {"epsilon": 1e-6, "ddof": 0, "singleton": "zero"}
+    assert options("red_weight", "weight") == {"temperature": 1.0}
+    assert options("opmd", "regularizer") == {"tau": 0.1} and options("asymre", "regularizer") == {"beta": 0.1}
+    for preset in set(PRESETS) - {"pairwise_consistency"}:
+        assert options(preset, "reference_kl")["coefficient"] == options(preset, "entropy")["coefficient"] == 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_equal_settings_make_equal_algorithms(preset):
+    overrides = {"weight": {"name": "exp_advantage", "temperature": 2}}
+    one, two = (build_algorithm(preset, dict(overrides)) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    assert one != build_algorithm(preset, {"weight": {"name": "exp_advantage", "temperature": 2.5}})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_resolved_algorithm_resolves_to_itself(preset):
+    resolved = resolve(preset, {})
+    if preset != "pairwise_consistency":
+        again = {axis: block for axis, block in resolved.items() if axis in AXES}
+        assert resolve("reinforce", again) == resolved
+
+
+def test_some_options_of_an_axis_leave_its_others_alone():
+    clip = resolve("rec_ring_is", {"clip": {"epsilon_low": 0.1, "outer_high": 3}})["clip"]
+    assert clip == {"name": "ring", "epsilon_low": 0.1, "epsilon_high": 0.2, "outer_low": 0.6, "outer_high": 3.0}
+    assert isinstance(clip["outer_high"], float)
+
+
+def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
+    wide = {"clip": {"name": "one_side", "epsilon_low": 0.6, "epsilon_high": 2.0}}
+    monkeypatch.setitem(PRESETS, "wide", wide)
+    assert resolve("wide", {"clip": {"epsilon_low": 0.5}})["clip"]["epsilon_high"] == 2.0
+    assert resolve("wide", {"clip": {"name": "one_side", "epsilon_low": 0.5}})["clip"]["epsilon_high"] == 2.0
+    assert resolve("wide", {"clip": {"name": "two_side", "epsilon_low": 0.5}})["clip"]["epsilon_high"] == 0.2
+    assert resolve("wide", {"clip": {}})["clip"] == wide["clip"] and PRESETS["wide"] == wide
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "parts"),
+    [
+        ("grop", {}, ["preset = 'grop'", "reinforce, grpo", "did you mean 'grpo'?"]),
+        ("grpo", {"clipp": {"name": "ring"}}, ["clipp", "unknown axis", "did you mean 'clip'?"]),
+        (
+            "grpo",
+            {"clip": {"name": "one_sid"}},
+            ["clip.name = 'one_sid'", "none, one_side", "did you mean 'one_side'?"],
+        ),
+        ("grpo", {"clip": {"name": ["ring"]}}, ["clip.name = ['ring']"]),
+        (
+            "grpo",
+            {"clip": {"epsilon_lo": 0.3}},
+            ["clip.epsilon_lo = 0.3", "'one_side'", "epsilon_low, epsilon_high", "did you mean 'epsilon_low'?"],
+        ),
+        ("grpo", {"clip": {"outer_low": 0.7}}, ["clip.outer_low = 0.7", "'one_side' does not read this option"]),
+        ("reinforce", {"weight": {"temperature": 2.0}}, ["weight.temperature = 2.0", "'none'", "it has none"]),
+        ("red_weight", {"weight": {"name": "none", "temperature": 2.0}}, ["weight.temperature = 2.0"]),
+        ("grpo", {"clip": {"epsilon_low": "wide"}}, ["clip.epsilon_low = 'wide'", "takes a float"]),
+        ("grpo", {"clip": {"epsilon_low": True}}, ["clip.epsilon_low = True", "takes a float"]),
+        ("grpo", {"clip": {"epsilon_low": None}}, ["clip.epsilon_low = None", "takes a float"]),
+        ("grpo", {"clip": {"epsilon_low": float("nan")}}, ["clip.epsilon_low = nan", "takes a float"]),
+        ("grpo", {"clip": {"epsilon_low": -0.2}}, ["clip.epsilon_low = -0.2", "0 or more"]),
+        ("rec_ring_is", {"clip": {"outer_low": 0.1}}, ["clip.outer_low = 0.1", "epsilon_low = 0.2"]),
+        ("grpo", {"advantage": {"ddof": 2}}, ["advantage.ddof = 2", "(0, 1)"]),
+        ("grpo", {"advantage": {"ddof": True}}, ["advantage.ddof = True", "(0, 1)"]),
+        ("grpo", {"advantage": {"singleton": "rewards"}}, ["advantage.singleton = 'rewards'", "'zero', 'reward'"]),
+        ("grpo", {"reduction": {"name": "fixed_length"}}, ["reduction.length", "'fixed_length' requires it"]),
+        ("grpo", {"reduction": {"name": "fixed_length", "length": 1.5}}, ["reduction.length = 1.5", "takes an int"]),
+        ("grpo", {"reduction": {"name": "fixed_length", "length": 0}}, ["reduction.length = 0", "1 or more"]),
+        ("grpo", {"reference_kl": {"estimator": "k2"}}, ["reference_kl.estimator = 'k2'", "reference_kl.coefficient"]),
+        ("grpo", {"reference_kl": {"coefficient": 0.1, "estimator": "k4"}}, ["reference_kl.estimator = 'k4'"]),
+        ("grpo", {"reference_kl": {"name": "k2"}}, ["reference_kl.name = 'k2'", "coefficient, estimator"]),
+        ("grpo", {"entropy": {"coefficient": -0.1}}, ["entropy.coefficient = -0.1", "0 or more"]),
+        ("opmd", {"objective": {"tau": 1.0}}, ["objective.tau = 1.0", "'policy_gradient' does not read"]),
+        ("grpo", {"objective": {"name": "pairwise_consistency"}}, ["advantage", "group_normalized", "does not read"]),
+        *(
+            ("pairwise_consistency", {axis: block}, [axis, "'pairwise_consistency' does not read"])
+            for axis, block in {
+                "advantage": {"name": "leave_one_out"},
+                "clip": {"name": "ring"},
+                "regularizer": {"name": "log_likelihood_bonus"},
+                "reduction": {"name": "sequence_mean_token_sum"},
+                "reference_kl": {"coefficient": 0.1},
+                "entropy": {"coefficient": 0.1},
+            }.items()
+        ),
+        ("pairwise_consistency", {"weight": {"name": "importance"}}, ["weight.name = 'importance'", "exp_advantage"]),
+        ("pairwise_consistency", {"objective": {"tau": 0}}, ["objective.tau = 0", "above 0"]),
+    ],
+)
+def test_refusals_name_place_value_and_remedy(preset, overrides, parts):
+    with pytest.raises(ValueError) as error:
+        build_algorithm(preset, overrides)
+    for part in parts:
+        assert part in str(error.value)
+
+
+# axis.function.option → two values, and what the rest of the algorithm must be for the option to matter. With the
+# advantages of "lowered", Σ A < 0 < max A and the balancing temperature is 1.3.
+LOWERED = {"advantage": {"name": "asymmetric", "beta": -0.1}}
+OPTIONS = {
+    "objective.pairwise_consistency.tau": (0.5, 2.0, {}),
+    "advantage.group_mean.singleton": ("zero", "reward", {}),
+    "advantage.group_normalized.epsilon": (1e-6, 0.1, {}),
+    "advantage.group_normalized.ddof": (0, 1, {}),
+    "advantage.group_normalized.singleton": ("zero", "reward", {}),
+    "advantage.leave_one_out.singleton": ("zero", "reward", {}),
+    "advantage.asymmetric.beta": (0.1, 0.2, {}),
+    "advantage.asymmetric.singleton": ("zero", "reward", {}),
+    "clip.one_side.epsilon_low": (0.2, 0.6, {}),
+    "clip.one_side.epsilon_high": (0.2, 2.0, {}),
+    "clip.two_side.epsilon_low": (0.2, 0.6, {}),
+    "clip.two_side.epsilon_high": (0.2, 2.0, {}),
+    "clip.ring.epsilon_low": (0.2, 0.4, {}),
+    "clip.ring.epsilon_high": (0.2, 1.0, {}),
+    "clip.ring.outer_low": (0.6, 0.3, {}),
+    "clip.ring.outer_high": (2.0, 0.5, {}),
+    "weight.exp_advantage.temperature": (1.0, 2.0, {}),
+    "weight.bisected_exp_advantage.floor": (0.8, 20.0, LOWERED),
+    "weight.bisected_exp_advantage.ceiling": (100.0, 2.0, {}),
+    "regularizer.log_likelihood_bonus.beta": (0.1, 0.2, {}),
+    "regularizer.squared_log_ratio_per_token.tau": (0.1, 0.2, {}),
+    "regularizer.squared_log_ratio_per_completion.tau": (0.1, 0.2, {}),
+    "reduction.fixed_length.length": (4, 8, {}),
+    "reference_kl.reference_kl.coefficient": (0.1, 0.2, {}),
+    "reference_kl.reference_kl.estimator": ("k2", "k3", {"reference_kl": {"coefficient": 0.1}}),
+    "entropy.entropy.coefficient": (0.1, 0.2, {}),
+}
+TABLES = {**AXES, **{axis: {axis: function} for axis, function in ADDED_TERMS.items()}}
+
+
+def test_the_list_of_options_is_whole():
+    everything = [
+        f"{axis}.{name}.{option}"
+        for axis, table in TABLES.items()
+        for name, function in table.items()
+        for option in readable_options(function)
+    ]
+    assert sorted(everything) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("place", OPTIONS)
+def test_every_option_changes_the_loss(place):
+    axis, name, option = place.split(".")
+    *values, rest = OPTIONS[place]
+
+    def result(value):
+        block = {**rest.get(axis, {}), option: value} | ({"name": name} if axis in AXES else {})
+        return loss_and_gradient(build_algorithm("reinforce", {**rest, axis: block}), EXAMPLE)
+
+    one, two = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(result(value))]) for value in values)
+    assert np.isfinite([one, two]).all() and np.abs(one - two).max() > 1e-4
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_function_differs_from_the_others_of_its_axis(axis):
+    results = {}
+    for other in AXES[axis]:
+        block = {"name": other, "length": 3} if other == "fixed_length" else {"name": other}
+        (total, count), gradient = loss_and_gradient(build_algorithm("reinforce", {axis: block}), EXAMPLE)
+        results[other] = jax.tree.map(lambda x, count=count: np.asarray(x / count), (total, gradient))
+    for name, other in itertools.combinations(results, 2):
+        with pytest.raises(AssertionError):
+            chex.assert_trees_all_close(results[name], results[other], rtol=1e-3, atol=1e-5)
