@@ -8,6 +8,7 @@ regime.sync_interval=20. A run that was stopped goes on when the same command is
 
 import json
 import sys
+from logging import INFO
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -17,7 +18,7 @@ from rich.table import Table
 from recjax.config import schema_keys
 from recjax.config_loading import load_config
 from recjax.training.loop import prepare, run
-from recjax.training.run_folder import open_run_folder
+from recjax.training.run_folder import check_run_folder, open_run_folder
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
@@ -27,11 +28,13 @@ flags.DEFINE_bool("overwrite", False, "Delete what an earlier run left in the ou
 def main(argv: list[str]) -> None:
     """Reads the config, trains, prints the result."""
     logging.set_verbosity(logging.INFO)
-    logging.get_absl_logger().propagate = False
+    # JAX and Orbax report every file and barrier at this level.
+    logging.get_absl_handler().addFilter(lambda record: record.levelno > INFO or "recjax" in record.pathname)
     try:
         config = load_config(FLAGS.config, argv[1:])
-        output = open_run_folder(config, FLAGS.overwrite)
+        check_run_folder(config, FLAGS.overwrite)
         setup = prepare(config)
+        output = open_run_folder(config, FLAGS.overwrite)
     except ValueError as error:
         sys.exit(f"error: {error}")
     summary = run(config, setup, output)

@@ -14,7 +14,7 @@ Singleton = Literal["zero", "reward"]
 def deviations(
     rewards: Float[Array, " batch"], index: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """r − r̄ over the kept rows of each group, given its `group_index`; 0 where not kept. Exactly 0 in a group of equal rewards."""
+    """r − r̄ over the kept rows of each group, by `group_index`; 0 where not kept. Equal rewards give exactly 0."""
     # From the group's least reward on, equal rewards are all 0 and their mean is free of rounding.
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)

@@ -20,7 +20,8 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     Examples ahead of a question are of the same kinds and never the question itself.
 
     Raises:
-        ValueError: a template without the question, or a kind that is not like "10..99 + 10..99", is empty, or spans over a million questions.
+        ValueError: a template without the question, or a kind that is not like "10..99 + 10..99", is empty, or spans
+            over a million questions.
     """
     _check_template(config.template)
     questions = list(dict.fromkeys(itertools.chain.from_iterable(_questions(kind) for kind in config.problems)))
@@ -41,7 +42,8 @@ def _check_template(template: str) -> None:
     try:
         texts = {template.format(a=a, op=op, b=b) for a, op, b in [(1, "+", 2), (3, "+", 2), (1, "-", 2), (1, "+", 3)]}
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"task.arithmetic.template = {template!r}: {error!r}; it takes {{a}}, {{op}}, {{b}}") from error
+        remedy = "it takes {a}, {op} and {b}"
+        raise ValueError(f"task.arithmetic.template = {template!r}: {error!r}; {remedy}") from error
     if len(texts) < 4:
         raise ValueError(f"task.arithmetic.template = {template!r} must hold {{a}}, {{op}} and {{b}}")
 

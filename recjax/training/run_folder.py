@@ -14,25 +14,35 @@ from recjax.config_loading import to_yaml
 _MAY_CHANGE = {"output", "training.steps", "training.checkpoint_every", "training.keep_checkpoints"}
 
 
-def open_run_folder(config: Config, overwrite: bool) -> Path:
-    """The folder `output` with config.yaml in it; an unfinished run of the same config is gone on with.
+def check_run_folder(config: Config, overwrite: bool) -> None:
+    """Whether this run may write to `output`: a new folder, or an unfinished run of the same config to go on with.
 
     Args:
-        overwrite: delete what an earlier run left there.
+        overwrite: another run's folder will do as well.
     Raises:
-        ValueError: the folder holds a finished run, one of another config, or something else.
+        ValueError: the folder holds a finished run, one of another config, or something that is not a run.
     """
     output = Path(config.output)
-    stored = output / "config.yaml"
-    if output.exists() and any(output.iterdir()):
-        if not stored.is_file():
-            raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
-        if overwrite:
-            shutil.rmtree(output)
-        else:
-            _check_same_run(config, stored)
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / "config.yaml").is_file():
+        raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
+    if not overwrite:
+        _check_same_run(config, output / "config.yaml")
+
+
+def open_run_folder(config: Config, overwrite: bool) -> Path:
+    """The folder `output` with config.yaml in it; `overwrite` deletes what an earlier run left there.
+
+    Raises:
+        ValueError: as `check_run_folder`.
+    """
+    check_run_folder(config, overwrite)
+    output = Path(config.output)
+    if overwrite and output.exists():
+        shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
-    stored.write_text(to_yaml(config), encoding="utf-8")
+    (output / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return output
 
 

@@ -40,7 +40,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 @functools.cache
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm; the same object for the same arguments, so `update` compiles once.
+    """AdamW behind a clip of the gradient's global norm.
+
+    The same object for the same arguments, so that equal runs share one compiled `update`.
 
     Args:
         steps: where a decaying schedule ends.

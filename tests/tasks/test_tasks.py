@@ -97,7 +97,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\n")
     (tmp_path / "a.jsonl").write_text("\n")
     (tmp_path / "a.parquet").write_text("no parquet")
-    for name, reason in [("b.jsonl", "no such"), ("a.csv", "jsonl or"), ("a.jsonl", "no rows"), ("a.parquet", "magic bytes")]:
+    reasons = {"b.jsonl": "no such", "a.csv": "jsonl or", "a.jsonl": "no rows", "a.parquet": "magic"}
+    for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             file_problems(str(tmp_path / name), FileTask())
 

@@ -1,4 +1,4 @@
-"""A run small enough to repeat: a tiny decoder on one-digit sums, rewarded for digits so that a random one can learn."""
+"""A run small enough to repeat: a tiny decoder on one-digit sums, rewarded for every digit."""
 
 from pathlib import Path
 

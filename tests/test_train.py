@@ -1,0 +1,66 @@
+"""The command line: what a newcomer types, and what is said when it is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.tiny_run import TINY
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "recjax.train", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def test_help_lists_flags_and_config_keys():
+    shown = command("--help")
+    for part in ("--config", "--[no]overwrite", "optimizer.learning_rate", "regime.sync_interval", "key=value"):
+        assert part in shown.stdout + shown.stderr
+
+
+def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_path):
+    rows = [{"question": f"{a}-{b}=", "result": a - b} for a in range(9) for b in range(9)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [
+        "task.arithmetic=null",
+        f"task.file={{train: {tmp_path / 'own.jsonl'}, prompt_column: question, answer_column: result}}",
+        "task.reward=recjax.tasks.rewards:number_match",
+        "warm_start={steps: 5, batch_size: 8}",
+        "training.steps=2",
+        f"output={tmp_path / 'run'}",
+    ]
+    done = command("--config", str(config), *own)
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy" in done.stdout and "training.png" in done.stdout.replace("\n", "")
+    again = command("--config", str(config), *own)
+    assert again.returncode != 0 and "finished run of 2 steps" in again.stderr and "Traceback" not in again.stderr
+    assert command("--config", str(config), *own, "--overwrite").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("traning.steps=3", "did you mean 'training.steps'"),
+        ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
+        ("rollout.max_prompt_tokens=2", "rollout.max_prompt_tokens = 2"),
+        ("evaluation.problems=81", "evaluation.problems = 81"),
+        ("rollout.stop=[ab]", "'ab'"),
+    ],
+)
+def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, override, message):
+    refused = command("--config", str(config), f"output={tmp_path / 'run'}", override)
+    assert refused.returncode != 0 and message in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "run").exists()
