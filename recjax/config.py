@@ -67,7 +67,7 @@ class TaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised training that makes the base policy, on demonstrations of which some are wrong on purpose."""
+    """Supervised training that makes the base policy, on answers of which some have one wrong token."""
 
     steps: int = at_least(1, 400)
     batch_size: int = at_least(1, 128)

@@ -44,32 +44,44 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
-    """Trains on (prompt, answer) pairs; `wrong_fraction` of the answers are another problem's."""
+    """Trains on (prompt, answer) pairs, of which `wrong_fraction` have one token of the answer replaced."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
     )
     optimizer_state = optimizer.init(params)
-    encoded = policy.tokenizer(prompts.answers, add_special_tokens=False)["input_ids"]
-    answers = [[*ids, policy.stop_ids[0]] for ids in encoded]
-    length = max(map(len, answers))
+    tokens, mask = _demonstrations(policy, prompts.answers)
     generator = np.random.default_rng([seed, 2])
     with tqdm(range(config.steps), desc="warm start", unit="step") as bar:
         for _ in bar:
-            chosen = generator.integers(len(answers), size=config.batch_size)
-            wrong = generator.random(config.batch_size) < config.wrong_fraction
-            shown = np.where(wrong, generator.integers(len(answers), size=config.batch_size), chosen)
-            tokens, mask = np.zeros((2, config.batch_size, length), np.int32)
-            for row, index in enumerate(shown):
-                tokens[row, : len(answers[index])], mask[row, : len(answers[index])] = answers[index], 1
-            params, optimizer_state, loss = _supervised_step(
-                policy.decoder,
-                optimizer,
-                params,
-                optimizer_state,
-                (prompts.tokens[chosen], prompts.mask[chosen], tokens, mask.astype(bool)),
-            )
+            chosen = generator.integers(len(tokens), size=config.batch_size)
+            shown = _with_slips(tokens[chosen], mask[chosen], config.wrong_fraction, generator)
+            batch = (prompts.tokens[chosen], prompts.mask[chosen], shown, mask[chosen])
+            params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
     return params
+
+
+def _demonstrations(policy: Policy, answers: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and mask of the answers, each with the token that ends it."""
+    encoded = policy.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    lengths = np.array([len(ids) + 1 for ids in encoded])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate([[*ids, policy.stop_ids[0]] for ids in encoded])
+    return tokens, mask
+
+
+def _with_slips(
+    tokens: np.ndarray, mask: np.ndarray, wrong_fraction: float, generator: np.random.Generator
+) -> np.ndarray:
+    """The answers, a share of them with one token, not the last, turned into another that answers have."""
+    known = np.unique(tokens[:, :-1][mask[:, 1:]])
+    wrong = np.flatnonzero(generator.random(len(tokens)) < wrong_fraction)
+    place = generator.integers(mask[wrong].sum(-1) - 1)
+    index = np.searchsorted(known, tokens[wrong, place])
+    slipped = tokens.copy()
+    slipped[wrong, place] = known[(index + generator.integers(1, len(known), len(wrong))) % len(known)]
+    return slipped
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "optimizer"), donate_argnames=("optimizer_state",))
