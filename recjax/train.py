@@ -17,8 +17,9 @@ from rich.table import Table
 
 from recjax.config import schema_keys
 from recjax.config_loading import load_config
-from recjax.training.loop import prepare, run
+from recjax.training.loop import run
 from recjax.training.run_folder import check_run_folder, open_run_folder
+from recjax.training.setup import prepare
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
@@ -58,6 +59,7 @@ def show_result(output: Path, summary: dict) -> None:
         f"{summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} completion tokens/s,"
         f" peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB; figure: {output / 'figures' / 'training.png'}",
         highlight=False,
+        soft_wrap=True,
     )
 
 

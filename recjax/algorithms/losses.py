@@ -183,7 +183,7 @@ def token_loss(
     mask = completion_mask & rows.kept[:, None]
     logprobs = jnp.where(mask, logprobs, 0.0)
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    ratio = jnp.exp(log_ratio(jax.lax.stop_gradient(logprobs), behaviour_logprobs, mask))
+    ratio = jnp.exp(log_ratio(logprobs, behaviour_logprobs, mask))
     weights = rows.weights[:, None] * algorithm.token_weight(ratio) * rows.advantages[:, None]
     weights = jnp.where(mask & algorithm.clip(ratio, rows.advantages), weights, 0.0)
     terms = -jax.lax.stop_gradient(weights) * logprobs + algorithm.regularizer(logprobs, behaviour_logprobs, mask)

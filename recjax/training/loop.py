@@ -4,11 +4,11 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import orbax.checkpoint as ocp
 from absl import logging
 from tqdm import tqdm
 
@@ -17,41 +17,14 @@ from recjax.config import Config
 from recjax.experience.collect import draw, scored
 from recjax.experience.records import Batch
 from recjax.models.logprobs import Sampling
-from recjax.models.policy import Policy, load_policy
-from recjax.rollout.prompts import Prompts, batch_indices, encode_problems
-from recjax.tasks.loading import load_task
-from recjax.tasks.problems import RewardFunction
+from recjax.rollout.prompts import batch_indices
 from recjax.training import checkpoint, schedule
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.figures import draw_training
 from recjax.training.metrics import MetricsWriter, PhaseSeconds, peak_memory_bytes, read_metrics
+from recjax.training.setup import Setup
 from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
-from recjax.training.warm_start import warm_start
-
-
-class Setup(NamedTuple):
-    """What a run works with, none of which changes while it runs."""
-
-    policy: Policy
-    initial_params: dict
-    train: Prompts
-    evaluation: Prompts
-    reward: RewardFunction
-
-
-def prepare(config: Config) -> Setup:
-    """Loads the task and the initial policy, made by a warm start where the config has one."""
-    task = load_task(config)
-    problems = [*task.train, *task.evaluation]
-    characters = "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
-    policy, params = load_policy(config, characters)
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
-    train = everything.take(np.arange(len(task.train)))
-    held_out = everything.take(np.arange(len(task.train), len(problems)))
-    if config.warm_start:
-        params = warm_start(config, policy, params, train)
-    return Setup(policy, params, train, held_out, task.reward)
 
 
 def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
@@ -69,18 +42,19 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
     sample_key, drop_key = (jax.random.fold_in(jax.random.key(config.seed), stream) for stream in (1, 3))
     micro_batches = rollout.prompts_per_step // (config.training.micro_batch_prompts or rollout.prompts_per_step)
 
-    # --- Where the run stands: a checkpoint, or step 0.
+    # --- Where the run stands: a checkpoint, or before the first step.
     reference_params = _copy(setup.initial_params) if algorithm.needs_reference else None
     state = TrainState(_copy(setup.initial_params), optimizer.init(setup.initial_params))
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
-    snapshot = checkpoint.restore(manager, state)
-    if snapshot:
-        logging.info("going on from the checkpoint of step %d", snapshot.step)
-    else:
-        snapshot = Snapshot(0, state, setup.initial_params, 0, [], {"seconds": {}, "tokens": 0, "wall_seconds": 0.0})
+    restored = checkpoint.restore(manager, state)
+    if restored:
+        logging.info("going on from the checkpoint of step %d", restored.step)
+    nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0}
+    snapshot = restored or Snapshot(0, state, setup.initial_params, 0, [], nothing_done)
     step, state, behaviour_params, version, queue, progress = snapshot
-    phases = PhaseSeconds(progress["seconds"])
-    writer = MetricsWriter(output, step)
+    phases, wall_before = PhaseSeconds(progress["seconds"]), progress["wall_seconds"] + setup.seconds
+    phases.totals["prepare"] += setup.seconds
+    writer = MetricsWriter(output, keep_through=step if restored else -1)
 
     def evaluated(name: str) -> dict[str, float]:
         with phases.phase("evaluate"):
@@ -104,8 +78,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
             progress.update(seconds=dict(phases.totals), wall_seconds=wall_before + time.perf_counter() - started)
             checkpoint.save(manager, Snapshot(step, state, behaviour_params, version, queue, progress))
 
-    wall_before = progress["wall_seconds"]
-    if step == 0:
+    if not restored:
         writer.write({"step": 0, **evaluated("before")})
         save_checkpoint()
 
@@ -164,13 +137,18 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
     writer.close()
     manager.close()
 
+    return _finish(config, output, wall_before + time.perf_counter() - started, phases)
+
+
+def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeconds) -> dict[str, Any]:
+    """Draws the figure, writes summary.json and returns what it holds."""
     rows = read_metrics(output / "metrics.jsonl")
-    draw_training(rows, f"{config.algorithm.preset}, {config.output}", output / "figures" / "training.png")
+    draw_training(rows, f"{config.algorithm.preset}: {output.name}", output / "figures" / "training.png")
     summary = {
         "accuracy_before": rows[0]["evaluation/accuracy"],
         "accuracy_after": rows[-1]["evaluation/accuracy"],
-        "steps": step,
-        "wall_seconds": wall_before + time.perf_counter() - started,
+        "steps": rows[-1]["step"],
+        "wall_seconds": wall_seconds,
         "tokens_per_second": rows[-1]["tokens_per_second"],
         "peak_memory_bytes": peak_memory_bytes(),
         "seconds": dict(phases.totals),
@@ -188,7 +166,7 @@ def _loop_seconds(phases: PhaseSeconds) -> float:
     return sum(phases.totals[name] for name in ("sample", "score", "update"))
 
 
-def _require_finite(metrics: dict[str, float], step: int, manager) -> None:
+def _require_finite(metrics: dict[str, float], step: int, manager: ocp.CheckpointManager) -> None:
     bad = {name: metrics[name] for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(metrics[name])}
     if bad:
         raise FloatingPointError(

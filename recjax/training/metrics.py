@@ -16,13 +16,13 @@ from tensorboardX import SummaryWriter
 class MetricsWriter:
     """Writes one row a step to metrics.jsonl and to TensorBoard files."""
 
-    def __init__(self, output: Path, start_step: int):
-        """Opens a run's files; rows past `start_step`, written after the checkpoint that a run resumes from, go."""
+    def __init__(self, output: Path, keep_through: int):
+        """Opens a run's files; rows of steps past `keep_through`, the checkpoint that the run goes on from, go."""
         self._path = output / "metrics.jsonl"
-        kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
+        kept = [row for row in read_metrics(self._path) if row["step"] <= keep_through]
         self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a")
-        self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=start_step + 1)
+        self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=keep_through + 1)
 
     def write(self, row: dict[str, float]) -> None:
         """Appends a row, which has a "step", to both files."""

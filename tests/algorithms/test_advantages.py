@@ -112,6 +112,12 @@ def test_any_grouping(rewards, choice, ids, kept, order, junk):
             chex.assert_trees_all_close(got, loop(name, rewards, group_ids, kept).astype(np.float32), atol=1e-4)
 
 
+@pytest.mark.parametrize("function", GROUP_FUNCTIONS.values(), ids=GROUP_FUNCTIONS)
+def test_a_group_without_kept_rows_divides_by_nothing(function):
+    with jax.debug_nans(True):
+        assert (function(jnp.ones(2), jnp.zeros(2, int), jnp.zeros(2, bool)) == 0).all()
+
+
 def test_epsilon_must_be_above_zero():
     with pytest.raises(ValueError, match="epsilon = 0.0: must be above 0"):
         advantages.group_normalized_advantages(jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool), epsilon=0.0)

@@ -199,6 +199,27 @@ def test_one_side_with_importance_weights_is_ppo_clipping():
     assert 0 < (np.asarray(gradient) == 0)[mask].sum() < mask.sum()
 
 
+@pytest.mark.parametrize("name", FULL)
+def test_only_the_policy_and_its_entropy_are_differentiated(name):
+    x, rows = jax.tree.map(jnp.asarray, EXAMPLE), rows_of(FULL[name], EXAMPLE)
+
+    def total(behaviour, reference, advantages, weights):
+        constants = rows._replace(advantages=advantages, weights=weights)
+        others = dict(reference_logprobs=reference, entropy=x.entropy)
+        return losses.loss(FULL[name], x.logprobs, behaviour, constants, x.completion_mask, **others)[0]
+
+    constants = x.behaviour_logprobs, x.reference_logprobs, rows.advantages, rows.weights
+    gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*constants)
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
+
+
+def test_reference_kl_is_added_and_entropy_taken_off():
+    (plain, _), (full, _) = (jitted(table["grpo"], EXAMPLE)[0] for table in (ALGORITHMS, FULL))
+    difference = EXAMPLE.reference_logprobs.astype(float) - EXAMPLE.logprobs
+    terms = 0.2 * (np.exp(difference) - difference - 1) - 0.05 * EXAMPLE.entropy
+    np.testing.assert_allclose(full - plain, terms[EXAMPLE.completion_mask].sum(), rtol=1e-4)
+
+
 def test_dropped_rows_leave_sum_and_count():
     algorithm = ALGORITHMS["red_drop"]
     rows = rows_of(algorithm, EXAMPLE)

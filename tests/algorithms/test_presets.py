@@ -93,7 +93,7 @@ def test_some_options_of_an_axis_leave_its_others_alone():
 def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
     wide = {"clip": {"name": "one_side", "epsilon_low": 0.6, "epsilon_high": 2.0}}
     monkeypatch.setitem(PRESETS, "wide", wide)
-    assert resolve("wide", {"clip": {"epsilon_low": 0.5}})["clip"]["epsilon_high"] == 2.0
+    assert resolve("wide", {"clip": {"epsilon_low": 0.5}})["clip"] == {**wide["clip"], "epsilon_low": 0.5}
     assert resolve("wide", {"clip": {"name": "one_side", "epsilon_low": 0.5}})["clip"]["epsilon_high"] == 2.0
     assert resolve("wide", {"clip": {"name": "two_side", "epsilon_low": 0.5}})["clip"]["epsilon_high"] == 0.2
     assert resolve("wide", {"clip": {}})["clip"] == wide["clip"] and PRESETS["wide"] == wide

@@ -61,6 +61,11 @@ def test_equal_rewards_keep_everything(reward):
     assert kept.all()
 
 
+def test_a_reward_at_the_mean_but_for_rounding_is_no_negative():
+    rewards = jnp.array([0.3, 0.7, 1.1])  # 0.7 − mean is −3e-8 in float32
+    assert all(drop(rewards, jnp.zeros(3, int), jnp.ones(3, bool), jax.random.key(seed)).all() for seed in range(9))
+
+
 def test_the_key_decides_and_every_negative_has_its_turn():
     rewards, group_ids, kept = jnp.array([1.0, 0, 0, 0, 0]), jnp.zeros(5, int), jnp.ones(5, bool)
 

@@ -60,7 +60,8 @@ class WeightVariants(chex.TestCase):
 )
 def test_the_root_or_the_nearer_end(advantages, expected):
     kept = jnp.ones(len(advantages), bool)
-    got = weighting.bisected_temperature(jnp.array(advantages), kept, floor=0.8, ceiling=1000.0)
+    with jax.debug_infs(True):
+        got = weighting.bisected_temperature(jnp.array(advantages), kept, floor=0.8, ceiling=1000.0)
     chex.assert_trees_all_close(got, jnp.float32(expected), rtol=1e-4)
 
 

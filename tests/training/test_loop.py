@@ -14,10 +14,11 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.training import loop
-from recjax.training.loop import prepare, run
+from recjax.training.loop import run
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
+from recjax.training.setup import prepare
 from tests.training.tiny_run import TINY, train, without_times
 
 REGIMES = {

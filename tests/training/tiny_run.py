@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from recjax.training.loop import prepare, run
+from recjax.training.loop import run
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import open_run_folder
+from recjax.training.setup import prepare
 
 TINY = """
 output: unset

@@ -1,0 +1,39 @@
+"""From a config to what a run works with: task, tokenised prompts, initial policy."""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from recjax.config import Config
+from recjax.models.policy import Policy, load_policy
+from recjax.rollout.prompts import Prompts, encode_problems
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import RewardFunction
+from recjax.training.warm_start import warm_start
+
+
+class Setup(NamedTuple):
+    """What a run works with, none of which changes while it runs; `seconds` is what it took to make."""
+
+    policy: Policy
+    initial_params: dict
+    train: Prompts
+    evaluation: Prompts
+    reward: RewardFunction
+    seconds: float
+
+
+def prepare(config: Config) -> Setup:
+    """Loads the task and the initial policy, made by a warm start where the config has one."""
+    started = time.perf_counter()
+    task = load_task(config)
+    problems = [*task.train, *task.evaluation]
+    characters = "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
+    policy, params = load_policy(config, characters)
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
+    train = everything.take(np.arange(len(task.train)))
+    held_out = everything.take(np.arange(len(task.train), len(problems)))
+    if config.warm_start:
+        params = warm_start(config, policy, params, train)
+    return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started)
