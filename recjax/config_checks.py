@@ -41,7 +41,15 @@ def check(config: Config) -> None:
         for name, unset in (("top_k", 0), ("top_p", 1)):
             remedy = "is not read at evaluation.temperature = 0; remove it"
             require(getattr(config.evaluation, name) == unset, f"evaluation.{name}", remedy)
-    require(config.optimizer.clip_norm > 0, "optimizer.clip_norm", "must be above 0")
+    for name in ("clip_norm", "epsilon"):
+        require(getattr(config.optimizer, name) > 0, f"optimizer.{name}", "must be above 0")
+    for name in ("beta1", "beta2"):
+        require(0 <= getattr(config.optimizer, name) < 1, f"optimizer.{name}", "must be at least 0 and below 1")
+    require(
+        config.optimizer.warmup_steps < config.training.steps,
+        "optimizer.warmup_steps",
+        f"must be below training.steps = {config.training.steps}",
+    )
     require_one("model", ["path", "decoder"])
     require_one("task", ["arithmetic", "file"])
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
@@ -74,4 +82,7 @@ def check(config: Config) -> None:
         "training.micro_batch_prompts",
         f"must divide rollout.prompts_per_step = {config.rollout.prompts_per_step}",
     )
-    presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    try:
+        presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    except ValueError as error:
+        raise ValueError(f"algorithm.{error}") from error

@@ -74,9 +74,14 @@ def _demonstrations(policy: Policy, answers: list[str]) -> tuple[np.ndarray, np.
 def _with_slips(
     tokens: np.ndarray, mask: np.ndarray, wrong_fraction: float, generator: np.random.Generator
 ) -> np.ndarray:
-    """The answers, a share of them with one token, not the last, turned into another that answers have."""
+    """The answers, a share of them with one token, not the last, turned into another that the answers have.
+
+    Answers of no token, or all of one and the same, have nothing to turn and stay.
+    """
     known = np.unique(tokens[:, :-1][mask[:, 1:]])
-    wrong = np.flatnonzero(generator.random(len(tokens)) < wrong_fraction)
+    if len(known) < 2:
+        return tokens
+    wrong = np.flatnonzero((generator.random(len(tokens)) < wrong_fraction) & (mask.sum(-1) > 1))
     place = generator.integers(mask[wrong].sum(-1) - 1)
     index = np.searchsorted(known, tokens[wrong, place])
     slipped = tokens.copy()

@@ -1,0 +1,37 @@
+"""Prompts as arrays, and which of them each batch asks."""
+
+import numpy as np
+import pytest
+
+from recjax.models.tokenizers import character_tokenizer
+from recjax.rollout.prompts import batch_indices, encode_problems
+from recjax.tasks.problems import Problem
+
+TOKENIZER = character_tokenizer("0123456789+=")
+PROBLEMS = [Problem("1+1=", "2"), Problem("10+10=", "20"), Problem("9=", "9")]
+
+
+def test_prompts_are_padded_on_the_right_and_can_be_taken_in_any_order():
+    prompts = encode_problems(PROBLEMS, TOKENIZER, None)
+    assert prompts.tokens.shape == (3, 6)
+    np.testing.assert_array_equal(prompts.mask.sum(-1), [4, 6, 2])
+    for row, problem in enumerate(PROBLEMS):
+        assert TOKENIZER.decode(prompts.tokens[row][prompts.mask[row]]) == problem.prompt
+    taken = prompts.take(np.array([2, 0, 2]))
+    assert taken.texts == ["9=", "1+1=", "9="] and taken.answers == ["9", "2", "9"]
+    np.testing.assert_array_equal(taken.tokens, prompts.tokens[[2, 0, 2]])
+
+
+def test_a_prompt_beyond_the_limit_is_refused_with_its_length():
+    assert encode_problems(PROBLEMS, TOKENIZER, 8).tokens.shape == (3, 8)
+    with pytest.raises(ValueError, match=r"'10\+10=' has 6 tokens.*max_prompt_tokens = 5"):
+        encode_problems(PROBLEMS, TOKENIZER, 5)
+
+
+def test_every_problem_comes_once_an_epoch_in_an_order_of_its_own():
+    drawn = np.concatenate([batch_indices(10, 4, batch, seed=3) for batch in range(1, 11)])  # 4 epochs
+    epochs = drawn.reshape(4, 10)
+    assert (np.sort(epochs, axis=1) == np.arange(10)).all()
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    np.testing.assert_array_equal(batch_indices(10, 4, 3, seed=3), drawn[8:12])  # straddles two epochs
+    assert (batch_indices(10, 4, 3, seed=3) != batch_indices(10, 4, 3, seed=4)).any()

@@ -1,0 +1,69 @@
+"""The warm start: what it shows the model, what it makes, and the cache."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.training import setup, warm_start
+from recjax.training.evaluation import evaluate
+from recjax.training.warm_start import _with_slips
+from tests.training.tiny_run import TINY
+
+LENGTHS = np.arange(6000) % 3 + 2
+MASK = np.arange(4) < LENGTHS[:, None]
+TOKENS = np.where(MASK, np.random.default_rng(0).integers(2, 12, MASK.shape), 0).astype(np.int32)
+TOKENS[np.arange(6000), LENGTHS - 1] = 1  # the token that ends an answer
+
+
+@pytest.mark.parametrize("wrong_fraction", [0.0, 0.3, 1.0])
+def test_the_chosen_share_of_answers_has_one_wrong_token(wrong_fraction):
+    shown = _with_slips(TOKENS, MASK, wrong_fraction, np.random.default_rng(1))
+    changed = shown != TOKENS
+    assert (changed.sum(-1) <= 1).all()
+    np.testing.assert_allclose(changed.any(-1).mean(), wrong_fraction, atol=0.02)
+    assert not changed[~MASK].any() and not changed[np.arange(6000), LENGTHS - 1].any()
+    assert set(shown[changed]) <= set(range(2, 12))  # never padding or the end
+    if wrong_fraction:
+        shares = np.bincount(shown[changed], minlength=12)[2:] / changed.sum()
+        np.testing.assert_allclose(shares, 0.1, atol=0.05)
+
+
+def test_answers_with_nothing_to_turn_stay():
+    for tokens, mask in [(np.array([[1]]), np.array([[True]])), (np.array([[5, 1]]), np.ones((1, 2), bool))]:
+        np.testing.assert_array_equal(_with_slips(tokens, mask, 1.0, np.random.default_rng(0)), tokens)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    start = "warm_start={steps: 150, batch_size: 32, learning_rate: 1e-2, wrong_fraction: 0.0}"
+    return load_config(tmp_path / "tiny.yaml", [start, "task.reward=recjax.tasks.rewards:number_match"])
+
+
+def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch):
+    made = setup.prepare(config)
+    # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
+    result = evaluate(config, made.policy, made.initial_params, made.train, made.reward, 0)
+    assert result.accuracy > 0.05, json.dumps(result.samples[:5])
+    monkeypatch.setattr(warm_start, "supervise", None)  # from the cache now, or not at all
+    again = setup.prepare(config)
+    chex.assert_trees_all_equal(jax.device_get(again.initial_params), jax.device_get(made.initial_params))
+
+
+def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
+    seeds = []
+
+    def supervise(config, policy, params, prompts, seed):
+        seeds.append(seed)
+        return params
+
+    monkeypatch.setattr(warm_start, "supervise", supervise)
+    for seed in (0, 1, 0):
+        setup.prepare(dataclasses.replace(config, seed=seed))
+    assert seeds == [0, 1]
