@@ -41,8 +41,8 @@ def draw_training(rows: list[dict[str, float]], title: str, path: Path) -> None:
     ratio.set(ylabel="ratio π / μ of tokens", yscale="log")
     ratio.legend(loc="lower right", frameon=False)
 
-    clip.plot(steps, series("clip_fraction/positive"), color=GREEN, lw=1, label="advantage > 0")
-    clip.plot(steps, series("clip_fraction/negative"), color=ORANGE, lw=1, label="advantage < 0")
+    clip.plot(steps, series("clip_fraction/negative"), color=ORANGE, lw=0.8, label="advantage < 0")
+    clip.plot(steps, series("clip_fraction/positive"), color=GREEN, lw=0.8, label="advantage > 0")
     clip.set(ylabel="clipped tokens (share)", ylim=(0, None))
     clip.legend(loc="upper right", frameon=False)
 

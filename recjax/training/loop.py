@@ -22,7 +22,7 @@ from recjax.training import checkpoint, schedule
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.figures import draw_training
-from recjax.training.metrics import MetricsWriter, PhaseSeconds, peak_memory_bytes, read_metrics
+from recjax.training.metrics import MetricsWriter, PhaseSeconds, peak_memory_bytes, progress_bar, read_metrics
 from recjax.training.setup import Setup
 from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
 
@@ -82,7 +82,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         writer.write({"step": 0, **evaluated("before")})
         save_checkpoint()
 
-    bar = tqdm(total=config.training.steps, initial=step, desc=config.algorithm.preset, unit="step")
+    bar = progress_bar(config.algorithm.preset, config.training.steps, initial=step)
     while step < config.training.steps:
         step += 1
         # --- Sync, sample and score.

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard files, summary.json, and the seconds of each phase."""
+"""Where a run's numbers go: metrics.jsonl, TensorBoard files, the progress bar; and the seconds of each phase."""
 
 import contextlib
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 from tensorboardX import SummaryWriter
+from tqdm import tqdm
 
 
 class MetricsWriter:
@@ -45,6 +46,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
+
+
+def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
+    """A bar of optimiser steps; seldom redrawn where standard error is a log file and every redraw stays."""
+    interval = 0.2 if sys.stderr.isatty() else 20.0
+    return tqdm(desc=description, total=total, initial=initial, unit="step", mininterval=interval)
 
 
 class PhaseSeconds:

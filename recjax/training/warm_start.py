@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from absl import logging
-from tqdm import tqdm
 
 from recjax import __version__
 from recjax.config import Config, WarmStartConfig
@@ -21,6 +20,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
+from recjax.training.metrics import progress_bar
 
 
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
@@ -51,13 +51,14 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     optimizer_state = optimizer.init(params)
     tokens, mask = _demonstrations(policy, prompts.answers)
     generator = np.random.default_rng([seed, 2])
-    with tqdm(range(config.steps), desc="warm start", unit="step") as bar:
-        for _ in bar:
+    with progress_bar("warm start", config.steps) as bar:
+        for _ in range(config.steps):
             chosen = generator.integers(len(tokens), size=config.batch_size)
             shown = _with_slips(tokens[chosen], mask[chosen], config.wrong_fraction, generator)
             batch = (prompts.tokens[chosen], prompts.mask[chosen], shown, mask[chosen])
             params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
     return params
 
 
