@@ -1,3 +1,8 @@
 """recjax: off-policy reinforcement learning of language models in JAX (arXiv 2509.24203)."""
 
+import os
+
+# transformers is used for tokenizers and model configs only; without this it reports at every start that torch is missing.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
 __version__ = "0.1.0"
