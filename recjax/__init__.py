@@ -2,7 +2,7 @@
 
 import os
 
-# transformers is used for tokenizers and model configs only; without this it reports at every start that torch is missing.
+# transformers serves tokenizers and model configs here; without this it reports at every start that torch is missing.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 __version__ = "0.1.0"
