@@ -218,6 +218,7 @@ def logits(params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, 
     return scores.astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def init_params(config: DecoderConfig, key: Array) -> dict:
     """Fresh float32 parameters: a plain nested dict, each layer's arrays stacked on a leading axis."""
     token = jnp.zeros((1, 1), jnp.int32)

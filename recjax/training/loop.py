@@ -47,6 +47,8 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
     state = TrainState(_copy(setup.initial_params), optimizer.init(setup.initial_params))
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
     restored = checkpoint.restore(manager, state)
+    if jax.device_count() > 1:
+        logging.warning("%d devices are there; this version trains on one of them", jax.device_count())
     if restored:
         logging.info("going on from the checkpoint of step %d", restored.step)
     nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0}
