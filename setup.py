@@ -29,7 +29,7 @@ setup(
         "matplotlib>=3.9",
         "numpy>=2.0",
         "omegaconf>=2.3",
-        "optax>=0.2.5",
+        "optax>=0.2.8",
         "orbax-checkpoint>=0.11",
         "rich>=13.0",
         "safetensors>=0.6",

@@ -53,11 +53,11 @@ def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("traning.steps=3", "did you mean 'training.steps'"),
+        ("traning.steps=3", "did you mean 'training'"),
         ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
         ("rollout.max_prompt_tokens=2", "rollout.max_prompt_tokens = 2"),
         ("evaluation.problems=81", "evaluation.problems = 81"),
-        ("rollout.stop=[ab]", "'ab'"),
+        ("rollout.stop=[ab]", "stop string 'ab'"),
     ],
 )
 def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, override, message):

@@ -95,7 +95,7 @@ def stop_token_ids(
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
         ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
     for text in stop:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = _encode(tokenizer, text, "stop string")
         # The second test refuses text that the tokenizer only knows as its unknown token.
         if len(tokens) != 1 or tokenizer.decode(tokens) != text:
             raise ValueError(
@@ -126,6 +126,15 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         raise ValueError(f"the chat template refuses messages with roles {roles}: {error}") from error
 
 
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
+    """Token ids of a text, with no special tokens added."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:
+        # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+        raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
+
+
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt, with the tokenizer's begin-of-sequence token once if it uses one.
 
@@ -138,11 +147,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
     prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
     encoded = []
     for index, prompt in enumerate(prompts):
-        try:
-            ids = tokenizer.encode(prompt, add_special_tokens=False)
-        except Exception as error:
-            # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
-            raise ValueError(f"prompt {index}, {prompt!r}, has text outside the tokenizer's vocabulary") from error
+        ids = _encode(tokenizer, prompt, f"prompt {index},")
         if ids[:1] != prefix:
             ids = prefix + ids
         if not ids:

@@ -137,8 +137,8 @@ def update(
     logprobs, entropy = (x.reshape(batch.completions.shape) for x in (logprobs, entropy))
     metrics = {
         "loss": total / jnp.maximum(count, 1),
-        "gradient_norm": optax.global_norm(gradient),
-        "update_norm": optax.global_norm(updates),
+        "gradient_norm": optax.tree.norm(gradient),
+        "update_norm": optax.tree.norm(updates),
         **diagnostics.diagnose(algorithm, rows, logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask),
     }
     return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics

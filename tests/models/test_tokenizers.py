@@ -78,7 +78,7 @@ def test_prompts_begin_once_and_never_end(adds):
 def test_prompt_errors():
     with pytest.raises(ValueError, match="prompt 1, '', has no tokens"):
         encode_prompts(TOKENIZER, ["1", ""])
-    with pytest.raises(ValueError, match="prompt 0, '1×2', has text outside the tokenizer's vocabulary"):
+    with pytest.raises(ValueError, match="prompt 0, '1×2' has text outside the tokenizer's vocabulary"):
         encode_prompts(TOKENIZER, ["1×2"])
 
 
