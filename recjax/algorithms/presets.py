@@ -169,8 +169,8 @@ def _try(algorithm: Algorithm) -> None:
         return losses.loss(algorithm, token, token, rows, mask, reference_logprobs=token, entropy=token)
 
     # Shapes only: a config is read before a cluster of devices is set up, and a real array would claim the local ones.
-    shapes = [((2,), float), ((2,), int), ((2, 1), float), ((2, 1), bool)]
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+    shapes = [((2,), jnp.float32), ((2,), jnp.int32), ((2, 1), jnp.float32), ((2, 1), jnp.bool_)]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     jax.eval_shape(once, *arrays, jax.eval_shape(jax.random.key, 0))
 
 
