@@ -57,10 +57,13 @@ def test_empirical_frequencies_match_probabilities(sampling):
     np.testing.assert_allclose(frequencies, expected, atol=5 * np.sqrt(expected.max() / count))
 
 
-def test_second_token_is_drawn_with_noise_of_its_own():
-    drawn = draw(group_size=5_000, max_tokens=2, stop_ids=())
-    repeats = (drawn.tokens[:, 0] == drawn.tokens[:, 1]).mean()
-    assert repeats < 0.5  # the same noise at both places would repeat nearly every token
+def test_the_second_token_is_drawn_with_noise_of_its_own():
+    drawn = draw(prompts=PROMPTS[1:], mask=MASK[1:], group_size=20_000, max_tokens=2, stop_ids=())
+    first = int(np.bincount(drawn.tokens[:, 0]).argmax())
+    second = drawn.tokens[drawn.tokens[:, 0] == first, 1]
+    expected = np.asarray(jax.nn.softmax(scores_after([*PROMPTS[1].tolist(), first])))[0]
+    frequencies = np.bincount(second, minlength=CONFIG.vocab_size) / len(second)
+    np.testing.assert_allclose(frequencies, expected, atol=5 * np.sqrt(expected.max() / len(second)))
 
 
 def test_same_key_repeats_and_other_keys_and_rows_differ():
