@@ -51,7 +51,8 @@ def show_result(output: Path, summary: dict) -> None:
         [json.loads(line) for line in (output / "samples" / f"{name}.jsonl").read_text().splitlines()]
         for name in ("before", "after")
     )
-    for old, new in list(zip(before, after, strict=True))[:5]:
+    pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=True)}
+    for old, new in list(pairs.values())[:5]:
         question = old["prompt"].strip().splitlines()[-1]
         table.add_row(*(repr(text)[1:-1] for text in (question, old["completion"], new["completion"])))
     console.print(table)
