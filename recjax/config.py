@@ -42,6 +42,7 @@ class ArithmeticTask:
     problems: list[str] = dataclasses.field(default_factory=lambda: ["10..99 + 10..99"])  # A..B op C..D, op + - or *
     template: str = "{a} {op} {b} ="
     examples: int = at_least(0, 0)  # solved examples of the same kinds on the lines before each question
+    worked: bool = False  # answers of sums show the columns and carries before the result: 7+5+0=12;4+8+1=13;132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class TaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
-    """Supervised training that makes the base policy, on answers of which some have one wrong token."""
+    """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
     steps: int = at_least(1, 400)
     batch_size: int = at_least(1, 128)
@@ -152,6 +153,7 @@ class EvaluationConfig:
     every: int = at_least(0, 50)  # optimiser steps; 0: before and after only
     problems: int = at_least(1, 256)
     samples: int = at_least(1, 1)  # completions a problem
+    initial_kl: bool = False  # KL to the initial policy as well, at the cost of one more forward pass
     temperature: float = at_least(0, 1.0)
     top_k: int = at_least(0, 0)
     top_p: float = 1.0

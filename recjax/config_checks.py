@@ -38,6 +38,8 @@ def check(config: Config) -> None:
         require(0 < getattr(config, block).top_p <= 1, f"{block}.top_p", "must be above 0 and at most 1 (1: no cut)")
     require(config.rollout.temperature > 0, "rollout.temperature", "must be above 0: training needs diverse samples")
     if config.evaluation.temperature == 0:
+        remedy = "needs sampled completions; raise evaluation.temperature from 0, or leave it out"
+        require(not config.evaluation.initial_kl, "evaluation.initial_kl", remedy)
         for name, unset in (("top_k", 0), ("top_p", 1)):
             remedy = "is not read at evaluation.temperature = 0; remove it"
             require(getattr(config.evaluation, name) == unset, f"evaluation.{name}", remedy)

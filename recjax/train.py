@@ -17,6 +17,7 @@ from rich.table import Table
 
 from recjax.config import schema_keys
 from recjax.config_loading import load_config
+from recjax.training.cache import keep_compiled_programs
 from recjax.training.loop import run
 from recjax.training.run_folder import check_run_folder, open_run_folder
 from recjax.training.setup import prepare
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.INFO)
     # JAX and Orbax report every file and barrier at this level.
     logging.get_absl_handler().addFilter(lambda record: record.levelno > INFO or "recjax" in record.pathname)
+    keep_compiled_programs()
     try:
         config = load_config(FLAGS.config, argv[1:])
         check_run_folder(config, FLAGS.overwrite)

@@ -21,9 +21,12 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
 
     Raises:
         ValueError: a template without the question, or a kind that is not like "10..99 + 10..99", is empty, or spans
-            over a million questions.
+            over a million questions; worked answers of anything but sums.
     """
     _check_template(config.template)
+    for kind in config.problems if config.worked else ():
+        if " + " not in kind:
+            raise ValueError(f"task.arithmetic.problems: {kind!r}: task.arithmetic.worked shows sums only; remove it")
     questions = list(dict.fromkeys(itertools.chain.from_iterable(_questions(kind) for kind in config.problems)))
     if len(questions) <= config.examples + 1:
         raise ValueError(f"task.arithmetic.problems = {config.problems!r} gives only {len(questions)} questions")
@@ -33,9 +36,37 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     for index in order:
         others = generator.choice(len(questions) - 1, config.examples, replace=False)
         shots = [questions[other + (other >= index)] for other in others]
-        lines = [f"{_ask(config, shot)} {_solve(shot)}\n" for shot in shots]
-        problems.append(Problem("".join(lines) + _ask(config, questions[index]), str(_solve(questions[index]))))
+        lines = [f"{_ask(config, shot)} {_answer(config, shot)}\n" for shot in shots]
+        question = questions[index]
+        mistakes = _slips(question[0], question[2]) if config.worked else ()
+        problems.append(Problem("".join(lines) + _ask(config, question), _answer(config, question), mistakes))
     return problems
+
+
+def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
+    """A sum by columns from the right, each with its carry, and the result: "7+5+0=12;4+8+1=13;132".
+
+    Args:
+        slip_column: where, counted from the right, the column's sum comes out wrong by `slip`; what follows is
+            consistent with it.
+    """
+    steps, digits, carry = [], "", 0
+    for column in range(len(str(max(a, b)))):
+        left, right = (number // 10**column % 10 for number in (a, b))
+        total = left + right + carry + (slip if column == slip_column else 0)
+        steps.append(f"{left}+{right}+{carry}={total}")
+        carry, digit = divmod(total, 10)
+        digits = f"{digit}{digits}"
+    return ";".join([*steps, str(int(f"{carry}{digits}"))])
+
+
+def _slips(a: int, b: int) -> tuple[str, ...]:
+    """Worked sums with one column off by one or two."""
+    right = worked_sum(a, b)
+    columns = range(len(str(max(a, b))))
+    wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
+    # A column's sum below zero is nothing that anyone would write.
+    return tuple(text for text in wrong if text != right and "-" not in text)
 
 
 def _check_template(template: str) -> None:
@@ -64,6 +95,6 @@ def _ask(config: ArithmeticTask, question: tuple[int, str, int]) -> str:
     return config.template.format(a=a, op=symbol, b=b)
 
 
-def _solve(question: tuple[int, str, int]) -> int:
+def _answer(config: ArithmeticTask, question: tuple[int, str, int]) -> str:
     a, symbol, b = question
-    return _OPERATIONS[symbol](a, b)
+    return worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b))

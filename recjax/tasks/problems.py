@@ -9,10 +9,14 @@ RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequenc
 
 
 class Problem(NamedTuple):
-    """One question: `prompt` is text or a list of chat messages, `answer` is what a completion is checked against."""
+    """One question: `prompt` is text or a list of chat messages, `answer` is what a completion is checked against.
+
+    `mistakes` are wrong answers of a likely kind, which a warm start can show.
+    """
 
     prompt: str | list[dict[str, str]]
     answer: str
+    mistakes: tuple[str, ...] = ()
 
 
 class Task(NamedTuple):

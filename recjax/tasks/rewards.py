@@ -27,6 +27,26 @@ def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Se
     return rewards
 
 
+def last_number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """1 where the last number in a completion equals the last one in its answer; what comes before is free.
+
+    Raises:
+        ValueError: an answer holds no number.
+    """
+    rewards = []
+    for text, answer in zip(completions, answers, strict=True):
+        expected, found = _last_number(answer), _last_number(text)
+        if expected is None:
+            raise ValueError(f"last_number_match needs answers that hold a number; got {answer!r}")
+        rewards.append(float(found == expected))
+    return rewards
+
+
+def _last_number(text: str) -> Fraction | None:
+    found = [match.group() for match in _NUMBER.finditer(text)]
+    return _number(found[-1]) if found else None
+
+
 def _number(text: str) -> Fraction | None:
     text = text.strip()
     return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text) else None

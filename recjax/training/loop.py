@@ -60,9 +60,11 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
 
     def evaluated(name: str) -> dict[str, float]:
         with phases.phase("evaluate"):
-            result = evaluate(config, policy, state.params, setup.evaluation, setup.reward, step)
+            initial = setup.initial_params if config.evaluation.initial_kl else None
+            result = evaluate(config, policy, state.params, setup.evaluation, setup.reward, step, initial)
             write_samples(output / "samples" / f"{name}.jsonl", result)
-        return {"evaluation/accuracy": result.accuracy, "evaluation/reward": result.reward}
+        measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
+        return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
     def drawn_batch(number: int) -> Batch:
         indices = batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed)

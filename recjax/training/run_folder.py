@@ -1,6 +1,7 @@
 """A run's folder: made for a new run, found again for one to go on with, never mixed up with another."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,25 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     if not (output / "config.yaml").is_file():
         raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
     if not overwrite:
-        _check_same_run(config, output / "config.yaml")
+        _check_same_config(config, output / "config.yaml")
+        if is_finished(config):
+            raise ValueError(
+                f"output = {config.output!r} holds a finished run of {config.training.steps} steps or more; give"
+                " another output=…, a larger training.steps=… to go on, or --overwrite to delete that run"
+            )
+
+
+def is_finished(config: Config) -> bool:
+    """Whether `output` holds a whole run of this config.
+
+    Raises:
+        ValueError: it holds a run of another config.
+    """
+    output = Path(config.output)
+    if not (output / "summary.json").is_file():
+        return False
+    _check_same_config(config, output / "config.yaml")
+    return json.loads((output / "summary.json").read_text(encoding="utf-8"))["steps"] >= config.training.steps
 
 
 def open_run_folder(config: Config, overwrite: bool) -> Path:
@@ -46,7 +65,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     return output
 
 
-def _check_same_run(config: Config, stored: Path) -> None:
+def _check_same_config(config: Config, stored: Path) -> None:
     ours, theirs = _flatten(dataclasses.asdict(config)), _flatten(yaml.safe_load(stored.read_text(encoding="utf-8")))
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     changed = sorted(key for key in (ours.keys() | theirs.keys()) - fixed if ours.get(key) != theirs.get(key))
@@ -55,12 +74,6 @@ def _check_same_run(config: Config, stored: Path) -> None:
         raise ValueError(
             f"output = {config.output!r} holds a run of another config ({differences});"
             " give another output=…, or --overwrite to delete that run"
-        )
-    steps = theirs["training.steps"]
-    if (stored.parent / "summary.json").exists() and config.training.steps <= steps:
-        raise ValueError(
-            f"output = {config.output!r} holds a finished run of {steps} steps; give another output=…,"
-            " a larger training.steps=… to go on, or --overwrite to delete that run"
         )
 
 

@@ -1,11 +1,9 @@
-"""Makes a base policy by supervised training on demonstrations of which some are wrong on purpose."""
+"""Makes a base policy by supervised training on answers of which some are wrong on purpose."""
 
 import dataclasses
 import functools
 import hashlib
 import json
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from absl import logging
+from filelock import FileLock
 
 from recjax import __version__
 from recjax.config import Config, WarmStartConfig
@@ -20,6 +19,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
+from recjax.training.cache import cache_folder
 from recjax.training.metrics import progress_bar
 
 
@@ -31,31 +31,45 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("RECJAX_CACHE", Path.home() / ".cache" / "recjax"))
-    folder = (root / "warm_start" / digest).absolute()
-    with ocp.StandardCheckpointer() as checkpointer:
+    folder = cache_folder("warm_start") / digest
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Of several runs that need the same base policy at one time, one makes it and the others wait.
+    with FileLock(f"{folder}.lock"), ocp.StandardCheckpointer() as checkpointer:
         if folder.exists():
             logging.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed)
         checkpointer.save(folder, params)
+        checkpointer.wait_until_finished()
     logging.info("base policy written to the cache: %s", folder)
     return params
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
-    """Trains on (prompt, answer) pairs, of which `wrong_fraction` have one token of the answer replaced."""
+    """Trains on (prompt, answer) pairs, of which `wrong_fraction` are wrong.
+
+    A wrong answer is one of the problem's mistakes; where the task has none, one token of the answer is replaced.
+    """
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
     )
     optimizer_state = optimizer.init(params)
-    tokens, mask = _demonstrations(policy, prompts.answers)
+    counts = np.array([len(mistakes) for mistakes in prompts.mistakes])
+    texts = [*prompts.answers, *(text for mistakes in prompts.mistakes for text in mistakes)]
+    tokens, mask = _demonstrations(policy, texts)
+    first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with progress_bar("warm start", config.steps) as bar:
         for _ in range(config.steps):
-            chosen = generator.integers(len(tokens), size=config.batch_size)
-            shown = _with_slips(tokens[chosen], mask[chosen], config.wrong_fraction, generator)
-            batch = (prompts.tokens[chosen], prompts.mask[chosen], shown, mask[chosen])
+            chosen = generator.integers(len(counts), size=config.batch_size)
+            if counts.all():
+                wrong = generator.random(config.batch_size) < config.wrong_fraction
+                rows = np.where(wrong, first_mistake[chosen] + generator.integers(counts[chosen]), chosen)
+                shown = tokens[rows]
+            else:
+                rows = chosen
+                shown = _with_slips(tokens[rows], mask[rows], config.wrong_fraction, generator)
+            batch = (prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows])
             params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()

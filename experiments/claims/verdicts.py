@@ -1,0 +1,159 @@
+"""Tests the paper's claims C1 to C7 on the metrics of the grid.
+
+Every claim is a list of checks, each a mean over runs or pairs of runs with its bootstrap interval, against what the
+claim says of it. The checks and the margins were written down before the grid was run.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from recjax.analysis.compare import Estimate, difference, estimate, fallen, final, whole
+
+MARGIN = 0.05  # accuracies closer than this are alike
+KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
+OFF_POLICY = ("interval_20", "offset_10", "offline")
+REGIMES = ("on_policy", *OFF_POLICY)
+NARROW, WIDE = "rec_one_side_nois", "rec_one_side_nois_wide"
+
+
+class Check(NamedTuple):
+    """One number of a claim: what it is, what the claim says of it, and what came out."""
+
+    what: str
+    expected: str  # higher | lower: than 0; alike: within the margin of 0
+    margin: float
+    found: Estimate
+
+    @property
+    def outcome(self) -> str:
+        """as claimed | contrary | undecided, by where the interval lies."""
+        low, high = self.found.low, self.found.high
+        if self.expected == "alike":
+            inside, outside = -self.margin <= low and high <= self.margin, low > self.margin or high < -self.margin
+        else:
+            sign = 1 if self.expected == "higher" else -1
+            inside, outside = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0
+        return "as claimed" if inside else "contrary" if outside else "undecided"
+
+
+class Claim(NamedTuple):
+    """A claim of the paper, its checks, and the algorithms that its figure shows."""
+
+    text: str
+    algorithms: tuple[str, ...]
+    checks: list[Check]
+
+    @property
+    def verdict(self) -> str:
+        """Holds where every check comes out as claimed; does not hold where one comes out contrary."""
+        outcomes = {check.outcome for check in self.checks}
+        if "contrary" in outcomes:
+            return "does not hold here"
+        return "holds" if outcomes == {"as claimed"} else "not visible at this scale"
+
+
+def claims(table: pd.DataFrame) -> dict[str, Claim]:
+    """The claims with their checks, of a table as `recjax.analysis.collect` makes it."""
+    ends, means, falls = final(table), whole(table), fallen(table)
+    divergences = np.log(final(table, "evaluation/initial_kl").clip(lower=1e-6))
+    starts = table[table["step"] == 0].set_index(ends.index.names)["evaluation/accuracy"]
+
+    def compare(what: str, values: pd.Series, first: str, second: str, expected: str, regimes=REGIMES, margin=MARGIN):
+        named = f"{what}: {first} − {second}, {regimes[0] if len(regimes) == 1 else 'all of ' + ', '.join(regimes)}"
+        return Check(named, expected, margin, difference(values, "algorithm", first, second, regime=regimes))
+
+    def each(what: str, values: pd.Series, first: str, second: str, expected: str, regimes=REGIMES):
+        return [compare(what, values, first, second, expected, (regime,)) for regime in regimes]
+
+    def gain(algorithm: str, regime: str) -> Check:
+        of_runs = (ends - starts).xs((algorithm, regime), level=("algorithm", "regime"))
+        what = f"final accuracy − accuracy before training: {algorithm}, {regime}"
+        return Check(what, "higher", MARGIN, estimate(of_runs.to_numpy()))
+
+    mean, last, fall = "mean accuracy over training", "final accuracy", "fall from the best evaluation to the last"
+    return {
+        "C1": Claim(
+            "Dropping the importance weights changes next to nothing: REC-OneSide-NoIS ≈ -IS ≈ GRPO in every regime.",
+            ("grpo", "rec_one_side_is", NARROW),
+            [
+                *each(mean, means, NARROW, "rec_one_side_is", "alike"),
+                *each(mean, means, NARROW, "grpo", "alike"),
+            ],
+        ),
+        "C2": Claim(
+            "Without clipping, off-policy training collapses; with it, it does not.",
+            ("reinforce", NARROW),
+            [
+                *each(last, ends, "reinforce", NARROW, "lower", OFF_POLICY),
+                *(gain(NARROW, regime) for regime in OFF_POLICY),
+            ],
+        ),
+        "C3": Claim(
+            "The wide range (0.6, 2.0) learns faster, on- and off-policy; purely offline it is faster but less stable.",
+            (NARROW, WIDE),
+            [
+                *each(mean, means, WIDE, NARROW, "higher"),
+                compare(fall, falls, WIDE, NARROW, "higher", ("offline",)),
+            ],
+        ),
+        "C4": Claim(
+            "That is not just a larger learning rate: (0.2, 0.2) with 5× the rate does not match the wide range.",
+            ("grpo", "grpo_5x_rate", WIDE),
+            each(last, ends, "grpo_5x_rate", WIDE, "lower"),
+        ),
+        "C5": Claim(
+            "RED-Drop and RED-Weight beat GRPO on- and off-policy; RED-Weight at like KL.",
+            ("grpo", "red_drop", "red_weight"),
+            [
+                *each(mean, means, "red_drop", "grpo", "higher", ("on_policy", "interval_20")),
+                *each(mean, means, "red_weight", "grpo", "higher", ("on_policy", "interval_20")),
+                compare("log KL(π ‖ π₀) at the end", divergences, "red_weight", "grpo", "alike", REGIMES, KL_MARGIN),
+            ],
+        ),
+        "C6": Claim(
+            "OPMD and AsymRE behave like REC: regularised REINFORCE.",
+            ("reinforce", NARROW, "opmd", "asymre"),
+            [
+                *(
+                    check
+                    for name in ("opmd", "asymre")
+                    for check in (
+                        *each(last, ends, name, "reinforce", "higher", OFF_POLICY),
+                        compare(last, ends, name, NARROW, "alike", OFF_POLICY),
+                    )
+                ),
+            ],
+        ),
+        "C7": Claim(
+            "Ring clipping sits between: faster than the narrow range, more stable than the wide one.",
+            (NARROW, WIDE, "rec_ring_nois"),
+            [
+                compare(mean, means, "rec_ring_nois", NARROW, "higher"),
+                compare(fall, falls, "rec_ring_nois", WIDE, "lower"),
+            ],
+        ),
+    }
+
+
+def as_json(found: dict[str, Claim]) -> dict:
+    """Claim → text, verdict, and for each check statistic, interval, number of runs and outcome; four decimals."""
+    return {
+        name: {
+            "claim": claim.text,
+            "verdict": claim.verdict,
+            "checks": [
+                {
+                    "statistic": check.what,
+                    "expected": check.expected if check.expected != "alike" else f"within ±{check.margin:.3g}",
+                    "mean": round(check.found.mean, 4),
+                    "interval": [round(check.found.low, 4), round(check.found.high, 4)],
+                    "runs_or_pairs": check.found.count,
+                    "outcome": check.outcome,
+                }
+                for check in claim.checks
+            ],
+        }
+        for name, claim in found.items()
+    }

@@ -1,0 +1,1 @@
+"""From the metrics of many runs to tables and figures."""

@@ -1,0 +1,69 @@
+"""The metrics of many runs as one table, small enough to keep beside the figures that are drawn from it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from recjax.sweep import Run, read_sweep
+from recjax.training.metrics import read_metrics
+
+COLUMNS = (
+    "reward",
+    "accuracy",
+    "completion_length",
+    "truncated",
+    "staleness",
+    "entropy",
+    "gradient_norm",
+    "kept_fraction",
+    "clip_fraction/all",
+    "ratio/q01",
+    "ratio/q99",
+    "ratio/max",
+    "behaviour_kl/k3",
+    "effective_sample_size",
+    "evaluation/accuracy",
+    "evaluation/initial_kl",
+)
+WINDOW = 5  # optimiser steps that one row of the table averages
+
+
+def collect(runs: Sequence[Run], window: int = WINDOW) -> pd.DataFrame:
+    """One row for every `window` steps of every run: its settings, the window's last step, means of COLUMNS.
+
+    Evaluations keep the step they were made at, the one before training being step 0; rows without one hold NaN.
+
+    Raises:
+        ValueError: none of the runs has metrics yet.
+    """
+    tables = []
+    for run in runs:
+        rows = read_metrics(Path(run.config.output) / "metrics.jsonl")
+        if rows:
+            table = pd.DataFrame(rows)
+            places = (table["step"] + window - 1) // window * window
+            table = table.reindex(columns=list(COLUMNS)).groupby(places).mean().reset_index()
+            tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
+    if not tables:
+        raise ValueError(f"none of the {len(runs)} runs has metrics yet; start them with python -m recjax.sweep")
+    whole = pd.concat(tables, ignore_index=True)
+    return whole.astype(dict.fromkeys(COLUMNS, "float32"))
+
+
+def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
+    """The table of a sweep file's runs, or one that was written to Parquet.
+
+    Raises:
+        ValueError: the source is neither, or has no metrics.
+    """
+    if Path(source).suffix == ".parquet":
+        if not Path(source).is_file():
+            raise ValueError(f"{str(source)!r}: there is no such table")
+        return pd.read_parquet(source)
+    return collect(read_sweep(source, smoke)[1])
+
+
+def axes_of(table: pd.DataFrame) -> list[str]:
+    """The settings that tell the runs of a table apart, in the order of the sweep file."""
+    return [name for name in table.columns if name != "step" and name not in COLUMNS]

@@ -1,0 +1,71 @@
+"""What a run comes to in one number, and how far two kinds of runs differ in it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.stats import bootstrap
+
+from recjax.analysis.collect import axes_of
+
+ACCURACY = "evaluation/accuracy"
+
+
+def _evaluations(table: pd.DataFrame, metric: str):
+    """Values of an evaluated metric in the order of steps, grouped by run."""
+    return table.dropna(subset=[metric]).sort_values("step").groupby(axes_of(table), sort=False)[metric]
+
+
+def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Series:
+    """The mean of each run's `last` evaluations, by its settings."""
+    return _evaluations(table, metric).apply(lambda values: values.tail(last).mean())
+
+
+def whole(table: pd.DataFrame, metric: str = ACCURACY) -> pd.Series:
+    """The mean of each run's evaluations after step 0, by its settings: higher where it learns sooner."""
+    return _evaluations(table[table["step"] > 0], metric).mean()
+
+
+def fallen(table: pd.DataFrame, metric: str = ACCURACY) -> pd.Series:
+    """How far each run ends below its best evaluation, by its settings; 0 for one that ends at its best."""
+    return _evaluations(table, metric).max() - final(table, metric, last=1)
+
+
+class Estimate(NamedTuple):
+    """A mean over runs or pairs of runs, the 95 % interval of its percentile bootstrap, and how many there were."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def estimate(values: np.ndarray) -> Estimate:
+    """The mean of values and its interval; of three values the interval is about as wide as they are apart.
+
+    Raises:
+        ValueError: fewer than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} runs or pairs of runs; an interval needs at least 2")
+    if np.ptp(values) == 0:
+        return Estimate(float(values[0]), float(values[0]), float(values[0]), len(values))
+    interval = bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return Estimate(float(np.mean(values)), float(interval.low), float(interval.high), len(values))
+
+
+def difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
+    """`first` minus `second` on one axis, paired by all other settings.
+
+    Args:
+        values: one number a run, by its settings.
+        axis: the setting in which the two differ.
+        where: settings that the pairs are of: values by axis.
+    Raises:
+        ValueError: fewer than two pairs.
+    """
+    for name, allowed in where.items():
+        values = values[values.index.get_level_values(name).isin(allowed)]
+    by_kind = values.unstack(axis).reindex(columns=[first, second])
+    return estimate((by_kind[first] - by_kind[second]).dropna().to_numpy())

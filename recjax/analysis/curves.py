@@ -1,0 +1,93 @@
+"""Curves over optimiser steps: a row of panels a metric, a column a regime, a line with its band a set of seeds."""
+
+from collections.abc import Sequence
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+matplotlib.use("Agg")
+
+# Okabe and Ito's colours, told apart by colour-blind readers; a second round is dashed, a third dotted.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", ":")
+LABELS = {
+    "reward": "reward of\nthe train batch",
+    "accuracy": "accuracy of\nthe train batch (share)",
+    "completion_length": "completion length\n(tokens)",
+    "staleness": "staleness\n(optimiser steps)",
+    "entropy": "entropy of π\n(nats per token)",
+    "gradient_norm": "gradient norm",
+    "clip_fraction/all": "clipped tokens\n(share)",
+    "ratio/q01": "ratio π/μ,\n1st percentile",
+    "ratio/q99": "ratio π/μ,\n99th percentile",
+    "behaviour_kl/k3": "KL(μ ‖ π)\n(nats per token)",
+    "effective_sample_size": "effective sample size\n(share)",
+    "evaluation/accuracy": "held-out accuracy\n(share)",
+    "evaluation/initial_kl": "KL(π ‖ π₀)\n(nats per token)",
+}
+LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
+SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}
+
+
+def draw_curves(
+    table: pd.DataFrame,
+    lines: str,
+    columns: str,
+    metrics: Sequence[str],
+    *,
+    names: dict[str, str] | None = None,
+    title: str = "",
+) -> Figure:
+    """A grid of panels, a metric a row; each line is the mean over runs, its band their lowest and highest.
+
+    Args:
+        table: rows as `collect` makes them.
+        lines: the column of the table whose values are the lines, in the order they first appear.
+        columns: the column whose values are the panels of a row.
+        metrics: which of collect's COLUMNS.
+        names: what to call a value of `lines` or `columns` in the figure; others go by their own name.
+    """
+    names = names or {}
+    drawn, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
+    size = (1.2 + 2.9 * len(across), 1.1 + 1.9 * len(metrics))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(metrics), len(across), sharex="col", sharey="row", squeeze=False)
+    for row, metric in enumerate(metrics):
+        for column, place in enumerate(across):
+            for index, line in enumerate(drawn):
+                chosen = table[(table[lines] == line) & (table[columns] == place)]
+                _draw_band(panels[row, column], chosen, metric, index, names.get(line, line))
+            _finish(panels[row, column], metric)
+        panels[row, 0].set_ylabel(LABELS.get(metric, metric))
+    for column, place in enumerate(across):
+        panels[0, column].set_title(names.get(place, place), fontsize=10)
+        panels[-1, column].set_xlabel("optimiser step")
+    handles = {
+        label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    rows_of_legend = max(2, min(5, len(across) + 1))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=rows_of_legend, frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: str) -> None:
+    values = runs[["step", metric]].dropna().groupby("step")[metric].agg(["mean", "min", "max"])
+    if values.empty:
+        return
+    colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
+    axes.fill_between(values.index, values["min"], values["max"], color=colour, alpha=0.15, lw=0)
+    axes.plot(values.index, values["mean"], color=colour, ls=style, lw=1.4, label=label)
+
+
+def _finish(axes: Axes, metric: str) -> None:
+    if metric in LOGARITHMIC:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.02 if metric in SHARES else None)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))

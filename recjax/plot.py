@@ -1,0 +1,84 @@
+"""Draws the runs of a sweep: accuracy, reward, KL, entropy, clipping, ratio, length over optimiser steps.
+
+    python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
+
+The source is a sweep file or a Parquet table that --table wrote. Lines are the values of one axis of the sweep, a band
+their seeds' lowest and highest; panels side by side are the combinations of the other axes.
+"""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from recjax.analysis.collect import COLUMNS, axes_of, read_runs
+from recjax.analysis.compare import final
+from recjax.analysis.curves import draw_curves
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the sweep file's first.")
+flags.DEFINE_multi_string("only", [], "axis=value,value: leave out the runs of other values.")
+flags.DEFINE_list(
+    "metrics",
+    "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
+    "Rows of panels.",
+)
+flags.DEFINE_string("output", "figures", "Folder of curves.png.")
+flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
+flags.DEFINE_bool("smoke", False, "The runs of the sweep file's smoke block.")
+
+
+def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
+    """The rows that every "axis=value,value" of `only` lets through.
+
+    Raises:
+        ValueError: an axis or value that the table lacks.
+    """
+    for text in only:
+        axis, _, values = text.partition("=")
+        if axis not in axes_of(table):
+            raise ValueError(f"--only {text!r}: the axes are {', '.join(axes_of(table))}")
+        unknown = set(values.split(",")) - set(table[axis])
+        if unknown:
+            raise ValueError(f"--only {text!r}: {axis} has {', '.join(dict.fromkeys(table[axis]))}")
+        table = table[table[axis].isin(values.split(","))]
+    return table
+
+
+def main(argv: list[str]) -> None:
+    """Reads the runs, draws them, prints where they end."""
+    if len(argv) != 2:
+        sys.exit("error: give one sweep file or Parquet table: python -m recjax.plot SOURCE")
+    try:
+        table = chosen_runs(read_runs(argv[1], FLAGS.smoke), FLAGS.only)
+        axes = [axis for axis in axes_of(table) if axis != "seed"]
+        lines = FLAGS.lines or axes[0]
+        if lines not in axes:
+            raise ValueError(f"--lines {lines!r}: the axes are {', '.join(axes)}")
+        if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
+            raise ValueError(f"--metrics {unknown[0]!r}: takes some of {', '.join(COLUMNS)}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if FLAGS.table:
+        table.to_parquet(FLAGS.table, index=False, compression="zstd")
+    others = [axis for axis in axes if axis != lines]
+    panels = table[others].agg(", ".join, axis=1) if others else "all runs"
+    figure = draw_curves(table.assign(panel=panels), lines, "panel", FLAGS.metrics)
+    output = Path(FLAGS.output)
+    output.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output / "curves.png", dpi=110)
+
+    finals = final(table)
+    shown = Table(*axes, "runs", "held-out accuracy at the end", title=f"{len(finals)} runs")
+    for settings, values in finals.groupby(axes, sort=False):
+        shown.add_row(*settings, str(len(values)), f"{values.mean():.3f} ({values.min():.3f}–{values.max():.3f})")
+    Console().print(shown)
+    print(f"figure: {output / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    sys.modules["__main__"].__doc__ = __doc__
+    app.run(main)

@@ -1,0 +1,18 @@
+"""Where things that many runs share are kept: base policies and compiled programs."""
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def cache_folder(name: str) -> Path:
+    """The folder `name` under $RECJAX_CACHE, or under ~/.cache/recjax; it may not exist yet."""
+    return (Path(os.environ.get("RECJAX_CACHE", Path.home() / ".cache" / "recjax")) / name).absolute()
+
+
+def keep_compiled_programs() -> None:
+    """Lets JAX keep what it compiles for the next process, unless its own setting names a place (or none)."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
