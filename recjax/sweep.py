@@ -20,6 +20,7 @@ runs are left alone, unfinished ones resume. A run that fails is reported at the
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -186,6 +187,8 @@ def main(argv: list[str]) -> None:
         for run in runs:
             print(f"{run.config.output}  {' '.join(run.overrides[:-1])}")
         return
+    # As Ctrl-C does, so that the runs under way end with the sweep.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; the same command goes on"))
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")

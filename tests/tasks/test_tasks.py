@@ -9,11 +9,11 @@ import pytest
 
 from recjax.config import ArithmeticTask, FileTask
 from recjax.config_loading import load_config
-from recjax.tasks.arithmetic import arithmetic_problems
+from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import load_reward, score
-from recjax.tasks.rewards import exact_match, number_match
+from recjax.tasks.problems import Problem, load_reward, score
+from recjax.tasks.rewards import exact_match, last_number_match, number_match
 
 
 def test_arithmetic_asks_every_question_once_and_answers_it():
@@ -24,6 +24,42 @@ def test_arithmetic_asks_every_question_once_and_answers_it():
         a, op, b = re.fullmatch(r"(\d+)([-+*])(\d+)=", problem.prompt).groups()
         assert int(problem.answer) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[op]
     assert problems == arithmetic_problems(config, seed=0) != arithmetic_problems(config, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (47, 85, "7+5+0=12;4+8+1=13;132"),
+        (12, 34, "2+4+0=6;1+3+0=4;46"),
+        (5, 98, "5+8+0=13;0+9+1=10;103"),
+        (2, 3, "2+3+0=5;5"),
+    ],
+)
+def test_worked_sums_show_columns_carries_and_the_result(a, b, text):
+    assert worked_sum(a, b) == text
+
+
+def test_mistakes_have_one_wrong_column_and_follow_through():
+    for problem in arithmetic_problems(ArithmeticTask(["10..99 + 10..99"], "{a}{op}{b}=", worked=True), seed=0)[:500]:
+        assert last_number_match([""], [problem.answer], [str(eval(problem.prompt[:-1]))]) == [1]
+        assert 6 <= len(problem.mistakes) <= 8
+        for mistake in problem.mistakes:
+            *columns, result = mistake.split(";")
+            sums = [(eval(column.split("=")[0]), int(column.split("=")[1])) for column in columns]
+            wrong = [abs(right - said) for right, said in sums if right != said]
+            assert len(wrong) == 1 and wrong[0] in (1, 2)
+            assert (
+                int(result)
+                == sum(said % 10 * 10**place for place, (_, said) in enumerate(sums)) + sums[-1][1] // 10 * 100
+            )
+            carries = [0, *(said // 10 for _, said in sums[:-1])]
+            assert [int(column.split("=")[0].split("+")[2]) for column in columns] == carries
+            assert last_number_match([""], [mistake], [problem.answer]) == [0]
+
+
+def test_worked_answers_of_other_than_sums_are_refused():
+    with pytest.raises(ValueError, match="'1..9 - 1..9': task.arithmetic.worked"):
+        arithmetic_problems(ArithmeticTask(["1..9 + 1..9", "1..9 - 1..9"], worked=True), seed=0)
 
 
 def test_examples_are_solved_and_never_give_the_question_away():
@@ -60,15 +96,16 @@ def write_jsonl(path, rows):
 
 def test_jsonl_rows_become_problems(tmp_path):
     problems = file_problems(write_jsonl(tmp_path / "a.jsonl", ROWS), FileTask())
-    assert problems == [("1+1=", "2"), ([{"role": "user", "content": "2+2?"}], "4")]
+    assert problems == [Problem("1+1=", "2"), Problem([{"role": "user", "content": "2+2?"}], "4")]
 
 
 def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_list([{"q": "1+1=", "a": "2"}, {"q": "3+3=", "a": "6"}]).to_parquet(path)
-    assert file_problems(str(path), FileTask(prompt_column="q", answer_column="a")) == [("1+1=", "2"), ("3+3=", "6")]
+    plain = file_problems(str(path), FileTask(prompt_column="q", answer_column="a"))
+    assert plain == [Problem("1+1=", "2"), Problem("3+3=", "6")]
     chat = file_problems(str(path), FileTask(prompt_column="q", answer_column="a", chat=True))
-    assert chat[1] == ([{"role": "user", "content": "3+3="}], "6")
+    assert chat[1] == Problem([{"role": "user", "content": "3+3="}], "6")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +180,29 @@ def test_evaluation_problems_are_held_out(tmp_path):
 )
 def test_number_match(completion, answer, reward):
     assert number_match([""], [completion], [answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("7+5+0=12;132", 1),
+        ("132", 1),
+        ("so it is 1,32", 0),
+        ("132.0 apples", 1),
+        ("132;133", 0),
+        ("7+5+0=12;", 0),
+        ("no number", 0),
+        ("-132", 0),
+        ("", 0),
+    ],
+)
+def test_last_number_match(completion, reward):
+    assert last_number_match([""], [completion], ["7+5+0=12;132"]) == [reward]
+
+
+def test_last_number_match_needs_a_number_in_the_answer():
+    with pytest.raises(ValueError, match="'none'"):
+        last_number_match([""], ["1"], ["none"])
 
 
 def test_exact_match_is_to_the_letter():

@@ -1,5 +1,6 @@
 """The real loop, small: regimes, on-policy ratios, resume, failures."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
+from recjax.models.decoder import logits
+from recjax.models.logprobs import last_hidden
 from recjax.training import loop
+from recjax.training.evaluation import evaluate
 from recjax.training.loop import run
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import open_run_folder
@@ -53,6 +57,32 @@ def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
     monkeypatch.setattr(loop, "draw", lambda *args: draw(*args[:-1], args[-1]._replace(temperature=0.8)))
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
+
+
+def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distributions(tiny):
+    config = tiny("run", "evaluation.initial_kl=true", "evaluation.problems=8", "evaluation.samples=256")
+    config_rows = train(config)
+    measured = [row["evaluation/initial_kl"] for row in config_rows if "evaluation/initial_kl" in row]
+    assert abs(measured[0]) < 1e-5 and measured[-1] > 0.01
+
+    # KL(π ‖ π_0) of the first token, exactly, against what samples of one token give.
+    made = prepare(config)
+    moved = jax.tree.map(lambda x: x * 1.3, made.initial_params)
+
+    def first(params):
+        hidden, _ = made.policy.decoder.apply(
+            {"params": params},
+            asked.tokens,
+            np.broadcast_to(np.arange(asked.tokens.shape[1]), asked.tokens.shape),
+            asked.mask,
+        )
+        return jax.nn.log_softmax(logits(params, last_hidden(hidden, asked.mask)))
+
+    asked = made.evaluation
+    one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
+    sampled = evaluate(one_token, made.policy, moved, asked, made.reward, 0, made.initial_params).initial_kl
+    exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(made.initial_params)), axis=-1))
+    np.testing.assert_allclose(sampled, exact, rtol=0.15)
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -56,6 +56,35 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
     chex.assert_trees_all_equal(jax.device_get(again.initial_params), jax.device_get(made.initial_params))
 
 
+WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
+
+
+@pytest.mark.parametrize("wrong_fraction", [0.0, 0.4, 1.0])
+def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monkeypatch, wrong_fraction, tmp_path):
+    shown = []
+
+    def step(decoder, optimizer, params, state, batch):
+        shown.append(batch)
+        return params, state, 0.0
+
+    monkeypatch.setattr(warm_start, "_supervised_step", step)
+    start = f"warm_start={{steps: 40, batch_size: 64, wrong_fraction: {wrong_fraction}}}"
+    task = "task.reward=recjax.tasks.rewards:last_number_match"
+    setup.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
+    made = setup.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
+    known = dict(zip(made.train.texts, zip(made.train.answers, made.train.mistakes, strict=True), strict=True))
+    decode = made.policy.tokenizer.decode
+    wrong = 0
+    for prompts, prompt_mask, answers, mask in shown:
+        for prompt, prompt_kept, answer, kept in zip(prompts, prompt_mask, answers, mask, strict=True):
+            right, mistakes = known[decode(prompt[prompt_kept])]
+            text = decode(answer[kept]).removesuffix("<eos>")
+            assert answer[kept][-1] == made.policy.stop_ids[0]
+            assert text == right or text in mistakes
+            wrong += text != right
+    np.testing.assert_allclose(wrong / (64 * len(shown)), wrong_fraction, atol=0.03)
+
+
 def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
     seeds = []
 

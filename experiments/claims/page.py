@@ -1,0 +1,175 @@
+"""Figures, verdicts and docs/claims.md from the committed metrics of the grid.
+
+python -m experiments.claims.page               # from experiments/claims/metrics.parquet
+python -m experiments.claims.page --collect     # first reads the runs of grid.yaml into that table
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+from absl import app, flags
+
+from experiments.claims.staleness import (
+    INTERVALS,
+    accuracy_by_interval,
+    draw_staleness,
+    foretelling,
+    rank_correlations,
+    survived,
+)
+from experiments.claims.verdicts import REGIMES, Claim, as_json, claims
+from recjax.analysis.collect import axes_of, read_runs
+from recjax.analysis.compare import final, whole
+from recjax.analysis.curves import LABELS, draw_curves
+
+FLAGS = flags.FLAGS
+flags.DEFINE_bool("collect", False, "Read the runs of grid.yaml and rewrite metrics.parquet first.")
+
+HERE = Path(__file__).parent
+TABLE, VERDICTS = HERE / "metrics.parquet", HERE / "verdicts.json"
+DOCS = HERE.parent.parent / "docs"
+NAMES = {
+    "reinforce": "REINFORCE",
+    "grpo": "GRPO",
+    "grpo_5x_rate": "GRPO, 5× the rate",
+    "rec_one_side_is": "REC-OneSide-IS",
+    "rec_one_side_nois": "REC-OneSide-NoIS",
+    "rec_one_side_nois_wide": "REC-OneSide-NoIS (0.6, 2.0)",
+    "rec_two_side_is": "REC-TwoSide-IS",
+    "rec_two_side_nois": "REC-TwoSide-NoIS",
+    "rec_ring_is": "REC-Ring-IS",
+    "rec_ring_nois": "REC-Ring-NoIS",
+    "opmd": "OPMD",
+    "asymre": "AsymRE",
+    "red_drop": "RED-Drop",
+    "red_weight": "RED-Weight",
+    "on_policy": "on-policy",
+    "interval_20": "sync_interval 20",
+    "offset_10": "sync_offset 10",
+    "offline": "offline",
+}
+PANELS = (
+    "evaluation/accuracy",
+    "reward",
+    "evaluation/initial_kl",
+    "entropy",
+    "clip_fraction/all",
+    "ratio/q01",
+    "ratio/q99",
+    "completion_length",
+)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def claim_section(name: str, claim: Claim) -> str:
+    """A claim's text, verdict, figure and checks."""
+    rows = []
+    for check in claim.checks:
+        mean, low, high, count = check.found
+        expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
+        rows.append([check.what, expected, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", str(count), check.outcome])
+    header = ["number", "as claimed if", "mean", "95 % interval", "runs or pairs", "outcome"]
+    figure = f"![Curves of the algorithms of {name}](claims/{name}.png)"
+    return f"## {name}: {claim.verdict}\n\n{claim.text}\n\n{figure}\n\n{markdown_table(header, rows)}\n"
+
+
+def grid_table(table: pd.DataFrame) -> str:
+    """Where every algorithm ends in every regime."""
+    ends, means = final(table), whole(table)
+    rows = []
+    for algorithm in dict.fromkeys(table["algorithm"]):
+        row = [NAMES[algorithm]]
+        for regime in REGIMES:
+            of_runs = ends.xs((algorithm, regime), level=("algorithm", "regime"))
+            average = means.xs((algorithm, regime), level=("algorithm", "regime")).mean()
+            row.append(f"{of_runs.mean():.3f} ({of_runs.min():.3f}–{of_runs.max():.3f}); {average:.3f}")
+        rows.append(row)
+    return markdown_table(["", *(NAMES[regime] for regime in REGIMES)], rows)
+
+
+def staleness_section(table: pd.DataFrame) -> str:
+    """The table of what each algorithm survives, and what foretells it."""
+    ends, correlations = accuracy_by_interval(table), rank_correlations(foretelling(table))
+    limits = survived(ends)
+    rows = [
+        [
+            NAMES[algorithm],
+            *(f"{values[m]:.3f}" for m in INTERVALS.values()),
+            str(limits[algorithm]),
+            str(max(limits[algorithm] - 1, 0)),
+        ]
+        for algorithm, values in ends.iterrows()
+    ]
+    header = ["final accuracy", *(f"m = {m}" for m in INTERVALS.values()), "largest m survived", "its staleness"]
+    foretold = [[LABELS[name].replace("\n", " "), f"{value:+.2f}"] for name, value in correlations.items()]
+    return (
+        markdown_table(header, rows)
+        + "\n"
+        + markdown_table(["mean over steps 1–50", "rank correlation with the accuracy gained in the end"], foretold)
+    )
+
+
+def draw_all(table: pd.DataFrame, found: dict[str, Claim], folder: Path) -> None:
+    """Every figure of the page, as PNG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    regimes = table[table["regime"].isin(REGIMES)]
+    for name, claim in found.items():
+        shown = regimes[regimes["algorithm"].isin(claim.algorithms)]
+        draw_curves(shown, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / f"{name}.png", dpi=80)
+    everything = draw_curves(
+        regimes, "algorithm", "regime", ("evaluation/accuracy", "evaluation/initial_kl"), names=NAMES
+    )
+    everything.savefig(folder / "all.png", dpi=100)
+    draw_staleness(table, NAMES).savefig(folder / "staleness.png", dpi=100)
+
+
+def write_page(table: pd.DataFrame, docs: Path, verdicts: Path) -> None:
+    """docs/claims.md with its figures, and verdicts.json."""
+    found = claims(table)
+    draw_all(table, found, docs / "claims")
+    verdicts.write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    seeds, runs = table["seed"].nunique(), len(table.groupby(axes_of(table)))
+    summary = markdown_table(
+        ["", "claim", "verdict"],
+        [
+            [f"[{name}](#{name.lower()}-{claim.verdict.replace(' ', '-')})", claim.text, claim.verdict]
+            for name, claim in found.items()
+        ],
+    )
+    parts = {
+        "summary": summary,
+        "grid": grid_table(table),
+        "claims": "".join(claim_section(name, claim) for name, claim in found.items()),
+        "staleness": staleness_section(table),
+        "seeds": str(seeds),
+        "runs": str(runs),
+    }
+    text = (HERE / "page.md").read_text(encoding="utf-8")
+    for key, value in parts.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    (docs / "claims.md").write_text(text, encoding="utf-8")
+
+
+def main(argv: list[str]) -> None:
+    """Writes everything."""
+    try:
+        if FLAGS.collect:
+            read_runs(HERE / "grid.yaml").to_parquet(TABLE, index=False, compression="zstd")
+        table = read_runs(TABLE)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    write_page(table, DOCS, VERDICTS)
+    for name, claim in claims(table).items():
+        print(f"{name}: {claim.verdict}")
+
+
+if __name__ == "__main__":
+    sys.modules["__main__"].__doc__ = __doc__
+    app.run(main)

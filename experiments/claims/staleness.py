@@ -1,0 +1,90 @@
+"""How stale the data may be before each algorithm fails, and which numbers of a young run foretell that."""
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+
+from recjax.analysis.collect import axes_of
+from recjax.analysis.compare import final
+from recjax.analysis.curves import COLOURS, LABELS, STYLES
+
+matplotlib.use("Agg")
+
+INTERVALS = {"on_policy": 1, "interval_5": 5, "interval_20": 20, "interval_50": 50, "interval_100": 100}
+EARLY = 50  # optimiser steps whose diagnostics are held against the end of the run
+PREDICTORS = ("effective_sample_size", "ratio/q99", "ratio/q01", "behaviour_kl/k3", "entropy")
+KEPT = 0.5  # an algorithm survives an interval if it keeps this share of its own on-policy gain
+
+
+def accuracy_by_interval(table: pd.DataFrame) -> pd.DataFrame:
+    """Final accuracy, mean over seeds: a row an algorithm, a column a sync_interval; and the start in column 0."""
+    ends = final(table).groupby(["algorithm", "regime"], sort=False).mean().unstack("regime")
+    ends = ends[[name for name in INTERVALS if name in ends]].rename(columns=INTERVALS).dropna(how="all", subset=[5])
+    start = table[table["step"] == 0]["evaluation/accuracy"].mean()
+    ends.insert(0, 0, start)
+    return ends
+
+
+def survived(ends: pd.DataFrame) -> pd.Series:
+    """The largest interval m up to which every one tried keeps half of the algorithm's own on-policy gain; 0: none."""
+    needed = ends[0] + KEPT * (ends[1] - ends[0])
+    kept = ends.drop(columns=0).ge(needed, axis=0)
+    return kept.cumprod(axis=1).mul(kept.columns).max(axis=1).astype(int)
+
+
+def foretelling(table: pd.DataFrame) -> pd.DataFrame:
+    """Early diagnostics of every run with stale data, beside the accuracy it gained in the end."""
+    off_policy = table[table["regime"].isin([name for name in INTERVALS if name != "on_policy"])]
+    axes = axes_of(table)
+    early = off_policy[(off_policy["step"] > 0) & (off_policy["step"] <= EARLY)]
+    start = off_policy[off_policy["step"] == 0].set_index(axes)["evaluation/accuracy"]
+    return early.groupby(axes, sort=False)[list(PREDICTORS)].mean().assign(gain=final(off_policy) - start)
+
+
+def rank_correlations(runs: pd.DataFrame) -> pd.Series:
+    """Spearman's correlation of each early diagnostic with the gain."""
+    return pd.Series({name: float(spearmanr(runs[name], runs["gain"]).statistic) for name in PREDICTORS})
+
+
+def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
+    """Final accuracy over sync_interval, a line an algorithm; and gain over each early diagnostic, a dot a run."""
+    ends, runs, correlations = accuracy_by_interval(table), foretelling(table), rank_correlations(foretelling(table))
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    panels = figure.subplot_mosaic(
+        "AAAXX;AAABC;AAADE" if len(PREDICTORS) == 5 else "A", width_ratios=[1, 1, 1, 1.2, 1.2]
+    )
+    places = np.arange(len(ends.columns) - 1)
+    for index, (algorithm, values) in enumerate(ends.iterrows()):
+        colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS)]
+        panels["A"].plot(
+            places, values.drop(0), color=colour, ls=style, marker="o", ms=3, label=names.get(algorithm, algorithm)
+        )
+    panels["A"].axhline(ends[0].iloc[0], color="grey", lw=0.8, ls=":")
+    panels["A"].annotate("before training", (0, ends[0].iloc[0]), fontsize=8, color="grey", va="bottom")
+    panels["A"].set_xticks(places, [str(m) for m in ends.columns if m])
+    panels["A"].set(
+        xlabel="sync_interval m (optimiser steps)", ylabel="final held-out accuracy (share)", ylim=(0, 1.02)
+    )
+    panels["A"].legend(frameon=False, fontsize=8, ncols=2)
+    for place, name in zip("XBCDE", PREDICTORS, strict=True):
+        axes = panels[place]
+        for shade, regime in enumerate(dict.fromkeys(runs.index.get_level_values("regime"))):
+            chosen = runs.xs(regime, level="regime")
+            axes.scatter(chosen[name], chosen["gain"], s=9, color=COLOURS[shade], label=f"m = {INTERVALS[regime]}")
+        axes.axhline(0, color="grey", lw=0.8)
+        label = LABELS[name].replace("\n", " ")
+        axes.set(
+            xlabel=f"{label}, steps 1–{EARLY}",
+            ylabel="accuracy gained",
+            title=f"rank correlation {correlations[name]:+.2f}",
+        )
+        axes.title.set_fontsize(9)
+        if name.startswith(("ratio", "behaviour")):
+            axes.set_xscale("log")
+    panels["X"].legend(frameon=False, fontsize=8)
+    for axes in panels.values():
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

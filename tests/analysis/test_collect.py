@@ -1,0 +1,76 @@
+"""From runs to a table, and from a table to curves."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from recjax.analysis.collect import COLUMNS, axes_of, collect, read_runs
+from recjax.analysis.curves import draw_curves
+from recjax.plot import chosen_runs
+from recjax.sweep import read_sweep
+from tests.test_sweep import FILE
+from tests.training.tiny_run import TINY
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A sweep file of which two runs have metrics: the reward is the step, for one run ten times as much."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({**FILE, "output": str(tmp_path / "runs")}))
+    for factor, name in ((1, "grpo__0"), (10, "wide__1")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        rows = [{"step": 0, "evaluation/accuracy": 0.25}]
+        for step in range(1, 13):
+            rows.append({"step": step, "reward": factor * step, "unknown": 1.0})
+            if step % 5 == 0:
+                rows[-1]["evaluation/accuracy"] = step / 20
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_windows_are_averaged_and_evaluations_keep_their_step(path):
+    table = collect(read_sweep(path)[1])
+    assert axes_of(table) == ["algorithm", "seed"]
+    assert set(COLUMNS) <= set(table.columns) and "unknown" not in table
+    first = table[table["algorithm"] == "grpo"].set_index("step")
+    assert list(first.index) == [0, 5, 10, 15]
+    np.testing.assert_allclose(first["reward"], [np.nan, 3.0, 8.0, 11.5])
+    np.testing.assert_allclose(first["evaluation/accuracy"], [0.25, 0.25, 0.5, np.nan])
+    second = table[(table["algorithm"] == "wide") & (table["seed"] == "1")].set_index("step")
+    np.testing.assert_allclose(second["reward"], 10 * first["reward"])
+
+
+def test_a_table_survives_parquet(path, tmp_path):
+    table = read_runs(path)
+    table.to_parquet(tmp_path / "table.parquet", index=False)
+    again = read_runs(tmp_path / "table.parquet")
+    assert axes_of(again) == axes_of(table)
+    np.testing.assert_array_equal(again["reward"], table["reward"])
+
+
+def test_what_is_not_there_is_said(path, tmp_path):
+    with pytest.raises(ValueError, match="none.parquet.*no such table"):
+        read_runs(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="none of the 1 runs has metrics"):
+        read_runs(path, smoke=True)
+    table = read_runs(path)
+    assert set(chosen_runs(table, ["algorithm=wide"])["algorithm"]) == {"wide"}
+    for only in ("algorthm=wide", "algorithm=opmd"):
+        with pytest.raises(ValueError, match=only):
+            chosen_runs(table, [only])
+
+
+def test_curves_show_the_mean_and_the_band_of_runs(path):
+    table = read_runs(path).assign(panel="all", line="both")
+    figure = draw_curves(table, "line", "panel", ["reward", "entropy"], names={"both": "Both"})
+    rewards = figure.axes[0]
+    (line,) = rewards.get_lines()
+    np.testing.assert_allclose(line.get_xydata(), [[5, 16.5], [10, 44], [15, 63.25]])
+    corners = rewards.collections[0].get_paths()[0].vertices
+    assert [3, 30] == [corners[corners[:, 0] == 5, 1].min(), corners[corners[:, 0] == 5, 1].max()]
+    assert not figure.axes[1].get_lines()  # a metric that no run has leaves its panel empty
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Both"]

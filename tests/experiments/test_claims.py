@@ -1,0 +1,76 @@
+"""The page of the claims: its verdicts follow from its numbers, and both from the committed metrics."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+
+from experiments.claims import page
+from experiments.claims.staleness import survived
+from experiments.claims.verdicts import Check, Claim
+from recjax.analysis.compare import Estimate
+from recjax.sweep import read_sweep
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("expected", "low", "high", "outcome"),
+    [
+        ("higher", 0.01, 0.2, "as claimed"),
+        ("higher", -0.01, 0.2, "undecided"),
+        ("higher", -0.2, -0.01, "contrary"),
+        ("lower", 0.01, 0.2, "contrary"),
+        ("lower", -0.01, 0.2, "undecided"),
+        ("lower", -0.2, -0.01, "as claimed"),
+        ("alike", -0.04, 0.04, "as claimed"),
+        ("alike", 0.01, 0.04, "as claimed"),
+        ("alike", -0.04, 0.06, "undecided"),
+        ("alike", 0.06, 0.2, "contrary"),
+        ("alike", -0.2, -0.06, "contrary"),
+    ],
+)
+def test_an_outcome_is_where_the_interval_lies(expected, low, high, outcome):
+    assert Check("", expected, 0.05, Estimate((low + high) / 2, low, high, 3)).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("intervals", "verdict"),
+    [
+        ([(0.1, 0.2), (0.1, 0.3)], "holds"),
+        ([(0.1, 0.2), (-0.1, 0.3)], "not visible at this scale"),
+        ([(-0.1, 0.2), (-0.3, -0.1)], "does not hold here"),
+    ],
+)
+def test_a_verdict_needs_every_check(intervals, verdict):
+    checks = [Check("", "higher", 0.05, Estimate(0.0, low, high, 3)) for low, high in intervals]
+    assert Claim("", (), checks).verdict == verdict
+
+
+def test_an_interval_is_survived_only_if_all_smaller_ones_are():
+    columns = [0, 1, 5, 20, 50]
+    ends = pd.DataFrame(
+        [[0.4, 0.8, 0.7, 0.5, 0.7], [0.4, 0.8, 0.8, 0.8, 0.8], [0.4, 0.8, 0.3, 0.8, 0.8]], columns=columns
+    )
+    assert list(survived(ends)) == [5, 50, 1]
+
+
+def test_page_and_verdicts_are_those_of_the_committed_metrics(tmp_path):
+    page.write_page(page.read_runs(page.TABLE), tmp_path, tmp_path / "verdicts.json")
+    assert json.loads((tmp_path / "verdicts.json").read_text()) == json.loads(page.VERDICTS.read_text())
+    assert (tmp_path / "claims.md").read_text() == (ROOT / "docs" / "claims.md").read_text()
+    drawn = {file.name for file in (tmp_path / "claims").glob("*.png")}
+    assert drawn == {file.name for file in (ROOT / "docs" / "claims").glob("*.png")}
+    for name in drawn:
+        fresh, committed = imread(tmp_path / "claims" / name), imread(ROOT / "docs" / "claims" / name)
+        assert fresh.shape == committed.shape
+        assert f"claims/{name}" in (tmp_path / "claims.md").read_text()
+
+
+def test_the_committed_metrics_are_the_whole_grid():
+    expected = {tuple(run.settings.values()) for run in read_sweep(ROOT / "experiments" / "claims" / "grid.yaml")[1]}
+    table = page.read_runs(page.TABLE)
+    assert set(table[["algorithm", "regime", "seed"]].itertuples(index=False, name=None)) == expected
+    assert (table.groupby(["algorithm", "regime", "seed"])["step"].max() == 300).all()

@@ -1,0 +1,136 @@
+"""Sweeps: what a file expands to, what is refused, what a stopped or failed run leaves."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recjax import sweep
+from recjax.sweep import read_sweep, run_all
+from tests.training.tiny_run import TINY
+
+ROOT = Path(__file__).parents[1]
+FILE = {
+    "config": "tiny.yaml",
+    "settings": {
+        "algorithm": {"grpo": {"algorithm.preset": "grpo"}, "wide": {"algorithm.clip": {"epsilon_high": 2.0}}},
+        "seed": {0: {"seed": 0}, 1: {"seed": 1}},
+    },
+    "grids": [{"algorithm": "all", "seed": [0]}, {"algorithm": ["wide"], "seed": "all"}],
+    "smoke": {"grids": [{"algorithm": ["grpo"], "seed": [1]}], "overrides": {"training.steps": 1}},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes the sweep file with changes and gives its path."""
+
+    def written(**changes):
+        (tmp_path / "tiny.yaml").write_text(TINY)
+        path = tmp_path / "sweep.yaml"
+        path.write_text(yaml.safe_dump({**FILE, "output": str(tmp_path / "runs"), **changes}))
+        return path
+
+    return written
+
+
+def test_grids_are_crossed_and_runs_that_two_grids_name_come_once(write, tmp_path):
+    base, runs = read_sweep(write(), extra=["training.steps=3"])
+    assert base == tmp_path / "tiny.yaml"
+    assert [run.name for run in runs] == ["grpo__0", "wide__0", "wide__1"]
+    assert [run.settings["seed"] for run in runs] == ["0", "0", "1"]
+    wide = runs[2].config
+    assert (wide.algorithm.preset, wide.algorithm.clip, wide.seed) == ("rec_one_side_nois", {"epsilon_high": 2.0}, 1)
+    assert wide.output == str(tmp_path / "runs" / "wide__1") and wide.training.steps == 3
+
+
+def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
+    (run,) = read_sweep(write(), smoke=True)[1]
+    assert run.name == "grpo__1" and run.config.training.steps == 1
+    assert Path(run.config.output).parent == tmp_path / "runs_smoke"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grids": [{"algorithm": ["grop"], "seed": "all"}]}, "'grop' is not among settings.algorithm: grpo, wide"),
+        ({"grids": [{"algorithm": "all"}]}, "must name the axes algorithm, seed"),
+        ({"grid": []}, "takes the keys"),
+        ({"smoke": {}}, "needs a block 'smoke'"),
+        ({"settings": {**FILE["settings"], "seed": {0: {"sed": 0}, 1: {}}}}, "grpo__0: override 'sed=0'.*'seed'"),
+        ({"config": "none.yaml"}, "none.yaml.*no such file"),
+    ],
+)
+def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_sweep(write(**changes), smoke="smoke" in changes)
+
+
+def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_only_what_is_missing(write, monkeypatch):
+    base, runs = read_sweep(write(), extra=["training.steps=1", "evaluation.every=0"])
+    occupied = Path(runs[0].config.output)
+    occupied.mkdir(parents=True)
+    (occupied / "notes.txt").write_text("not a run")
+    failed = run_all(base, runs, workers=1)
+    assert list(failed) == ["grpo__0"] and "not a run" in failed["grpo__0"]
+    summaries = {run.name: Path(run.config.output) / "summary.json" for run in runs}
+    times = {name: path.stat().st_mtime for name, path in summaries.items() if path.exists()}
+    assert set(times) == {"wide__0", "wide__1"}
+    (occupied / "notes.txt").unlink()
+    assert run_all(base, runs, workers=1) == {}
+    assert summaries["grpo__0"].exists()
+    assert {name: summaries[name].stat().st_mtime for name in times} == times
+
+
+def test_a_folder_with_a_run_of_another_config_is_refused_by_name(write):
+    base, runs = read_sweep(write(), smoke=True)
+    assert run_all(base, runs, workers=1) == {}
+    _, changed = read_sweep(write(), smoke=True, extra=["optimizer.learning_rate=1"])
+    with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 1.0 now"):
+        run_all(base, changed, workers=1)
+
+
+def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_path):
+    path = write()
+    arguments = ["--smoke", "training.steps=2000", "training.checkpoint_every=20", "evaluation.every=0"]
+    command = [sys.executable, "-m", "recjax.sweep", str(path), *arguments]
+    metrics = tmp_path / "runs_smoke" / "grpo__1" / "metrics.jsonl"
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 50):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    process.terminate()
+    process.wait(timeout=60)
+    time.sleep(1)
+    lines = len(metrics.read_text().splitlines())
+    time.sleep(1)
+    assert len(metrics.read_text().splitlines()) == lines < 2000  # no run goes on by itself
+    arguments[1] = f"training.steps={lines + 5}"
+    done = subprocess.run([*command[:4], *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 runs finished" in done.stdout
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(lines + 6))
+    log = (tmp_path / "runs_smoke" / "logs" / "grpo__1.log").read_text()
+    assert re.search(r"going on from the checkpoint of step \d+", log)
+
+
+def test_workers_share_the_cores(write, monkeypatch):
+    seen = []
+
+    class Process:
+        def __init__(self, command, stdout, stderr, env):
+            seen.append(env["PJRT_NPROC"])
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    monkeypatch.setattr(sweep, "cores", lambda: 8)
+    base, runs = read_sweep(write())
+    run_all(base, runs, workers=2)
+    assert seen == ["4", "4", "4"]
