@@ -62,7 +62,7 @@ def run(decoder, params, tokens, positions, mask, contexts=()):
 
 
 def our_logits(config, params, tokens, positions, mask):
-    return logits(params, run(Decoder(config), params, tokens, positions, mask)[0])
+    return logits(config, params, run(Decoder(config), params, tokens, positions, mask)[0])
 
 
 def their_logits(model, tokens, positions, mask):
@@ -124,7 +124,7 @@ def test_gradient_is_that_of_torch(tmp_path, name, remat):
 
     def summed_logprob(params):
         hidden, _ = run(Decoder(config, remat=remat), params, tokens, positions, mask)
-        logprobs = jax.nn.log_softmax(logits(params, hidden[:, :-1]), axis=-1)
+        logprobs = jax.nn.log_softmax(logits(config, params, hidden[:, :-1]), axis=-1)
         chosen = jnp.take_along_axis(logprobs, jnp.array(tokens)[:, 1:, None], axis=-1)[..., 0]
         return jnp.where(counted, chosen, 0.0).sum()
 
@@ -200,7 +200,7 @@ def test_earlier_tokens_as_contexts_change_nothing(splits):
         real = jnp.broadcast_to(real[None, :, None], new[0].shape[:-1])
         np.testing.assert_allclose(new[0][real], keys[..., part, :][real], atol=1e-4)
         np.testing.assert_allclose(new[1][real], values[..., part, :][real], atol=1e-4)
-        contexts += (Context(*new, mask[:, part]),)
+        contexts += (Context(*new, mask[:, part], positions[:, part]),)
 
 
 def test_one_prompt_serves_its_whole_group():
@@ -209,7 +209,7 @@ def test_one_prompt_serves_its_whole_group():
     tokens, positions, mask = small_batch(rows=6, time=4)
     params, decoder = small_params(), Decoder(SMALL)
     _, shared = run(decoder, params, prompts, prompt_positions, prompt_mask)
-    grouped, _ = run(decoder, params, tokens, positions + 5, mask, (Context(*shared, prompt_mask),))
+    grouped, _ = run(decoder, params, tokens, positions + 5, mask, (Context(*shared, prompt_mask, prompt_positions),))
 
     def repeated(x, y):
         return jnp.concatenate([jnp.repeat(x, 3, axis=0), y], axis=1)
