@@ -9,7 +9,7 @@ class Family(NamedTuple):
     """One `model_type`, as data.
 
     `read` names fields of config.json that this family has beyond COMMON_FIELDS. `fixed` holds fields that change the
-    maths, with the one value that the decoder computes. `options` are decoder options that no field of config.json states.
+    maths, with the one value that the decoder computes. `options` are decoder options that no field states.
     """
 
     read: tuple[str, ...] = ()
@@ -72,6 +72,7 @@ IGNORED_FIELDS = {
     "bos_token_id",
     "cache_implementation",
     "chunk_size_feed_forward",
+    "do_sample",
     "dtype",
     "eos_token_id",
     "id2label",
@@ -86,9 +87,13 @@ IGNORED_FIELDS = {
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
+    "repetition_penalty",
     "return_dict",
     "sliding_window_size",
+    "temperature",
     "tokenizer_class",
+    "top_k",
+    "top_p",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
@@ -128,8 +133,8 @@ def check_fields(written: dict) -> None:
     unknown = sorted(written.keys() - {*COMMON_FIELDS, *family.read, *fixed} - IGNORED_FIELDS)
     if unknown:
         raise ValueError(
-            f"{unknown[0]} = {written[unknown[0]]!r} is not a field known of {kind!r} models and may change what the model "
-            f"computes; remove it if it does not (unknown fields: {', '.join(unknown)})"
+            f"{unknown[0]} = {written[unknown[0]]!r} is not a known field of {kind!r} models and may change what they "
+            f"compute; remove it from the file if it does not (all unknown: {', '.join(unknown)})"
         )
 
 
