@@ -157,8 +157,11 @@ def decoder_config(fields: dict) -> DecoderConfig:
             )
         options["local_rope_theta"] = float(local["rope_theta"])
     if "no_rope_layers" in fields:
-        rotated = tuple(bool(rotates) for rotates in fields["no_rope_layers"][: fields["num_hidden_layers"]])
-        options["rope_layers"] = () if all(rotated) else rotated
+        # Despite its name, 1 stands for a layer that rotates; entries beyond the last layer are allowed.
+        rotated, count = fields["no_rope_layers"], fields["num_hidden_layers"]
+        if len(rotated) < count:
+            raise ValueError(f"no_rope_layers has {len(rotated)} entries for {count} layers; correct config.json")
+        options["rope_layers"] = () if all(rotated[:count]) else tuple(map(bool, rotated[:count]))
     if "query_pre_attn_scalar" in fields:
         options["attention_scale"] = fields["query_pre_attn_scalar"] ** -0.5
     return DecoderConfig(
@@ -199,22 +202,22 @@ def _windows(fields: dict) -> tuple[int | None, ...]:
 
 
 def _rope_scaling(rope: dict) -> RopeScaling | None:
-    unknown = sorted(rope.keys() - ROPE_FIELDS)
-    if unknown:
-        raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not known; use another model")
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type {kind!r} is not supported; use a model with default, linear or llama3")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported, only 1.0")
-    kind = rope["rope_type"]
+    unknown = sorted(rope.keys() - ROPE_FIELDS)
+    if unknown:
+        raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not supported; use another model")
     if kind == "default":
         return None
     if kind == "linear":
         return RopeScaling("linear", float(rope["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    raise ValueError(f"rope_type {kind!r} is not supported; use a model with default, linear or llama3")
+    return RopeScaling(
+        "llama3",
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )

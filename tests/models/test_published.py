@@ -73,12 +73,8 @@ PUBLISHED = {
         | {"num_hidden_layers": 36, "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4}
         | {"layer_types": ["full_attention"] * 36, "max_window_layers": 28, "use_sliding_window": False}
         | {"sliding_window": None, "rope_scaling": None, "bos_token_id": None, "_name_or_path": "checkpoint"}
-        | {
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 5000000.0,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 65536,
-        },
+        | {"rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "max_position_embeddings": 65536}
+        | {"tie_word_embeddings": True},
     ),
     "Mistral-7B-v0.1": (
         7_241_732_096,
