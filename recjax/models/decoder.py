@@ -205,8 +205,8 @@ class RMSNorm(nn.Module):
 class PerLayer(NamedTuple):
     """What differs from layer to layer, scanned over; None where all layers are alike, which costs nothing."""
 
-    frequencies: Array | None
-    windows: Array | None
+    frequencies: np.ndarray | Array | None
+    windows: np.ndarray | Array | None
 
 
 class Block(nn.Module):
@@ -297,19 +297,14 @@ class Decoder(nn.Module):
             embedded *= jnp.asarray(config.hidden_size**0.5, self.dtype)
 
         frequencies, angles = rotary_frequencies(config), positions[..., None].astype(jnp.float32)
-        per_layer = PerLayer(None, None)
         if frequencies.ndim == 1:
-            angles = angles * frequencies
-        else:
-            per_layer = per_layer._replace(frequencies=jnp.asarray(frequencies))
+            frequencies, angles = None, angles * frequencies
         sources = [*((context.mask, context.positions) for context in contexts), (mask, positions)]
         masks = [attention_mask(mask, theirs) for theirs, _ in sources]
         masks[-1] &= jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
-        distances = []
+        windows, distances = None, []
         if config.windows:
-            everything = np.iinfo(np.int32).max
-            widths = [everything if window is None else window for window in config.windows]
-            per_layer = per_layer._replace(windows=jnp.array(widths, jnp.int32))
+            windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
             distances = [jnp.subtract(*_pairs(positions, theirs)) for _, theirs in sources]
 
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
@@ -322,7 +317,7 @@ class Decoder(nn.Module):
         )
         keys_values = tuple((context.keys, context.values) for context in contexts)
         hidden, keys_values = layers(config, self.dtype, name="layers")(
-            embedded, keys_values, per_layer, angles, masks, distances
+            embedded, keys_values, PerLayer(frequencies, windows), angles, masks, distances
         )
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values

@@ -184,18 +184,27 @@ def test_only_position_differences_matter():
     assert jnp.abs(stretched - base).max() > 1e-2
 
 
-@pytest.mark.parametrize("splits", [(9,), (3, 7)])
-def test_earlier_tokens_as_contexts_change_nothing(splits):
+@pytest.mark.parametrize(
+    "splits, ids, options",
+    [
+        ((9,), None, {}),
+        ((3, 7), None, {}),
+        ((6, 9), [1, 1, 1, 1, 0, 2, 2, 2, 2, 2], {"windows": (None, 3), "rope_layers": (False, True)}),
+    ],
+)
+def test_earlier_tokens_as_contexts_change_nothing(splits, ids, options):
     tokens, positions, mask = small_batch()
     mask = mask.at[1, :2].set(False).at[2, 9].set(False)
-    params, decoder = small_params(), Decoder(SMALL)
+    if ids:
+        mask, positions = mask * jnp.array(ids), positions.at[:, 5:].add(-5)
+    params, decoder = small_params(), Decoder(dataclasses.replace(SMALL, **options))
     whole, (keys, values) = run(decoder, params, tokens, positions, mask)
     edges = (0, *splits, tokens.shape[1])
     contexts = ()
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
         hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
-        real = mask[:, part]
+        real = mask[:, part] > 0
         np.testing.assert_allclose(hidden[real], whole[:, part][real], atol=1e-4)
         real = jnp.broadcast_to(real[None, :, None], new[0].shape[:-1])
         np.testing.assert_allclose(new[0][real], keys[..., part, :][real], atol=1e-4)
@@ -217,6 +226,26 @@ def test_one_prompt_serves_its_whole_group():
     inputs = [(prompts, tokens), (prompt_positions, positions + 5), (prompt_mask, mask)]
     whole, _ = run(decoder, params, *(repeated(x, y) for x, y in inputs))
     np.testing.assert_allclose(grouped, whole[:, 5:], atol=1e-4)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    tokens, positions, _ = small_batch(rows=2)
+    ids = jnp.array([[1] * 4 + [2] * 6, [5] * 3 + [0] * 2 + [7] * 5])
+    base = our_logits(SMALL, small_params(), tokens, positions, ids)
+    for row, first in ((0, 4), (1, 5)):
+        changed = tokens.at[row, first - 2].add(1) % SMALL.vocab_size
+        scores = our_logits(SMALL, small_params(), changed, positions, ids)
+        np.testing.assert_array_equal(scores[row, first:], base[row, first:])
+    changed = our_logits(SMALL, small_params(), tokens.at[0, 5].add(1) % SMALL.vocab_size, positions, ids)
+    assert (jnp.abs(changed - base)[0, 5:].max(axis=-1) > 1e-3).all(), "its own sequence sees it"
+
+
+def test_masks_of_two_kinds_are_refused():
+    tokens, positions, mask = small_batch()
+    _, keys_values = run(Decoder(SMALL), small_params(), tokens, positions, mask)
+    context = Context(*keys_values, mask, positions)
+    with pytest.raises(ValueError, match="masks of int32 and bool do not mix; give bool for all, or ids for all"):
+        run(Decoder(SMALL), small_params(), tokens, positions + 10, mask.astype(jnp.int32), (context,))
 
 
 @pytest.mark.parametrize("options, tolerance", [({"remat": True}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])
