@@ -1,4 +1,4 @@
-"""One decoder for the Llama shape: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head."""
+"""One decoder for Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
 
 import dataclasses
 import functools
@@ -23,9 +23,26 @@ class RopeScaling(NamedTuple):
     original_max_positions: int = 8192
 
 
+ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder; sizes in units (not bytes)."""
+    """The shape of a decoder (sizes in units, not bytes), and what other families do that Llama does not.
+
+    Attributes:
+        qkv_bias: queries, keys and values have biases.
+        qk_norm: RMSNorm on every head of queries and keys, before they are rotated.
+        windows: for each layer, how many tokens a query looks back on, itself included, or None for all; empty: all.
+        rope_layers: for each layer, whether it rotates queries and keys; empty: all do.
+        local_rope_theta: rotary base of the layers with a window, which then take no scaling; None: as the others.
+        activation: of the MLP's gate, a key of ACTIVATIONS.
+        norm_offset: added to the stored scale of every norm.
+        post_norms: the outputs of attention and MLP are normalised too, before they are added to the stream.
+        scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
+        attention_scale: factor on the attention scores; None: head_dim ** -0.5.
+        attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -38,39 +55,64 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    rope_layers: tuple[bool, ...] = ()
+    local_rope_theta: float | None = None
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    scale_embeddings: bool = False
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
 
 
 class Context(NamedTuple):
     """Keys and values of tokens that come before the ones being processed, for all layers.
 
     `rows` may be fewer than the batch: each context row then serves batch/rows consecutive rows, which is how one
-    prompt is computed once and shared by all completions of its group.
+    prompt is computed once and shared by all completions of its group. `mask` and `positions` are as the decoder's.
     """
 
     keys: Float[Array, "layers rows kv_heads length head_dim"]
     values: Float[Array, "layers rows kv_heads length head_dim"]
-    mask: Bool[Array, "rows length"]
+    mask: Bool[Array, "rows length"] | Int[Array, "rows length"]
+    positions: Int[Array, "rows length"]
 
 
 def rotary_frequencies(config: DecoderConfig) -> np.ndarray:
     """Angular frequency of each pair of head dimensions, in radians per position.
 
+    Returns:
+        [head_dim/2], or [layers, head_dim/2] where layers differ; frequency 0 leaves a layer unrotated.
     Reference: RoFormer (arXiv 2104.09864) §3.2; Llama 3.1's piecewise stretching for `llama3`.
     """
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponent
-    scaling = config.rope_scaling
+    usual = _stretched(config.rope_theta**-exponent, config.rope_scaling).astype(np.float32)
+    if not config.rope_layers and config.local_rope_theta is None:
+        return usual
+    layers = np.tile(usual, (config.num_layers, 1))
+    if config.local_rope_theta is not None:
+        layers[[window is not None for window in config.windows]] = config.local_rope_theta**-exponent
+    if config.rope_layers:
+        layers[[not rotated for rotated in config.rope_layers]] = 0.0
+    return layers
+
+
+def _stretched(frequencies: np.ndarray, scaling: RopeScaling | None) -> np.ndarray:
     if scaling is None:
-        return frequencies.astype(np.float32)
+        return frequencies
     stretched = frequencies / scaling.factor
     if scaling.kind == "linear":
-        return stretched.astype(np.float32)
+        return stretched
     if scaling.kind != "llama3":
         raise ValueError(f"rope_scaling kind {scaling.kind!r} is not known; use 'linear' or 'llama3'")
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     span = scaling.high_frequency_factor - scaling.low_frequency_factor
     keep = np.clip((turns - scaling.low_frequency_factor) / span, 0.0, 1.0)
-    return (keep * frequencies + (1 - keep) * stretched).astype(np.float32)
+    return keep * frequencies + (1 - keep) * stretched
 
 
 def rotate(
@@ -82,13 +124,36 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def attend(queries: Float[Array, "batch heads time head_dim"], segments: list) -> Array:
+def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1 _ length"]:
+    """Which keys each query may look at, from their masks: real ones, of its own sequence where masks are ids.
+
+    Raises:
+        ValueError: one mask is boolean and the other holds sequence ids.
+    """
+    if (queries.dtype == bool) != (keys.dtype == bool):
+        raise ValueError(f"masks of {queries.dtype} and {keys.dtype} do not mix; give bool for all, or ids for all")
+    if keys.dtype == bool:
+        return keys[:, None, None, None, None, :]
+    queries, keys = _pairs(queries, keys)
+    return (queries == keys) & (keys != 0)
+
+
+def _pairs(queries: Array, keys: Array) -> tuple[Array, Array]:
+    """Something of each query and of each key, shaped to broadcast to [rows, batch/rows, 1, 1, time, length]."""
+    return queries.reshape(keys.shape[0], -1, 1, 1, queries.shape[1], 1), keys[:, None, None, None, None, :]
+
+
+def attend(
+    queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None = None
+) -> Array:
     """Attention of every query over the keys of all segments under one softmax.
 
     Args:
         queries: rotated queries.
         segments: (keys, values, mask) triples, keys and values [rows, kv_heads, length, head_dim] with rows dividing
             the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
+        scale: factor on the scores.
+        cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
     Returns:
         [batch * time, heads * head_dim].
     """
@@ -103,7 +168,7 @@ def attend(queries: Float[Array, "batch heads time head_dim"], segments: list) -
         score = jnp.einsum(
             "rnkgtd,rksd->rnkgts", by_row(queries, keys.shape[0]), keys, preferred_element_type=jnp.float32
         )
-        score = jnp.where(mask, score * head_dim**-0.5, -1e30)
+        score = jnp.where(mask, capped(score * scale, cap), -1e30)
         scores.append(score.reshape(batch, heads, time, -1))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
 
@@ -116,8 +181,36 @@ def attend(queries: Float[Array, "batch heads time head_dim"], segments: list) -
     return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
 
 
+def capped(x: Array, cap: float | None) -> Array:
+    """cap · tanh(x / cap), or x where there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · (scale + offset) over the last axis, computed in float32."""
+
+    config: DecoderConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        offset = self.config.norm_offset
+        scale = self.param("scale", nn.initializers.constant(1.0 - offset), x.shape[-1:])
+        scale = scale + offset if offset else scale
+        x = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return (x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * scale)).astype(self.dtype)
+
+
+class PerLayer(NamedTuple):
+    """What differs from layer to layer, scanned over; None where all layers are alike, which costs nothing."""
+
+    frequencies: np.ndarray | Array | None
+    windows: np.ndarray | Array | None
+
+
 class Block(nn.Module):
-    """One transformer layer: attention and SwiGLU, each on a normalised input and added to the stream.
+    """One transformer layer: attention and a gated MLP, each on a normalised input and added to the stream.
 
     The stream is [batch * time, hidden]: on CPU the gradients of plain matrix products take half the time of those of
     [batch, time, hidden] ones.
@@ -127,27 +220,37 @@ class Block(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, hidden, context_keys_values, angles, causal_mask, context_masks):
+    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances):
         config = self.config
         batch, time, _ = angles.shape
         dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.RMSNorm, epsilon=config.norm_epsilon, dtype=self.dtype)
+        norm = functools.partial(RMSNorm, config, self.dtype)
+        if layer.frequencies is not None:
+            angles = angles * layer.frequencies
+        if layer.windows is not None:
+            masks = [mask & (distance < layer.windows) for mask, distance in zip(masks, distances, strict=True)]
 
-        def heads_of(x, count):
+        def heads_of(x, count, name):
+            x = dense(count * config.head_dim, use_bias=config.qkv_bias, name=name)(x)
             return x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2)
 
         x = norm(name="attention_norm")(hidden)
-        queries = heads_of(dense(config.num_heads * config.head_dim, name="query")(x), config.num_heads)
-        keys = heads_of(dense(config.num_kv_heads * config.head_dim, name="key")(x), config.num_kv_heads)
-        values = heads_of(dense(config.num_kv_heads * config.head_dim, name="value")(x), config.num_kv_heads)
+        queries = heads_of(x, config.num_heads, "query")
+        keys = heads_of(x, config.num_kv_heads, "key")
+        values = heads_of(x, config.num_kv_heads, "value")
+        if config.qk_norm:
+            queries, keys = norm(name="query_norm")(queries), norm(name="key_norm")(keys)
         keys = rotate(keys, angles)
-        segments = [(*pair, mask) for pair, mask in zip(context_keys_values, context_masks, strict=True)]
-        mixed = attend(rotate(queries, angles), [*segments, (keys, values, causal_mask)])
-        hidden += dense(config.hidden_size, name="output")(mixed)
+        segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, (keys, values)], masks, strict=True)]
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap)
+        mixed = dense(config.hidden_size, name="output")(mixed)
+        hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
         x = norm(name="mlp_norm")(hidden)
-        gate = nn.silu(dense(config.intermediate_size, name="gate")(x))
-        hidden += dense(config.hidden_size, name="down")(gate * dense(config.intermediate_size, name="up")(x))
+        gate = ACTIVATIONS[config.activation](dense(config.intermediate_size, name="gate")(x))
+        mixed = dense(config.hidden_size, name="down")(gate * dense(config.intermediate_size, name="up")(x))
+        hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
         return hidden, (keys, values)
 
 
@@ -166,15 +269,16 @@ class Decoder(nn.Module):
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "batch time"],
-        mask: Bool[Array, "batch time"],
+        mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
     ) -> tuple[Float[Array, "batch time hidden"], tuple[Array, Array]]:
         """Runs the layers.
 
         Args:
             tokens: token ids.
-            positions: rotary positions, in tokens from the start of the sequence.
-            mask: True where a token is real; padding is never attended to.
+            positions: in tokens from the start of the token's own sequence; they rotate, and they measure windows.
+            mask: True where a token is real; padding is never attended to. For several sequences packed into a row:
+                integer ids, 0 at padding, and a token attends to tokens of its own id alone.
             contexts: earlier tokens that every row may attend to.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
@@ -188,34 +292,44 @@ class Decoder(nn.Module):
             embedding_init=nn.initializers.normal(config.hidden_size**-0.5),
             name="embedding",
         )
-        angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(config)
-        causal = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool)) & mask[:, None, :]
+        embedded = embed(tokens.reshape(-1))
+        if config.scale_embeddings:
+            embedded *= jnp.asarray(config.hidden_size**0.5, self.dtype)
+
+        frequencies, angles = rotary_frequencies(config), positions[..., None].astype(jnp.float32)
+        if frequencies.ndim == 1:
+            frequencies, angles = None, angles * frequencies
+        sources = [*((context.mask, context.positions) for context in contexts), (mask, positions)]
+        masks = [attention_mask(mask, theirs) for theirs, _ in sources]
+        masks[-1] &= jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
+        windows, distances = None, []
+        if config.windows:
+            windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
+            distances = [jnp.subtract(*_pairs(positions, theirs)) for _, theirs in sources]
+
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=config.num_layers,
         )
+        keys_values = tuple((context.keys, context.values) for context in contexts)
         hidden, keys_values = layers(config, self.dtype, name="layers")(
-            embed(tokens.reshape(-1)),
-            tuple((context.keys, context.values) for context in contexts),
-            angles,
-            causal[:, None, None, None],
-            tuple(context.mask[:, None, None, None, None, :] for context in contexts),
+            embedded, keys_values, PerLayer(frequencies, windows), angles, masks, distances
         )
-        hidden = nn.RMSNorm(epsilon=config.norm_epsilon, dtype=self.dtype, name="norm")(hidden)
+        hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
 
 
-def logits(params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
     """Scores of the next token, float32; callers pass few rows at a time, never a whole [batch, time]."""
     if "head" in params:
         scores = hidden @ params["head"]["kernel"].astype(hidden.dtype)
     else:
         scores = jnp.einsum("...e,ve->...v", hidden, params["embedding"]["embedding"].astype(hidden.dtype))
-    return scores.astype(jnp.float32)
+    return capped(scores.astype(jnp.float32), config.logit_cap)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.models.decoder import Context, Decoder, logits
+from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
 
 
 class Sampling(NamedTuple):
@@ -62,6 +62,7 @@ def logprobs_and_entropy(
 
 
 def chunked_logprobs(
+    config: DecoderConfig,
     params: dict,
     hidden: Float[Array, "batch time hidden"],
     tokens: Int[Array, "batch time"],
@@ -81,7 +82,7 @@ def chunked_logprobs(
     @jax.checkpoint
     def one_chunk(inputs):
         chunk_hidden, chunk_tokens = inputs
-        return logprobs_and_entropy(logits(params, chunk_hidden), chunk_tokens, sampling)
+        return logprobs_and_entropy(logits(config, params, chunk_hidden), chunk_tokens, sampling)
 
     logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
     return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
@@ -122,8 +123,8 @@ def completion_logprobs(
     first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
     if completions.shape[1] > 1:
         lengths = jnp.repeat(prompt_mask.sum(-1), group)
+        context = Context(keys, values, prompt_mask, positions)
         positions = lengths[:, None] + jnp.arange(completions.shape[1] - 1)
-        context = Context(keys, values, prompt_mask)
         rest, _ = decoder.apply({"params": params}, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
         first = jnp.concatenate([first, rest], axis=1)
-    return chunked_logprobs(params, first, completions, sampling, chunk)
+    return chunked_logprobs(decoder.config, params, first, completions, sampling, chunk)

@@ -1,4 +1,4 @@
-"""Pretrained weights: Hugging Face folders of the Llama architecture as a config and a parameter tree."""
+"""Pretrained weights: Hugging Face folders as a config and a parameter tree."""
 
 import contextlib
 import json
@@ -9,16 +9,22 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from recjax.models.decoder import DecoderConfig, RopeScaling, abstract_params
+from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.families import check_fields, decoder_config
 from recjax.models.tokenizers import TOKENIZER_FILES, model_folder
 
-# Parameter path → Hugging Face name. A `kernel` is stored transposed there, as [out, in].
+# Parameter path → Hugging Face name; a decoder has some of them. A `kernel` is stored transposed there, as [out, in].
 TENSOR_NAMES = {
     "embedding/embedding": "model.embed_tokens.weight",
     "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
     "layers/query/kernel": "model.layers.{layer}.self_attn.q_proj.weight",
+    "layers/query/bias": "model.layers.{layer}.self_attn.q_proj.bias",
+    "layers/query_norm/scale": "model.layers.{layer}.self_attn.q_norm.weight",
     "layers/key/kernel": "model.layers.{layer}.self_attn.k_proj.weight",
+    "layers/key/bias": "model.layers.{layer}.self_attn.k_proj.bias",
+    "layers/key_norm/scale": "model.layers.{layer}.self_attn.k_norm.weight",
     "layers/value/kernel": "model.layers.{layer}.self_attn.v_proj.weight",
+    "layers/value/bias": "model.layers.{layer}.self_attn.v_proj.bias",
     "layers/output/kernel": "model.layers.{layer}.self_attn.o_proj.weight",
     "layers/mlp_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
     "layers/gate/kernel": "model.layers.{layer}.mlp.gate_proj.weight",
@@ -28,15 +34,11 @@ TENSOR_NAMES = {
     "head/kernel": "lm_head.weight",
 }
 
-# Fields that change the maths, with the one value that the decoder computes.
-FIXED_FIELDS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "pretraining_tp": 1,
-    "sliding_window": None,
-    "quantization_config": None,
+# Where outputs are normalised too, what elsewhere names the MLP's norm names the norm of attention's output.
+POST_NORM_NAMES = {
+    "layers/attention_post_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers/mlp_norm/scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+    "layers/mlp_post_norm/scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
 
 
@@ -67,57 +69,33 @@ def read_config(folder: Path) -> DecoderConfig:
     if not file.is_file():
         raise ValueError(f"{folder} holds no config.json; give a Hugging Face style model folder")
     try:
-        fields = AutoConfig.from_pretrained(folder).to_dict()
-    except Exception as error:
-        # transformers raises many kinds here: unknown model types, bad JSON, failed validation.
+        written = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is no model config ({error}); correct it or fetch the file again") from error
-    if fields["model_type"] != "llama":
-        raise ValueError(f"{file}: model_type {fields['model_type']!r} is not supported; use a 'llama' model")
-    for name, value in FIXED_FIELDS.items():
-        if fields.get(name, value) != value:
-            raise ValueError(f"{file}: {name} = {fields[name]!r} is not supported, only {value!r}; use another model")
-    rope = fields["rope_parameters"]
-    return DecoderConfig(
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        intermediate_size=fields["intermediate_size"],
-        num_layers=fields["num_hidden_layers"],
-        num_heads=fields["num_attention_heads"],
-        num_kv_heads=fields["num_key_value_heads"],
-        head_dim=fields["head_dim"],
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=_rope_scaling(file, rope),
-        norm_epsilon=float(fields["rms_norm_eps"]),
-        tie_embeddings=fields["tie_word_embeddings"],
-    )
+    try:
+        check_fields(written)
+        return decoder_config(_with_defaults(folder))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
-def _rope_scaling(file: Path, rope: dict) -> RopeScaling | None:
-    kind = rope["rope_type"]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{file}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported, only 1.0")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    raise ValueError(f"{file}: rope_type {kind!r} is not supported; use a model with default, linear or llama3")
+def _with_defaults(folder: Path) -> dict:
+    try:
+        return AutoConfig.from_pretrained(folder).to_dict()
+    except Exception as error:
+        # transformers raises many kinds here: missing fields, wrong types, failed validation.
+        raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     """Parameter path → Hugging Face names: one a layer for stacked parameters, in order, else a single one."""
-    return {
-        path: [name.format(layer=layer) for layer in range(config.num_layers if path.startswith("layers/") else 1)]
-        for path, name in TENSOR_NAMES.items()
-        if path != "head/kernel" or not config.tie_embeddings
-    }
+    table = TENSOR_NAMES | (POST_NORM_NAMES if config.post_norms else {})
+    names = {}
+    for key_path, _ in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        layers = range(config.num_layers if path.startswith("layers/") else 1)
+        names[path] = [table[path].format(layer=layer) for layer in layers]
+    return names
 
 
 def read_params(folder: Path, config: DecoderConfig) -> dict:

@@ -75,9 +75,10 @@ def sample(
     config = decoder.config
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     hidden, prompt_cache = decoder.apply({"params": params}, prompts, positions, prompt_mask)
-    prompt_context = Context(*prompt_cache, prompt_mask)
-    first_scores = logits(params, last_hidden(hidden, prompt_mask))
+    prompt_context = Context(*prompt_cache, prompt_mask, positions)
+    first_scores = logits(config, params, last_hidden(hidden, prompt_mask))
     lengths = jnp.repeat(prompt_mask.sum(-1), group_size)
+    cache_positions = lengths[:, None] + jnp.arange(max_tokens)
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
 
     def record(state: _Decoding, scores: Float[Array, "batch vocab"]) -> _Decoding:
@@ -102,14 +103,14 @@ def sample(
             jax.lax.dynamic_slice_in_dim(state.output.tokens, last, 1, axis=1),
             (lengths + last)[:, None],
             jnp.ones((batch, 1), bool),
-            (prompt_context, Context(*state.cache, earlier)),
+            (prompt_context, Context(*state.cache, earlier, cache_positions)),
         )
         here = (0, 0, 0, last, 0)
         cache = (
             jax.lax.dynamic_update_slice(state.cache[0], new[0], here),
             jax.lax.dynamic_update_slice(state.cache[1], new[1], here),
         )
-        return record(state._replace(cache=cache), logits(params, hidden[:, 0]))
+        return record(state._replace(cache=cache), logits(config, params, hidden[:, 0]))
 
     shape = (config.num_layers, batch, config.num_kv_heads, max_tokens, config.head_dim)
     empty = _Decoding(

@@ -62,7 +62,7 @@ def run(decoder, params, tokens, positions, mask, contexts=()):
 
 
 def our_logits(config, params, tokens, positions, mask):
-    return logits(params, run(Decoder(config), params, tokens, positions, mask)[0])
+    return logits(config, params, run(Decoder(config), params, tokens, positions, mask)[0])
 
 
 def their_logits(model, tokens, positions, mask):
@@ -124,7 +124,7 @@ def test_gradient_is_that_of_torch(tmp_path, name, remat):
 
     def summed_logprob(params):
         hidden, _ = run(Decoder(config, remat=remat), params, tokens, positions, mask)
-        logprobs = jax.nn.log_softmax(logits(params, hidden[:, :-1]), axis=-1)
+        logprobs = jax.nn.log_softmax(logits(config, params, hidden[:, :-1]), axis=-1)
         chosen = jnp.take_along_axis(logprobs, jnp.array(tokens)[:, 1:, None], axis=-1)[..., 0]
         return jnp.where(counted, chosen, 0.0).sum()
 
@@ -184,23 +184,32 @@ def test_only_position_differences_matter():
     assert jnp.abs(stretched - base).max() > 1e-2
 
 
-@pytest.mark.parametrize("splits", [(9,), (3, 7)])
-def test_earlier_tokens_as_contexts_change_nothing(splits):
+@pytest.mark.parametrize(
+    "splits, ids, options",
+    [
+        ((9,), None, {}),
+        ((3, 7), None, {}),
+        ((6, 9), [1, 1, 1, 1, 0, 2, 2, 2, 2, 2], {"windows": (None, 3), "rope_layers": (False, True)}),
+    ],
+)
+def test_earlier_tokens_as_contexts_change_nothing(splits, ids, options):
     tokens, positions, mask = small_batch()
     mask = mask.at[1, :2].set(False).at[2, 9].set(False)
-    params, decoder = small_params(), Decoder(SMALL)
+    if ids:
+        mask, positions = mask * jnp.array(ids), positions.at[:, 5:].add(-5)
+    params, decoder = small_params(), Decoder(dataclasses.replace(SMALL, **options))
     whole, (keys, values) = run(decoder, params, tokens, positions, mask)
     edges = (0, *splits, tokens.shape[1])
     contexts = ()
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
         hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
-        real = mask[:, part]
+        real = mask[:, part] > 0
         np.testing.assert_allclose(hidden[real], whole[:, part][real], atol=1e-4)
         real = jnp.broadcast_to(real[None, :, None], new[0].shape[:-1])
         np.testing.assert_allclose(new[0][real], keys[..., part, :][real], atol=1e-4)
         np.testing.assert_allclose(new[1][real], values[..., part, :][real], atol=1e-4)
-        contexts += (Context(*new, mask[:, part]),)
+        contexts += (Context(*new, mask[:, part], positions[:, part]),)
 
 
 def test_one_prompt_serves_its_whole_group():
@@ -209,7 +218,7 @@ def test_one_prompt_serves_its_whole_group():
     tokens, positions, mask = small_batch(rows=6, time=4)
     params, decoder = small_params(), Decoder(SMALL)
     _, shared = run(decoder, params, prompts, prompt_positions, prompt_mask)
-    grouped, _ = run(decoder, params, tokens, positions + 5, mask, (Context(*shared, prompt_mask),))
+    grouped, _ = run(decoder, params, tokens, positions + 5, mask, (Context(*shared, prompt_mask, prompt_positions),))
 
     def repeated(x, y):
         return jnp.concatenate([jnp.repeat(x, 3, axis=0), y], axis=1)
@@ -217,6 +226,26 @@ def test_one_prompt_serves_its_whole_group():
     inputs = [(prompts, tokens), (prompt_positions, positions + 5), (prompt_mask, mask)]
     whole, _ = run(decoder, params, *(repeated(x, y) for x, y in inputs))
     np.testing.assert_allclose(grouped, whole[:, 5:], atol=1e-4)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    tokens, positions, _ = small_batch(rows=2)
+    ids = jnp.array([[1] * 4 + [2] * 6, [5] * 3 + [0] * 2 + [7] * 5])
+    base = our_logits(SMALL, small_params(), tokens, positions, ids)
+    for row, first in ((0, 4), (1, 5)):
+        changed = tokens.at[row, first - 2].add(1) % SMALL.vocab_size
+        scores = our_logits(SMALL, small_params(), changed, positions, ids)
+        np.testing.assert_array_equal(scores[row, first:], base[row, first:])
+    changed = our_logits(SMALL, small_params(), tokens.at[0, 5].add(1) % SMALL.vocab_size, positions, ids)
+    assert (jnp.abs(changed - base)[0, 5:].max(axis=-1) > 1e-3).all(), "its own sequence sees it"
+
+
+def test_masks_of_two_kinds_are_refused():
+    tokens, positions, mask = small_batch()
+    _, keys_values = run(Decoder(SMALL), small_params(), tokens, positions, mask)
+    context = Context(*keys_values, mask, positions)
+    with pytest.raises(ValueError, match="masks of int32 and bool do not mix; give bool for all, or ids for all"):
+        run(Decoder(SMALL), small_params(), tokens, positions + 10, mask.astype(jnp.int32), (context,))
 
 
 @pytest.mark.parametrize("options, tolerance", [({"remat": True}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])

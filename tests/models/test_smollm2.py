@@ -179,7 +179,7 @@ def test_real_logits_are_those_of_transformers(real):
     tokens = jnp.array([ids])
     positions = jnp.arange(len(ids))[None]
     hidden, _ = Decoder(config).apply({"params": params}, tokens, positions, jnp.ones(tokens.shape, bool))
-    ours = np.asarray(logits(params, hidden[0]))
+    ours = np.asarray(logits(config, params, hidden[0]))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0].numpy()
@@ -197,7 +197,7 @@ def test_real_model_answers(real):
     def scores(params, tokens, count):
         positions = jnp.arange(length)
         hidden, _ = Decoder(config).apply({"params": params}, tokens[None], positions[None], positions[None] < count)
-        return logits(params, hidden[0, count - 1])
+        return logits(config, params, hidden[0, count - 1])
 
     answer = []
     while len(answer) < 20 and answer[-1:] != [stop[0]]:

@@ -1,5 +1,6 @@
 """The loader: every parameter where it belongs, every format, and an error that names what is wrong."""
 
+import dataclasses
 import json
 
 import huggingface_hub
@@ -119,6 +120,8 @@ def test_names_cover_the_parameter_tree_once_each(tied):
     assert sorted(flat) == sorted(SHAPES.keys() - ({"lm_head.weight"} if tied else set()))
 
 
+GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+LINEAR = {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -126,7 +129,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     "changes, theta, scaling",
     [
         ({}, 500.0, None),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 7, "factor": 2}}, 7.0, RopeScaling("linear", 2.0)),
+        ({"rope_parameters": LINEAR}, 7.0, RopeScaling("linear", 2.0)),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0} | LLAMA3},
             7.0,
@@ -152,15 +155,61 @@ def test_config_fields(tmp_path, changes, theta, scaling):
     hash(config)
 
 
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        ({"pretraining_tp": 2, "unsloth_version": "1"}, {}),
+        ({"model_type": "mistral", "sliding_window": 5}, {"windows": (5, 5)}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
+        ({"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}, {"qkv_bias": True}),
+        (
+            {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+            {"qkv_bias": True, "windows": (None, 5)},
+        ),
+        (
+            {"model_type": "qwen3", "sliding_window": 5, "use_sliding_window": True, "layer_types": ALTERNATING},
+            {"qk_norm": True, "windows": (5, None)},
+        ),
+        ({"model_type": "smollm3"}, {}),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 2}, {"rope_layers": (True, False)}),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1, 0]}, {"rope_layers": (False, True)}),
+        (
+            {"model_type": "gemma2", "query_pre_attn_scalar": 4, "sliding_window": 5, "final_logit_softcapping": None},
+            GEMMA | {"windows": (5, None), "attention_scale": 0.5, "attention_cap": 50.0},
+        ),
+        (
+            {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 5, "sliding_window_pattern": 2}
+            | {"rope_local_base_freq": 30.0},
+            GEMMA | {"windows": (5, None), "attention_scale": 0.5, "local_rope_theta": 30.0, "qk_norm": True},
+        ),
+    ],
+)
+def test_config_fields_of_families(tmp_path, changes, options):
+    rope = {"rope_theta": 500.0}  # as transformers 4 wrote it
+    fields = {name: value for name, value in CONFIG.items() if name != "rope_parameters"} | rope | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    plain = DecoderConfig(11, 8, 12, 2, 4, 2, 6, rope_theta=500.0, norm_epsilon=1e-6, tie_embeddings=False)
+    assert read_config(tmp_path) == dataclasses.replace(plain, **options)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported; use a 'llama' model"),
-        ({"model_type": "no_such_model"}, "is no model config"),
+        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe' is not supported; use a model of type llama, mistral, "),
+        ({"model_type": None}, "model_type None is not supported"),
+        (
+            {"residual_multiplier": 0.2, "top": 1},
+            r"residual_multiplier = 0.2 is not a known .* \(all unknown: resid.*, top\)",
+        ),
+        ({"head_dim": "wide"}, "this is no model config"),
         ({"attention_bias": True}, "attention_bias = True is not supported, only False"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-        ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported, only 1"),
+        ({"rope_interleaved": True}, "rope_interleaved = True is not supported, only False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0.0"),
         ({"sliding_window": 64}, "sliding_window = 64 is not supported, only None"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .* is not supported, only None"),
@@ -171,6 +220,40 @@ def test_config_fields(tmp_path, changes, theta, scaling):
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5 is not supported, only 1.0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "mrope_section": [1, 2]}},
+            r"rope_parameters.mrope_section = \[1, 2\] is not supported; use another model",
+        ),
+        ({"model_type": "qwen2", "use_mrope": True}, "use_mrope = True is not supported, only False"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True is not supported, only False"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+            r"layer_types\[1\] = 'chunked_attention' is not supported",
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types\[1\] = 'sliding_attention', but sliding_window = None and use_sliding_window = False",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
+            "no_rope_layers has 1 entries for 2 layers",
+        ),
+        (
+            {"model_type": "gemma2", "hidden_act": "gelu"},
+            "hidden_act = 'gelu' is not supported, only 'gelu_pytorch_tanh'",
+        ),
+        (
+            {"model_type": "gemma2", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = True is not supported, only False",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping = 50.0 is not supported, only None",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": LINEAR, "full_attention": LINEAR}},
+            "sliding_attention = .* only rope_type 'default' is supported there",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0}}, "is no model config .*'high_freq_factor'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0}}, "is no model config .* {'factor'}"),
@@ -203,6 +286,14 @@ def test_refused_tensors(tmp_path, tensors, message):
         load_pretrained(write_folder(tmp_path, tensors))
 
 
+def test_weights_of_another_family(tmp_path):
+    with pytest.raises(ValueError, match="6 tensors .* none of .* first 'model.layers.0.self_attn.k_proj.bias'"):
+        load_pretrained(write_folder(tmp_path, random_tensors(), model_type="qwen2"))
+    biases = {f"model.layers.0.self_attn.{name}_proj.bias": np.ones(12, np.float32) for name in "kv"}
+    with pytest.raises(ValueError, match="2 tensors .* not call for, first 'model.layers.0.self_attn.k_proj.bias'"):
+        load_pretrained(write_folder(tmp_path, random_tensors() | biases))
+
+
 @pytest.mark.parametrize("kept", [5, 100, -3])
 def test_truncated_file(tmp_path, kept):
     file = write_folder(tmp_path, random_tensors()) / "model.safetensors"
@@ -214,6 +305,10 @@ def test_truncated_file(tmp_path, kept):
 def test_missing_files(tmp_path):
     with pytest.raises(ValueError, match="holds no config.json; give a Hugging Face style model folder"):
         load_pretrained(tmp_path)
+    for text in ("{", "[1]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="config.json is no model config .* fetch the file again"):
+            load_pretrained(tmp_path)
     write_folder(tmp_path, random_tensors())
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no weights; give a folder with model.safetensors"):

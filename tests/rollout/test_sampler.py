@@ -29,7 +29,7 @@ def scores_after(tokens):
     tokens = jnp.array([tokens])
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _ = DECODER.apply({"params": PARAMS}, tokens, positions, jnp.ones(tokens.shape, bool))
-    return logits(PARAMS, hidden[0, -1:])
+    return logits(CONFIG, PARAMS, hidden[0, -1:])
 
 
 @pytest.mark.parametrize(

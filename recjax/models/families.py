@@ -1,0 +1,223 @@
+"""Model families: how each `model_type`'s config.json becomes decoder options, and what is refused by name."""
+
+from typing import NamedTuple
+
+from recjax.models.decoder import DecoderConfig, RopeScaling
+
+
+class Family(NamedTuple):
+    """One `model_type`, as data.
+
+    `read` names fields of config.json that this family has beyond COMMON_FIELDS. `fixed` holds fields that change the
+    maths, with the one value that the decoder computes. `options` are decoder options that no field states.
+    """
+
+    read: tuple[str, ...] = ()
+    fixed: dict[str, object] = {}
+    options: dict[str, object] = {}
+
+
+SILU = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+GEMMA = {"norm_offset": 1.0, "post_norms": True, "scale_embeddings": True, "activation": "gelu_tanh"}
+GEMMA_FIELDS = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
+GEMMA_FIXED = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+
+FAMILIES = {
+    "llama": Family(fixed=SILU | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}),
+    "mistral": Family(read=("sliding_window",), fixed=SILU),
+    "qwen2": Family(read=WINDOWS, fixed=SILU | {"use_mrope": False}, options={"qkv_bias": True}),
+    "qwen3": Family(read=WINDOWS, fixed=SILU, options={"qk_norm": True}),
+    "smollm3": Family(read=(*WINDOWS, "no_rope_layers", "no_rope_layer_interval"), fixed=SILU),
+    "gemma2": Family(read=(*GEMMA_FIELDS, "attn_logit_softcapping"), fixed=GEMMA_FIXED, options=GEMMA),
+    "gemma3_text": Family(
+        read=(*GEMMA_FIELDS, "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
+        fixed=GEMMA_FIXED | {"attn_logit_softcapping": None},
+        options=GEMMA | {"qk_norm": True},
+    ),
+}
+
+# Read for every family.
+COMMON_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+
+COMMON_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0, "quantization_config": None}
+
+# Fields that leave a forward pass as it is: how the model was made, saved, initialised or sampled from. A sequence
+# longer than max_position_embeddings is computed all the same; pretraining_tp only cuts products into slices; Gemma 2
+# reads sliding_window and not sliding_window_size.
+IGNORED_FIELDS = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "do_sample",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "max_length",
+    "max_position_embeddings",
+    "max_sequence_length",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "repetition_penalty",
+    "return_dict",
+    "sliding_window_size",
+    "temperature",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+}
+
+ROPE_FIELDS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+}
+
+
+def check_fields(written: dict) -> None:
+    """Refuses a config.json whose maths the decoder does not do, or whose maths is not known.
+
+    Args:
+        written: config.json as it stands in the file.
+    Raises:
+        ValueError: an unsupported model_type, an unsupported value, or an unknown field; the message names it.
+    """
+    kind = written.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type {kind!r} is not supported; use a model of type {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    fixed = COMMON_FIXED | family.fixed
+    for name, value in fixed.items():
+        if written.get(name) not in (None, value):
+            raise ValueError(f"{name} = {written[name]!r} is not supported, only {value!r}; use another model")
+    unknown = sorted(written.keys() - {*COMMON_FIELDS, *family.read, *fixed} - IGNORED_FIELDS)
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} = {written[unknown[0]]!r} is not a known field of {kind!r} models and may change what they "
+            f"compute; remove it from the file if it does not (all unknown: {', '.join(unknown)})"
+        )
+
+
+def decoder_config(fields: dict) -> DecoderConfig:
+    """The decoder that a config describes.
+
+    Args:
+        fields: what transformers makes of a config.json that passed `check_fields`, defaults filled in.
+    Raises:
+        ValueError: a layer or rotary setting that the decoder does not know; the message names it.
+    """
+    windows = _windows(fields)
+    usual = rope = fields["rope_parameters"]
+    options = dict(FAMILIES[fields["model_type"]].options)
+    if "full_attention" in rope:
+        usual, local = rope["full_attention"], rope["sliding_attention"]
+        if _rope_scaling(local) is not None:
+            raise ValueError(
+                f"rope_parameters.sliding_attention = {local!r}: only rope_type 'default' is supported there"
+            )
+        options["local_rope_theta"] = float(local["rope_theta"])
+    if "no_rope_layers" in fields:
+        # Despite its name, 1 stands for a layer that rotates; entries beyond the last layer are allowed.
+        rotated, count = fields["no_rope_layers"], fields["num_hidden_layers"]
+        if len(rotated) < count:
+            raise ValueError(f"no_rope_layers has {len(rotated)} entries for {count} layers; correct config.json")
+        options["rope_layers"] = () if all(rotated[:count]) else tuple(map(bool, rotated[:count]))
+    if "query_pre_attn_scalar" in fields:
+        options["attention_scale"] = fields["query_pre_attn_scalar"] ** -0.5
+    return DecoderConfig(
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=fields["num_attention_heads"],
+        num_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
+        rope_theta=float(usual["rope_theta"]),
+        rope_scaling=_rope_scaling(usual),
+        norm_epsilon=float(fields["rms_norm_eps"]),
+        tie_embeddings=fields["tie_word_embeddings"],
+        windows=windows,
+        attention_cap=fields.get("attn_logit_softcapping"),
+        logit_cap=fields.get("final_logit_softcapping"),
+        **options,
+    )
+
+
+def _windows(fields: dict) -> tuple[int | None, ...]:
+    """Each layer's window, or nothing where no layer has one."""
+    size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    kinds = (
+        fields.get("layer_types") or ["sliding_attention" if size else "full_attention"] * fields["num_hidden_layers"]
+    )
+    for layer, kind in enumerate(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer_types[{layer}] = {kind!r} is not supported; only full and sliding attention are")
+        if kind == "sliding_attention" and not size:
+            raise ValueError(
+                f"layer_types[{layer}] = {kind!r}, but sliding_window = {fields.get('sliding_window')!r} and "
+                f"use_sliding_window = {fields.get('use_sliding_window', True)!r}; correct config.json"
+            )
+    windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _rope_scaling(rope: dict) -> RopeScaling | None:
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type {kind!r} is not supported; use a model with default, linear or llama3")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported, only 1.0")
+    unknown = sorted(rope.keys() - ROPE_FIELDS)
+    if unknown:
+        raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not supported; use another model")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(rope["factor"]))
+    return RopeScaling(
+        "llama3",
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )

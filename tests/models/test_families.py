@@ -1,0 +1,223 @@
+"""Every model family against transformers: logits, log-probabilities, gradients, padding, packing and the cache."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.decoder import Decoder, DecoderConfig, logits
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.weights import load_pretrained, tensor_names
+from recjax.rollout.sampler import sample
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": 4, "final_logit_softcapping": 3.0}
+MODELS = {
+    "llama": {
+        "model_type": "llama",
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16},
+        "tie_word_embeddings": False,
+    },
+    "qwen2": {"model_type": "qwen2", "rope_parameters": ROPE, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "rope_parameters": ROPE, "head_dim": 12},
+    "mistral": {"model_type": "mistral", "rope_parameters": ROPE, "sliding_window": 4},
+    "smollm3": {"model_type": "smollm3", "rope_parameters": ROPE, "no_rope_layers": [1, 0]},
+    "gemma2": GEMMA | {"model_type": "gemma2", "rope_parameters": ROPE, "attn_logit_softcapping": 1.5},
+    "gemma3_text": GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+        },
+    },
+}
+PROMPTS, GROUP = (3, 6), 2  # lengths; completions a prompt
+COMPLETIONS = (5, 8, 1, 4)
+PLACES = {  # where each sequence starts: (row, column)
+    "left": [(0, 14), (1, 11), (2, 15), (3, 12)],
+    "right": [(0, 0), (1, 0), (2, 0), (3, 0)],
+    "packed": [(0, 1), (0, 10), (1, 0), (1, 7)],
+}
+# Most of the time here goes into compiling, and little of that is needed.
+jit = functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+
+
+# Options of the maths; sizes and tied embeddings change the parameter tree.
+OPTIONS = {field.name for field in dataclasses.fields(DecoderConfig) if field.default is not dataclasses.MISSING}
+OPTIONS -= {"norm_epsilon", "tie_embeddings"}
+
+
+class Loaded(NamedTuple):
+    """A random checkpoint as loaded here, and what transformers computes with it.
+
+    `sequences` are prompts with their completions, `scores` their logits; `gradients` are those of the completions'
+    summed log-probability, by Hugging Face name.
+    """
+
+    name: str
+    config: DecoderConfig
+    params: dict
+    prompts: list[np.ndarray]
+    sequences: list[np.ndarray]
+    scores: list[np.ndarray]
+    gradients: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request, tmp_path_factory):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**(SIZES | MODELS[request.param]))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-1.0, 1.0)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, SIZES["vocab_size"], length) for length in PROMPTS]
+    sequences, scores, total = [], [], 0.0
+    for row, length in enumerate(COMPLETIONS):
+        prompt = prompts[row // GROUP]
+        sequence = np.concatenate([prompt, random.integers(0, SIZES["vocab_size"], length)])
+        output = model(input_ids=torch.tensor(sequence)[None]).logits[0]
+        chosen = output[:-1].log_softmax(-1).gather(-1, torch.tensor(sequence)[1:, None])
+        total += chosen[len(prompt) - 1 :].sum()
+        sequences.append(sequence)
+        scores.append(output.detach().numpy())
+    total.backward()
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    config, params = load_pretrained(folder)
+    return Loaded(request.param, config, jax.tree.map(jnp.asarray, params), prompts, sequences, scores, gradients)
+
+
+def laid_out(sequences, layout, ids=True):
+    """The sequences in one batch [4, 22] with junk around them; its mask holds sequence ids, or says what is real."""
+    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (4, 22))
+    positions, mask, counted = (np.zeros(tokens.shape, int) for _ in range(3))
+    for index, (sequence, (row, start)) in enumerate(zip(sequences, PLACES[layout], strict=True)):
+        here = slice(start, start + len(sequence))
+        tokens[row, here], positions[row, here], mask[row, here] = sequence, np.arange(len(sequence)), index + 1
+        counted[row, start + PROMPTS[index // GROUP] : here.stop] = 1
+    return tokens, positions, mask if ids else mask > 0, counted[:, 1:] > 0
+
+
+@jit
+@functools.partial(jax.value_and_grad, has_aux=True)
+def summed_logprob(params, config, tokens, positions, mask, counted):
+    hidden, _ = Decoder(config).apply({"params": params}, tokens, positions, mask)
+    scores = logits(config, params, hidden)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(scores[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.where(counted, logprobs, 0.0).sum(), (scores, logprobs)
+
+
+@jit
+def forward(params, config, tokens, positions, mask):
+    return logits(config, params, Decoder(config).apply({"params": params}, tokens, positions, mask)[0])
+
+
+@jit
+def shared(params, config, *arrays):
+    return completion_logprobs(Decoder(config), params, *arrays, sampling=Sampling(), chunk=8)[0]
+
+
+@jit
+def drawn(params, config, prompts, mask, key):
+    options = {"group_size": GROUP, "max_tokens": max(COMPLETIONS), "sampling": Sampling(), "stop_ids": (39,)}
+    return sample(Decoder(config), params, prompts, mask, key, **options)
+
+
+def logprobs_of(scores, sequence):
+    return np.take_along_axis(np.asarray(jax.nn.log_softmax(scores[:-1])), sequence[1:, None], axis=-1)[:, 0]
+
+
+def gradient_error(loaded, gradients):
+    """The largest difference to torch's, each tensor in units of its own largest gradient."""
+    worst = 0.0
+    for path, names in tensor_names(loaded.config).items():
+        gradient = functools.reduce(lambda tree, key: tree[key], path.split("/"), gradients)
+        for layer, name in enumerate(names):
+            part = gradient[layer] if path.startswith("layers/") else gradient
+            expected = loaded.gradients[name]
+            part = part.T if path.endswith("/kernel") else part
+            worst = max(worst, np.abs(part - expected).max() / np.abs(expected).max())
+    return worst
+
+
+@pytest.mark.parametrize("layout", PLACES)
+def test_logits_logprobs_and_gradients_are_those_of_transformers(loaded, layout):
+    batch = laid_out(loaded.sequences, layout)
+    (_, (scores, logprobs)), gradients = summed_logprob(loaded.params, loaded.config, *batch)
+    logit_error = logprob_error = 0.0
+    for index, (row, start) in enumerate(PLACES[layout]):
+        sequence, expected = loaded.sequences[index], loaded.scores[index]
+        stop = start + len(sequence)
+        assert expected.std() > 0.5, "logits too flat to tell models apart"
+        logit_error = max(logit_error, np.abs(scores[row, start:stop] - expected).max())
+        difference = logprobs[row, start : stop - 1] - logprobs_of(expected, sequence)
+        logprob_error = max(logprob_error, np.abs(difference).max())
+    errors = np.array([logit_error, logprob_error, gradient_error(loaded, gradients)])
+    print(f"\n{loaded.name}, {layout}: logits {errors[0]:.1e}, log-probs {errors[1]:.1e}, gradients {errors[2]:.1e}")
+    assert (errors < 1e-4).all()
+
+
+def padded(rows):
+    """Rows of several lengths as one right-padded array, with its mask."""
+    mask = np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]
+    tokens = np.full(mask.shape, 7)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask
+
+
+def test_completions_that_share_a_prompt(loaded):
+    completions = [sequence[PROMPTS[row // GROUP] :] for row, sequence in enumerate(loaded.sequences)]
+    logprobs = shared(loaded.params, loaded.config, *padded(loaded.prompts), *padded(completions))
+    for row, sequence in enumerate(loaded.sequences):
+        expected = logprobs_of(loaded.scores[row], sequence)[PROMPTS[row // GROUP] - 1 :]
+        np.testing.assert_allclose(logprobs[row, : len(expected)], expected, atol=1e-4)
+
+
+def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
+    draws = jax.device_get(drawn(loaded.params, loaded.config, *padded(loaded.prompts), jax.random.key(0)))
+    assert draws.mask.sum() > 16, "too few tokens to test the cache with"
+    completions = [tokens[mask] for tokens, mask in zip(draws.tokens, draws.mask, strict=True)]
+    sequences = [np.concatenate([loaded.prompts[row // GROUP], tokens]) for row, tokens in enumerate(completions)]
+    scores = forward(loaded.params, loaded.config, *laid_out(sequences, "right", ids=False)[:3])
+    for row, sequence in enumerate(sequences):
+        expected = logprobs_of(scores[row, : len(sequence)], sequence)[PROMPTS[row // GROUP] - 1 :]
+        np.testing.assert_allclose(draws.logprobs[row, : len(expected)], expected, atol=1e-4)
+
+
+def test_every_option_matters(loaded):
+    """Each option that the family sets changes the logits when it is put back to its default."""
+    tokens, positions, mask, _ = laid_out(loaded.sequences, "right", ids=False)
+    scores = forward(loaded.params, loaded.config, tokens, positions, mask)
+    options = [field for field in dataclasses.fields(DecoderConfig) if field.name in OPTIONS]
+    for option in options:
+        if getattr(loaded.config, option.name) != option.default:
+            config = dataclasses.replace(loaded.config, **{option.name: option.default})
+            change = np.abs(forward(loaded.params, config, tokens, positions, mask) - scores)[mask].max()
+            assert change > 0.03, f"{option.name}: {change}"
