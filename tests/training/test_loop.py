@@ -76,7 +76,7 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
             np.broadcast_to(np.arange(asked.tokens.shape[1]), asked.tokens.shape),
             asked.mask,
         )
-        return jax.nn.log_softmax(logits(params, last_hidden(hidden, asked.mask)))
+        return jax.nn.log_softmax(logits(made.policy.decoder.config, params, last_hidden(hidden, asked.mask)))
 
     asked = made.evaluation
     one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
