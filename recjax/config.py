@@ -25,6 +25,17 @@ class DecoderShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside frozen projections."""
+
+    rank: int = at_least(1, 16)
+    alpha: float = at_least(0, 32.0)  # the adapters' product is scaled by alpha / rank
+    targets: list[str] = dataclasses.field(
+        default_factory=lambda: ["query", "key", "value", "output"]
+    )  # gate, up, down
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The policy: either `path` or `decoder`."""
 
@@ -32,6 +43,10 @@ class ModelConfig:
     decoder: DecoderShape | None = None
     dtype: str = "auto"  # float32 | bfloat16 | auto: bfloat16 where the device has it
     remat: bool = False  # recompute layers in the backward pass
+    lora: LoraConfig | None = None
+    freeze: list[str] = dataclasses.field(
+        default_factory=list
+    )  # regular expressions of parameter paths left as they are
     logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores exist at one time
 
 

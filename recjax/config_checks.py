@@ -6,6 +6,7 @@ from typing import Any
 
 from recjax.algorithms import presets
 from recjax.config import Config, schema_keys
+from recjax.models.decoder import PROJECTIONS
 
 
 def _value_at(config: Config, key: str) -> Any:
@@ -55,6 +56,11 @@ def check(config: Config) -> None:
     require_one("model", ["path", "decoder"])
     require_one("task", ["arithmetic", "file"])
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
+    if lora := config.model.lora:
+        unknown = [name for name in lora.targets if name not in PROJECTIONS]
+        require(lora.targets and not unknown, "model.lora.targets", f"takes some of {', '.join(PROJECTIONS)}")
+        remedy = "is not read beside model.lora, which trains its adapters and nothing else; remove one of them"
+        require(not config.model.freeze, "model.freeze", remedy)
     schedules = ("constant", "linear", "cosine")
     require(config.optimizer.schedule in schedules, "optimizer.schedule", f"takes {', '.join(schedules)}")
     require(":" in config.task.reward, "task.reward", "takes module:function")

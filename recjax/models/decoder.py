@@ -23,6 +23,18 @@ class RopeScaling(NamedTuple):
     original_max_positions: int = 8192
 
 
+class Lora(NamedTuple):
+    """Adapters of rank `rank` beside the projections named in `targets`: x W + (alpha / rank) x A B.
+
+    Reference: arXiv 2106.09685 §4.1.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
@@ -41,6 +53,7 @@ class DecoderConfig:
         post_norms: the outputs of attention and MLP are normalised too, before they are added to the stream.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
         attention_scale: factor on the attention scores; None: head_dim ** -0.5.
+        lora: adapters, for those who train nothing else.
         attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
     """
 
@@ -67,6 +80,7 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    lora: Lora | None = None
 
 
 class Context(NamedTuple):
@@ -223,15 +237,23 @@ class Block(nn.Module):
     def __call__(self, hidden, context_keys_values, layer, angles, masks, distances):
         config = self.config
         batch, time, _ = angles.shape
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
         norm = functools.partial(RMSNorm, config, self.dtype)
+
+        def dense(x, features, name, use_bias=False):
+            y = nn.Dense(features, use_bias=use_bias, dtype=self.dtype, name=name)(x)
+            if config.lora is None or name not in config.lora.targets:
+                return y
+            low = nn.Dense(config.lora.rank, use_bias=False, dtype=self.dtype, name=f"{name}_lora_a")(x)
+            added = nn.Dense(features, use_bias=False, dtype=self.dtype, name=f"{name}_lora_b")(low)
+            return y + added * (config.lora.alpha / config.lora.rank)
+
         if layer.frequencies is not None:
             angles = angles * layer.frequencies
         if layer.windows is not None:
             masks = [mask & (distance < layer.windows) for mask, distance in zip(masks, distances, strict=True)]
 
         def heads_of(x, count, name):
-            x = dense(count * config.head_dim, use_bias=config.qkv_bias, name=name)(x)
+            x = dense(x, count * config.head_dim, name, config.qkv_bias)
             return x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2)
 
         x = norm(name="attention_norm")(hidden)
@@ -244,12 +266,12 @@ class Block(nn.Module):
         segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, (keys, values)], masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap)
-        mixed = dense(config.hidden_size, name="output")(mixed)
+        mixed = dense(mixed, config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
         x = norm(name="mlp_norm")(hidden)
-        gate = ACTIVATIONS[config.activation](dense(config.intermediate_size, name="gate")(x))
-        mixed = dense(config.hidden_size, name="down")(gate * dense(config.intermediate_size, name="up")(x))
+        gate = ACTIVATIONS[config.activation](dense(x, config.intermediate_size, "gate"))
+        mixed = dense(gate * dense(x, config.intermediate_size, "up"), config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
         return hidden, (keys, values)
 

@@ -49,20 +49,20 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     manager.wait_until_finished()
 
 
-def restore(manager: ocp.CheckpointManager, state: TrainState) -> Snapshot | None:
+def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot | None:
     """The newest checkpoint, or None.
 
     Args:
-        state: a state of the same shapes; its values are not used.
+        state, behaviour_params: of the same shapes; their values are not used.
     """
     step = manager.latest_step()
     if step is None:
         return None
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    like, behaviour_like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state, behaviour_params))
     progress = manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
     items = {
         "state": ocp.args.StandardRestore(like),
-        "behaviour_params": ocp.args.StandardRestore(like.params),
+        "behaviour_params": ocp.args.StandardRestore(behaviour_like),
     }
     queued = progress.pop("queued")
     if queued:

@@ -17,6 +17,7 @@ from recjax.config import Config
 from recjax.experience.collect import draw, scored
 from recjax.experience.records import Batch
 from recjax.models.logprobs import Sampling
+from recjax.models.trainable import combine, in_compute_dtype, split
 from recjax.rollout.prompts import batch_indices
 from recjax.training import checkpoint, schedule
 from recjax.training.checkpoint import Snapshot
@@ -43,16 +44,19 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
     micro_batches = rollout.prompts_per_step // (config.training.micro_batch_prompts or rollout.prompts_per_step)
 
     # --- Where the run stands: a checkpoint, or before the first step.
-    reference_params = _copy(setup.initial_params) if algorithm.needs_reference else None
-    state = TrainState(_copy(setup.initial_params), optimizer.init(setup.initial_params))
+    initial_params, frozen = split(setup.initial_params, config.model)
+    frozen = in_compute_dtype(policy.decoder, frozen, copy=False)
+    reference_params = initial_params if algorithm.needs_reference else None
+    state = TrainState(jax.tree.map(jnp.copy, initial_params), optimizer.init(initial_params))
+    initial_behaviour = in_compute_dtype(policy.decoder, initial_params, copy=False)
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
-    restored = checkpoint.restore(manager, state)
+    restored = checkpoint.restore(manager, state, initial_behaviour)
     if jax.device_count() > 1:
         logging.warning("%d devices are there; this version trains on one of them", jax.device_count())
     if restored:
         logging.info("going on from the checkpoint of step %d", restored.step)
     nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0}
-    snapshot = restored or Snapshot(0, state, setup.initial_params, 0, [], nothing_done)
+    snapshot = restored or Snapshot(0, state, initial_behaviour, 0, [], nothing_done)
     step, state, behaviour_params, version, queue, progress = snapshot
     phases, wall_before = PhaseSeconds(progress["seconds"]), progress["wall_seconds"] + setup.seconds
     phases.totals["prepare"] += setup.seconds
@@ -60,8 +64,9 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
 
     def evaluated(name: str) -> dict[str, float]:
         with phases.phase("evaluate"):
-            initial = setup.initial_params if config.evaluation.initial_kl else None
-            result = evaluate(config, policy, state.params, setup.evaluation, setup.reward, step, initial)
+            initial = combine(initial_params, frozen) if config.evaluation.initial_kl else None
+            params = combine(state.params, frozen)
+            result = evaluate(config, policy, params, setup.evaluation, setup.reward, step, initial)
             write_samples(output / "samples" / f"{name}.jsonl", result)
         measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
@@ -70,10 +75,8 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         indices = batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed)
         prompts = setup.train.take(indices)
         with phases.phase("sample"):
-            key = jax.random.fold_in(sample_key, number)
-            drawn = draw(
-                policy, behaviour_params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling
-            )
+            key, params = jax.random.fold_in(sample_key, number), combine(behaviour_params, frozen)
+            drawn = draw(policy, params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling)
         with phases.phase("score"):
             return scored(policy, prompts, drawn, setup.reward, version).batch
 
@@ -91,7 +94,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         step += 1
         # --- Sync, sample and score.
         if schedule.is_sync(step, config.regime):
-            behaviour_params, version = _copy(state.params), step - 1
+            behaviour_params, version = in_compute_dtype(policy.decoder, state.params, copy=True), step - 1
         queue += [drawn_batch(number) for number in schedule.batches_to_draw(step, config.regime)]
 
         # --- Update on the oldest batch.
@@ -102,6 +105,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         with phases.phase("update"):
             state, metrics = update(
                 state,
+                frozen,
                 reference_params,
                 batch,
                 jax.random.fold_in(drop_key, step),
@@ -159,11 +163,6 @@ def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeco
     }
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
-
-
-def _copy(params: dict) -> dict:
-    """A copy of its own, which a donated update cannot touch."""
-    return jax.tree.map(jnp.copy, params)
 
 
 def _loop_seconds(phases: PhaseSeconds) -> float:

@@ -3,10 +3,12 @@
 import time
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from recjax.config import Config
 from recjax.models.policy import Policy, load_policy
+from recjax.models.trainable import with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import RewardFunction
@@ -36,4 +38,8 @@ def prepare(config: Config) -> Setup:
     held_out = everything.take(np.arange(len(task.train), len(problems)))
     if config.warm_start:
         params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
     return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started)

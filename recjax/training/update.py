@@ -14,10 +14,11 @@ from recjax.config import OptimizerConfig
 from recjax.experience.records import Batch
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.trainable import combine
 
 
 class TrainState(NamedTuple):
-    """What an update changes."""
+    """What an update changes: the trained parameters, and the optimiser's state, which is of them alone."""
 
     params: dict
     optimizer_state: optax.OptState
@@ -66,6 +67,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 )
 def update(
     state: TrainState,
+    frozen: dict,
     reference_params: dict | None,
     batch: Batch,
     key: PRNGKeyArray,
@@ -84,7 +86,8 @@ def update(
 
     Args:
         state: donated; use the returned one.
-        reference_params: anchor of the reference KL; None where the algorithm has none.
+        frozen: the parameters that the state lacks; constant, and no gradient of them is taken.
+        reference_params: those of the anchor of the reference KL, beside `frozen`; None where the algorithm has none.
         batch: rows grouped by prompt, the same number for each.
         key: for random drops.
         sampling: the distribution that drew the batch; log π is of the same one.
@@ -100,7 +103,7 @@ def update(
     def logprobs_of(params, part: Batch):
         return completion_logprobs(
             decoder,
-            params,
+            combine(params, frozen),
             part.prompts,
             part.prompt_mask,
             part.completions,

@@ -29,6 +29,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on.
     """
     depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
+    depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in ("lora", "freeze")}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder("warm_start") / digest

@@ -43,6 +43,7 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat=False, chu
     reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
     state, metrics = update(
         state,
+        {},
         reference,
         batch,
         jax.random.key(0),

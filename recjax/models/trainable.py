@@ -1,0 +1,106 @@
+"""Which parameters training changes: all, those that no pattern freezes, or only low-rank adapters."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+
+from recjax.config import LoraConfig, ModelConfig
+from recjax.models.decoder import Decoder, DecoderConfig, Lora, abstract_params
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter path is that of an adapter."""
+    return "_lora_" in path
+
+
+def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.Array) -> tuple[Decoder, dict]:
+    """The decoder and its parameters with fresh adapters, which change nothing yet: A is random, B zero."""
+    lora = Lora(config.rank, config.alpha, tuple(config.targets))
+    decoder = decoder.clone(config=dataclasses.replace(decoder.config, lora=lora))
+
+    def fresh(path: str, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array:
+        if path.split("/")[-2].endswith("_b"):
+            return jnp.zeros(leaf.shape)
+        return jax.random.normal(jax.random.fold_in(key, number), leaf.shape) * leaf.shape[-2] ** -0.5
+
+    leaves = {path: leaf for path, leaf in flatten(abstract_params(decoder.config)).items() if is_adapter(path)}
+    adapters = unflatten({path: fresh(path, leaf, number) for number, (path, leaf) in enumerate(leaves.items())})
+    return decoder, combine(params, adapters)
+
+
+def merged(config: DecoderConfig, params: dict) -> dict:
+    """Parameters of the same policy without adapters: each kernel with its adapters' product added."""
+    leaves = flatten(params)
+    scale = config.lora.alpha / config.lora.rank
+    whole = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
+    for target in config.lora.targets:
+        a, b = (leaves[f"layers/{target}_lora_{side}/kernel"] for side in "ab")
+        whole[f"layers/{target}/kernel"] = whole[f"layers/{target}/kernel"] + scale * (a @ b)
+    return unflatten(whole)
+
+
+def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
+    """The parameters that are trained, and those that are not.
+
+    Raises:
+        ValueError: a pattern of `freeze` that is none or that no path has, or nothing left to train.
+    """
+    leaves = flatten(params)
+    frozen = {path for path in leaves if not is_adapter(path)} if config.lora else _matching(leaves, config.freeze)
+    if len(frozen) == len(leaves):
+        raise ValueError(f"model.freeze = {config.freeze!r} leaves nothing to train; freeze less")
+    kept = {path: leaf for path, leaf in leaves.items() if path not in frozen}
+    return unflatten(kept), unflatten({path: leaves[path] for path in leaves if path in frozen})
+
+
+def _matching(leaves: dict[str, jax.Array], patterns: list[str]) -> set[str]:
+    found = set()
+    for pattern in patterns:
+        try:
+            matching = {path for path in leaves if re.search(pattern, path)}
+        except re.error as error:
+            raise ValueError(f"model.freeze: {pattern!r} is no regular expression ({error})") from error
+        if not matching:
+            raise ValueError(f"model.freeze: {pattern!r} is in none of the paths {', '.join(leaves)}")
+        found |= matching
+    return found
+
+
+def combine(first: dict, second: dict) -> dict:
+    """One tree of two that share no leaf."""
+    return unflatten({**flatten(first), **flatten(second)}) if second else first
+
+
+def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
+    """Parameters in the dtype that the decoder casts them to anyway; norm scales, which it does not cast, as they are.
+
+    Nothing is rounded that a forward pass would not round, so the policy is the same.
+
+    Args:
+        copy: give arrays of their own, which a donated update of `params` cannot touch.
+    """
+
+    def cast(path: str, leaf: jax.Array) -> jax.Array:
+        return jnp.array(leaf, leaf.dtype if path.endswith("/scale") else decoder.dtype, copy=copy)
+
+    return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})
+
+
+def flatten(params: dict) -> dict[str, jax.Array]:
+    """Path → leaf of a nested dict, paths as "layers/query/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def unflatten(leaves: dict[str, jax.Array]) -> dict:
+    """The nested dict of paths and leaves."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        *blocks, name = path.split("/")
+        block = tree
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[name] = leaf
+    return tree

@@ -1,0 +1,131 @@
+"""Adapters and frozen parameters: what they compute, what training leaves alone, what a copy for the sampler rounds."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.config import LoraConfig, ModelConfig
+from recjax.models.decoder import PROJECTIONS, Decoder, DecoderConfig, init_params, logits
+from recjax.models.trainable import (
+    combine,
+    flatten,
+    in_compute_dtype,
+    is_adapter,
+    merged,
+    split,
+    unflatten,
+    with_adapters,
+)
+
+CONFIG = DecoderConfig(
+    vocab_size=11,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    qkv_bias=True,
+)
+PARAMS = init_params(CONFIG, jax.random.key(0))
+TOKENS = jax.random.randint(jax.random.key(1), (3, 5), 0, 11)
+LORA = LoraConfig(rank=3, alpha=5.0, targets=list(PROJECTIONS))
+
+
+def scores(decoder, params):
+    positions = jnp.broadcast_to(jnp.arange(5), (3, 5))
+    hidden, _ = decoder.apply({"params": params}, TOKENS, positions, jnp.ones((3, 5), bool))
+    return logits(decoder.config, params, hidden)
+
+
+def noisy_adapters(params):
+    """Parameters whose adapters have values in B too."""
+    keys = iter(jax.random.split(jax.random.key(2), 64))
+    leaves = flatten(params)
+    return unflatten(
+        {p: jax.random.normal(next(keys), x.shape) * 0.3 if is_adapter(p) else x for p, x in leaves.items()}
+    )
+
+
+def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
+    decoder, params = with_adapters(Decoder(CONFIG), PARAMS, LORA, jax.random.key(0))
+    np.testing.assert_array_equal(scores(decoder, params), scores(Decoder(CONFIG), PARAMS))
+    adapters = {path: leaf for path, leaf in flatten(params).items() if is_adapter(path)}
+    assert len(adapters) == 14
+    for path, leaf in adapters.items():
+        assert 3 == leaf.shape[-1 if "_lora_a/" in path else -2]
+        assert bool(leaf.any()) == ("_lora_a/" in path)
+
+
+@pytest.mark.parametrize("targets", [*([name] for name in PROJECTIONS), list(PROJECTIONS)])
+def test_merged_kernels_give_the_same_scores(targets):
+    decoder, params = with_adapters(
+        Decoder(CONFIG), PARAMS, dataclasses.replace(LORA, targets=targets), jax.random.key(0)
+    )
+    params = noisy_adapters(params)
+    ours = scores(decoder, params)
+    assert float(jnp.abs(ours - scores(Decoder(CONFIG), PARAMS)).max()) > 1e-3
+    np.testing.assert_allclose(scores(Decoder(CONFIG), merged(decoder.config, params)), ours, atol=1e-5)
+    chex.assert_trees_all_equal_shapes(merged(decoder.config, params), PARAMS)
+
+
+def test_gradients_of_adapters_are_those_of_the_whole_kernel_by_the_chain_rule():
+    decoder, params = with_adapters(Decoder(CONFIG), PARAMS, LORA, jax.random.key(0))
+    params = noisy_adapters(params)
+    trainable, frozen = split(params, ModelConfig(lora=LORA))
+
+    def loss(scores):
+        return jnp.sum(jnp.sin(scores))
+
+    low = jax.grad(lambda part: loss(scores(decoder, combine(part, frozen))))(trainable)
+    whole = jax.grad(lambda full: loss(scores(Decoder(CONFIG), full)))(merged(decoder.config, params))
+    for name in PROJECTIONS:
+        gradient = whole["layers"][name]["kernel"] * LORA.alpha / LORA.rank
+        a, b = (params["layers"][f"{name}_lora_{side}"]["kernel"] for side in "ab")
+        np.testing.assert_allclose(low["layers"][f"{name}_lora_a"]["kernel"], gradient @ b.mT, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(low["layers"][f"{name}_lora_b"]["kernel"], a.mT @ gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_split_parts_share_nothing_and_combine_to_the_whole():
+    for config in (ModelConfig(), ModelConfig(freeze=["embedding", "^layers/(query|key)/"]), ModelConfig(lora=LORA)):
+        decoder, params = Decoder(CONFIG), PARAMS
+        if config.lora:
+            decoder, params = with_adapters(decoder, params, config.lora, jax.random.key(0))
+        trainable, frozen = split(params, config)
+        assert not flatten(trainable).keys() & flatten(frozen).keys()
+        chex.assert_trees_all_equal(combine(trainable, frozen), params)
+    assert set(flatten(split(PARAMS, ModelConfig(freeze=["embedding", "^layers/(query|key)/"]))[1])) == {
+        "embedding/embedding",
+        *(f"layers/{name}/{kind}" for name in ("query", "key") for kind in ("kernel", "bias")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        (["embeding"], "'embeding' is in none of the paths embedding/embedding"),
+        (["("], "no regular"),
+        ([""], "nothing to"),
+    ],
+)
+def test_freezing_what_is_not_there_or_everything_is_refused(freeze, message):
+    with pytest.raises(ValueError, match=message):
+        split(PARAMS, ModelConfig(freeze=freeze))
+
+
+def test_a_copy_in_the_compute_dtype_is_the_same_policy():
+    decoder = Decoder(CONFIG, jnp.bfloat16)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(3), x.shape), PARAMS)
+    copy = in_compute_dtype(decoder, params, copy=True)
+    np.testing.assert_array_equal(scores(decoder, copy), scores(decoder, params))
+    for path, leaf in flatten(copy).items():
+        assert leaf.dtype == (jnp.float32 if path.endswith("/scale") else jnp.bfloat16)
+    own = in_compute_dtype(Decoder(CONFIG), params, copy=True)
+    addresses = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+    assert not addresses & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(own)}
+    shared = in_compute_dtype(Decoder(CONFIG), params, copy=False)
+    assert addresses == {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(shared)}

@@ -1,0 +1,121 @@
+"""Training a part of the parameters in the real loop: adapters, frozen paths, bfloat16."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.models.trainable import flatten, is_adapter
+from recjax.training import checkpoint
+from recjax.training.setup import prepare
+from tests.training.tiny_run import TINY, train, without_times
+
+LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
+PARTS = {"lora": [LORA], "freeze": ["model.freeze=[embedding, norm]"], "bfloat16": ["model.dtype=bfloat16"]}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return lambda name, *overrides: load_config(tmp_path / "tiny.yaml", [f"output={tmp_path / name}", *overrides])
+
+
+def saved(config) -> dict[str, np.ndarray]:
+    """Path → leaf of everything in the run's newest checkpoint."""
+    with ocp.CheckpointManager(f"{config.output}/checkpoints") as manager:
+        state = manager.restore(manager.latest_step(), args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    return flatten(state["state"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_kill_and_resume_equals_straight_through(tiny, part, monkeypatch):
+    straight = without_times(train(tiny("straight", "regime.sync_interval=2", *PARTS[part])))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.ocp.CheckpointManager, "close", lambda self: None)
+        train(tiny("resumed", "regime.sync_interval=2", "training.steps=4", *PARTS[part]))
+    resumed = without_times(train(tiny("resumed", "regime.sync_interval=2", *PARTS[part])))
+    trained = [row["step"] for row in straight if "loss" in row]
+    assert [row["step"] for row in resumed] == [row["step"] for row in straight] and len(trained) == 7
+    for ours, theirs in zip(resumed, straight, strict=True):
+        shared = ours.keys() & theirs.keys()
+        assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+def test_adapters_learn_beside_a_base_that_stays_and_the_optimiser_holds_them_alone(tiny):
+    config = tiny("lora", LORA, "algorithm.reference_kl={coefficient: 0.1}", "evaluation.initial_kl=true")
+    rows = train(config)
+    leaves = saved(config)
+    kernels = [path for path in leaves if path.endswith("kernel")]
+    assert kernels and all(is_adapter(path) for path in kernels)
+    assert any(np.abs(leaves[path]).max() > 0 for path in kernels if "_lora_b/" in path and "params" in path)
+    params = sum(leaf.size for path, leaf in leaves.items() if "mu" not in path and "nu" not in path and leaf.ndim)
+    moments = sum(leaf.size for path, leaf in leaves.items() if "mu" in path or "nu" in path)
+    layers, hidden, middle, rank = 1, 16, 32, 2
+    assert params == layers * rank * ((hidden + hidden) + (middle + hidden))
+    assert moments == 2 * params
+    assert [row["evaluation/initial_kl"] for row in rows if "evaluation/initial_kl" in row][0] == pytest.approx(
+        0, abs=1e-6
+    )
+    assert all(
+        row["ratio/q99"] == pytest.approx(1, abs=1e-5) for row in rows[1:]
+    )  # on-policy: sampler and trainer agree
+
+
+def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
+    config = tiny("freeze", *PARTS["freeze"])
+    start = flatten(prepare(config).initial_params)
+    train(config)
+    leaves = saved(config)
+    assert not any("embedding" in path or "norm" in path for path in leaves)
+    moved = {path.removeprefix("params/"): leaf for path, leaf in leaves.items() if path.startswith("params/")}
+    assert len(moved) == 7
+    for path, leaf in moved.items():
+        assert np.abs(leaf - np.asarray(start[path])).max() > 1e-4, path
+
+
+def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_ones(tiny):
+    config = tiny("bfloat16", *PARTS["bfloat16"], "regime.sync_interval=2")
+    train(config)
+    with ocp.CheckpointManager(f"{config.output}/checkpoints") as manager:
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(), behaviour_params=ocp.args.StandardRestore())
+        restored = manager.restore(manager.latest_step(), args=items)
+    for path, leaf in flatten(restored["behaviour_params"]).items():
+        assert leaf.dtype == ("float32" if path.endswith("/scale") else "bfloat16"), path
+    assert {leaf.dtype for path, leaf in flatten(restored["state"]).items() if leaf.ndim} == {np.dtype("float32")}
+
+
+def test_the_gap_between_sampler_and_trainer_in_bfloat16_is_that_of_rounded_activations(tiny):
+    """In float32 the two agree; in bfloat16 they add the same products in other orders and round each sum to 8 bits."""
+
+    def gap(dtype):
+        row = train(tiny(dtype, f"model.dtype={dtype}", "training.steps=1", "rollout.prompts_per_step=16"))[1]
+        return max(abs(np.log(row[f"ratio/{name}"])) for name in ("q01", "q99", "max"))
+
+    assert gap("float32") < 1e-5
+    assert 0 < gap("bfloat16") < 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.lora={targets: [qeury]}"], r"model.lora.targets = \['qeury'\]: takes some of query"),
+        (["model.lora={targets: []}"], "model.lora.targets"),
+        (["model.lora={rank: 0}"], "model.lora.rank = 0"),
+        ([LORA, "model.freeze=[embedding]"], "model.freeze.*not read beside model.lora"),
+    ],
+)
+def test_contradictions_are_refused(tiny, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        tiny("x", *overrides)
+
+
+def test_adapters_of_a_warm_started_base_use_the_cached_base(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    start = "warm_start={steps: 3, batch_size: 8, learning_rate: 1e-2, wrong_fraction: 0.0}"
+    plain = prepare(tiny("a", start)).initial_params
+    monkeypatch.setattr("recjax.training.warm_start.supervise", None)  # from the cache now, or not at all
+    with_lora = prepare(tiny("b", start, LORA)).initial_params
+    for path, leaf in flatten(plain).items():
+        np.testing.assert_array_equal(leaf, flatten(with_lora)[path])
+    assert len(jax.tree.leaves(with_lora)) == len(jax.tree.leaves(plain)) + 4
