@@ -28,7 +28,6 @@ def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
     """
     if config.model.path:
         decoder_config, params = load_pretrained(config.model.path)
-        params = jax.device_put(params)
         tokenizer = load_tokenizer(config.model.path)
     else:
         tokenizer = character_tokenizer(characters)

@@ -1,11 +1,15 @@
 """Pretrained weights: Hugging Face folders as a config and a parameter tree."""
 
 import contextlib
+import functools
 import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
@@ -49,7 +53,7 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
         path: a folder with config.json and model.safetensors (or model.safetensors.index.json and its shards) in
             float32, float16 or bfloat16; or a hub name.
     Returns:
-        The config, and the parameter tree as float32 NumPy arrays on the host.
+        The config, and the parameter tree in float32 on the default device.
     Raises:
         ValueError: the model is not one that the decoder computes exactly, or a file is missing, damaged or at odds
             with the config.
@@ -99,7 +103,9 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
 
 
 def read_params(folder: Path, config: DecoderConfig) -> dict:
-    """The parameter tree from a folder's safetensors files, read one tensor at a time.
+    """The parameter tree from a folder's safetensors files, float32 on the default device.
+
+    Tensors go there one at a time, each into its layer's place, so that the host holds one of them and no whole model.
 
     Raises:
         ValueError: tensors are missing, unexpected, or of another shape or dtype; a file is missing or damaged.
@@ -114,13 +120,26 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
 
         def read(path, leaf):
             path = jax.tree_util.keystr(path, simple=True, separator="/")
-            stacked = np.empty(leaf.shape, np.float32)
-            for slot, name in zip(stacked if path.startswith("layers/") else [stacked], names[path], strict=True):
-                target = slot.T if path.endswith("/kernel") else slot
-                target[...] = _read(*found[name], name, target.shape)
+            layered, transposed = path.startswith("layers/"), path.endswith("/kernel")
+            shape = leaf.shape[1:] if layered else leaf.shape
+
+            def tensor(name):
+                values = _read(*found[name], name, shape[::-1] if transposed else shape)
+                return values.T if transposed else values
+
+            if not layered:
+                return jnp.asarray(tensor(names[path][0])).astype(jnp.float32)
+            stacked = jnp.zeros(leaf.shape)
+            for layer, name in enumerate(names[path]):
+                stacked = _with_layer(stacked, layer, tensor(name))
             return stacked
 
         return jax.tree_util.tree_map_with_path(read, abstract_params(config))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_layer(stacked: Array, layer: ArrayLike, tensor: ArrayLike) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, 0)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

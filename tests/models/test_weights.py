@@ -1,7 +1,9 @@
 """The loader: every parameter where it belongs, every format, and an error that names what is wrong."""
 
 import dataclasses
+import gc
 import json
+import weakref
 
 import huggingface_hub
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from recjax.models import weights
 from recjax.models.decoder import DecoderConfig, RopeScaling, abstract_params
 from recjax.models.weights import load_pretrained, read_config, tensor_names
 
@@ -76,6 +79,29 @@ def assert_params_equal(params, tensors, layers=2):
             (values,) = (array[layer] for array in params["layers"][ours].values())
             expected = tensors[f"model.layers.{layer}.{theirs}.weight"].astype(np.float32)
             np.testing.assert_array_equal(values.T, expected, err_msg=f"{ours} {layer}")
+
+
+def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
+    read, alive, most = weights._read, weakref.WeakSet(), []
+
+    class Tracked(np.ndarray):
+        """An array that a WeakSet takes."""
+
+        __hash__ = object.__hash__
+
+    def tracked(*args):
+        gc.collect()
+        most.append(len(alive))
+        tensor = read(*args).view(Tracked)
+        alive.add(tensor)
+        return np.asarray(tensor)
+
+    monkeypatch.setattr(weights, "_read", tracked)
+    params = load_pretrained(write_folder(tmp_path, random_tensors()))[1]
+    assert_params_equal(params, random_tensors())
+    assert len(most) == len(SHAPES) and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    # What is not stacked may be the very memory that was read, on a CPU; of stacked tensors none stays.
+    assert max(most) <= 3 + 1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
