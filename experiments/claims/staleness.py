@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
-from recjax.analysis.curves import COLOURS, LABELS, STYLES
+from recjax.analysis.curves import COLOURS, LABELS, STYLES, plain_ticks
 
 matplotlib.use("Agg")
 
@@ -21,7 +21,8 @@ KEPT = 0.5  # an algorithm survives an interval if it keeps this share of its ow
 def accuracy_by_interval(table: pd.DataFrame) -> pd.DataFrame:
     """Final accuracy, mean over seeds: a row an algorithm, a column a sync_interval; and the start in column 0."""
     ends = final(table).groupby(["algorithm", "regime"], sort=False).mean().unstack("regime")
-    ends = ends[[name for name in INTERVALS if name in ends]].rename(columns=INTERVALS).dropna(how="all", subset=[5])
+    ends = ends[list(INTERVALS)].rename(columns=INTERVALS).dropna()
+    ends = ends.loc[[name for name in dict.fromkeys(table["algorithm"]) if name in ends.index]]
     start = table[table["step"] == 0]["evaluation/accuracy"].mean()
     ends.insert(0, 0, start)
     return ends
@@ -51,39 +52,33 @@ def rank_correlations(runs: pd.DataFrame) -> pd.Series:
 def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     """Final accuracy over sync_interval, a line an algorithm; and gain over each early diagnostic, a dot a run."""
     ends, runs, correlations = accuracy_by_interval(table), foretelling(table), rank_correlations(foretelling(table))
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    panels = figure.subplot_mosaic(
-        "AAAXX;AAABC;AAADE" if len(PREDICTORS) == 5 else "A", width_ratios=[1, 1, 1, 1.2, 1.2]
-    )
+    figure = Figure(figsize=(14, 8.5), layout="constrained")
+    panels = figure.subplot_mosaic("AAAABBCC;AAAADDEE;AAAAFF..")
     places = np.arange(len(ends.columns) - 1)
     for index, (algorithm, values) in enumerate(ends.iterrows()):
-        colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS)]
-        panels["A"].plot(
-            places, values.drop(0), color=colour, ls=style, marker="o", ms=3, label=names.get(algorithm, algorithm)
-        )
+        line = {"color": COLOURS[index % len(COLOURS)], "ls": STYLES[index // len(COLOURS)], "marker": "o", "ms": 3}
+        panels["A"].plot(places, values.drop(0), label=names.get(algorithm, algorithm), **line)
     panels["A"].axhline(ends[0].iloc[0], color="grey", lw=0.8, ls=":")
     panels["A"].annotate("before training", (0, ends[0].iloc[0]), fontsize=8, color="grey", va="bottom")
     panels["A"].set_xticks(places, [str(m) for m in ends.columns if m])
     panels["A"].set(
         xlabel="sync_interval m (optimiser steps)", ylabel="final held-out accuracy (share)", ylim=(0, 1.02)
     )
-    panels["A"].legend(frameon=False, fontsize=8, ncols=2)
-    for place, name in zip("XBCDE", PREDICTORS, strict=True):
+    panels["A"].legend(frameon=False, fontsize=9, ncols=2, loc="lower left")
+    for place, name in zip("BCDEF", PREDICTORS, strict=True):
         axes = panels[place]
-        for shade, regime in enumerate(dict.fromkeys(runs.index.get_level_values("regime"))):
-            chosen = runs.xs(regime, level="regime")
+        for shade, regime in enumerate(name for name in INTERVALS if name != "on_policy"):
+            chosen = runs[runs.index.get_level_values("regime") == regime]
             axes.scatter(chosen[name], chosen["gain"], s=9, color=COLOURS[shade], label=f"m = {INTERVALS[regime]}")
         axes.axhline(0, color="grey", lw=0.8)
-        label = LABELS[name].replace("\n", " ")
-        axes.set(
-            xlabel=f"{label}, steps 1–{EARLY}",
-            ylabel="accuracy gained",
-            title=f"rank correlation {correlations[name]:+.2f}",
-        )
-        axes.title.set_fontsize(9)
+        axes.set(xlabel=LABELS[name].replace("\n", " "), ylabel="accuracy gained by the end")
+        axes.set_title(f"rank correlation {correlations[name]:+.2f}", fontsize=10)
         if name.startswith(("ratio", "behaviour")):
             axes.set_xscale("log")
-    panels["X"].legend(frameon=False, fontsize=8)
+            plain_ticks(axes.xaxis)
+    legend = panels["F"].get_legend_handles_labels()
+    title = f"diagnostics: mean over steps 1–{EARLY}\na dot is a run with"
+    figure.legend(*legend, loc="lower right", bbox_to_anchor=(0.97, 0.1), frameon=False, title=title)
     for axes in panels.values():
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

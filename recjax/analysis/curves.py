@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 matplotlib.use("Agg")
 
@@ -60,7 +61,8 @@ def draw_curves(
             for index, line in enumerate(drawn):
                 chosen = table[(table[lines] == line) & (table[columns] == place)]
                 _draw_band(panels[row, column], chosen, metric, index, names.get(line, line))
-            _finish(panels[row, column], metric)
+        for axes in panels[row]:
+            _finish(axes, metric)
         panels[row, 0].set_ylabel(LABELS.get(metric, metric))
     for column, place in enumerate(across):
         panels[0, column].set_title(names.get(place, place), fontsize=10)
@@ -83,9 +85,21 @@ def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: s
     axes.plot(values.index, values["mean"], color=colour, ls=style, lw=1.4, label=label)
 
 
+def plain_ticks(axis: Axis) -> None:
+    """Few ticks, as plain decimals, for a logarithmic axis of whatever span."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def _finish(axes: Axes, metric: str) -> None:
     if metric in LOGARITHMIC:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        if high < 2.2 * low:
+            axes.set_ylim(low / 1.5, high * 1.5)
+        plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(0, 1.02 if metric in SHARES else None)
     axes.grid(alpha=0.3)
