@@ -58,7 +58,7 @@ def check(config: Config) -> None:
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
     if lora := config.model.lora:
         unknown = [name for name in lora.targets if name not in PROJECTIONS]
-        require(lora.targets and not unknown, "model.lora.targets", f"takes some of {', '.join(PROJECTIONS)}")
+        require(bool(lora.targets) and not unknown, "model.lora.targets", f"takes some of {', '.join(PROJECTIONS)}")
         remedy = "is not read beside model.lora, which trains its adapters and nothing else; remove one of them"
         require(not config.model.freeze, "model.freeze", remedy)
     schedules = ("constant", "linear", "cosine")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
     return unflatten(kept), unflatten({path: leaves[path] for path in leaves if path in frozen})
 
 
-def _matching(leaves: dict[str, jax.Array], patterns: list[str]) -> set[str]:
+def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
     found = set()
     for pattern in patterns:
         try:
@@ -88,13 +89,13 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
     return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})
 
 
-def flatten(params: dict) -> dict[str, jax.Array]:
+def flatten(params: dict) -> dict[str, Any]:
     """Path → leaf of a nested dict, paths as "layers/query/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def unflatten(leaves: dict[str, jax.Array]) -> dict:
+def unflatten(leaves: dict[str, Any]) -> dict:
     """The nested dict of paths and leaves."""
     tree: dict = {}
     for path, leaf in leaves.items():
