@@ -27,20 +27,28 @@ def main(argv: list[str]) -> None:
     try:
         if argv[1:]:
             raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
-        if (FLAGS.run is None) == (FLAGS.model is None):
-            found = "found both" if FLAGS.run else "found neither"
-            raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); {found}")
-        if FLAGS.model and FLAGS.step is not None:
-            raise ValueError(f"--step {FLAGS.step} is not read with --model, which has no checkpoints; remove it")
-        check_output(FLAGS.output)
-        if FLAGS.model:
-            export_again(FLAGS.model, FLAGS.output, FLAGS.dtype)
-            print(f"wrote {FLAGS.output}: {FLAGS.model} in {FLAGS.dtype}")
-        else:
-            step = export_run(Path(FLAGS.run), FLAGS.output, FLAGS.step, FLAGS.dtype)
-            print(f"wrote {FLAGS.output}: {FLAGS.run} after step {step} in {FLAGS.dtype}")
+        source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
+
+
+def export(run: str | None, model: str | None, output: str, step: int | None, dtype: str) -> str:
+    """Does what the flags say; returns what was exported, in words.
+
+    Raises:
+        ValueError: flags that contradict each other, or something that cannot be read or written.
+    """
+    if (run is None) == (model is None):
+        found = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); {found}")
+    if model and step is not None:
+        raise ValueError(f"--step {step} is not read with --model, which has no checkpoints; remove it")
+    check_output(output)
+    if model:
+        export_again(model, output, dtype)
+        return model
+    return f"{run} after step {export_run(Path(run), output, step, dtype)}"
 
 
 def export_again(model: str, output: str | Path, dtype: str) -> None:

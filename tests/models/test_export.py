@@ -1,6 +1,8 @@
 """Export: in → out → in gives every bit back, transformers loads what was written, and nothing half is left behind."""
 
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +76,8 @@ def test_in_out_in_is_bit_equal_and_transformers_computes_the_same(base, tmp_pat
 
 
 def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(base, tmp_path):
-    folder, config, params = base
+    original, config, params = base
+    folder = Path(shutil.copytree(original, tmp_path / "base"))
     files = {
         "generation_config.json": '{"eos_token_id": [3, 5], "temperature": 0.6}',
         "tokenizer.json": "as it was",
@@ -172,7 +175,7 @@ def test_refusals_leave_nothing_behind(small, tmp_path):
         export_model(out, config, params, base)
     with pytest.raises(ValueError, match="dtype 'int8' is not supported; use float32, bfloat16, float16"):
         export_model(tmp_path / "new", config, params, base, "int8")
-    params["norm"]["scale"][3] = 1e6
+    params["norm"] = {"scale": np.full(16, 1e6, np.float32)}
     with pytest.raises(ValueError, match="'model.norm.weight' has values that float16 cannot hold"):
         export_model(tmp_path / "new", config, params, base, "float16")
     with pytest.raises(ValueError, match="head/kernel.* not those of the config"):
