@@ -5,20 +5,19 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
 from recjax.experience.collect import draw
 from recjax.export import export
-from recjax.models.decoder import logits
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, flatten, split
 from recjax.training import checkpoint
 from recjax.training.setup import prepare
 from recjax.training.trained import run_params
 from recjax.training.update import TrainState, make_optimizer
+from tests.models.test_families import forward
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "rollout.max_completion_tokens=4"]
@@ -54,9 +53,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
     encoded = tokenizer(asked.texts, return_tensors="pt")
     np.testing.assert_array_equal(encoded["input_ids"], asked.tokens)
     positions = np.broadcast_to(np.arange(asked.tokens.shape[1]), asked.tokens.shape)
-    decoder = setup.policy.decoder
-    hidden, _ = decoder.apply({"params": params}, jnp.asarray(asked.tokens), positions, asked.mask)
-    scores = logits(decoder.config, params, hidden)
+    scores = forward(params, setup.policy.decoder.config, asked.tokens, positions, asked.mask)
     with torch.no_grad():
         theirs = model(input_ids=encoded["input_ids"]).logits.numpy()
     assert np.abs(scores - theirs).max() < 1e-4 and theirs.std() > 0.1
