@@ -77,6 +77,7 @@ class TaskConfig:
 
     arithmetic: ArithmeticTask | None = None
     file: FileTask | None = None
+    system_prompt: str | None = None  # put before the messages of every chat prompt
     reward: str = "recjax.tasks.rewards:number_match"  # module:function
     success: float = 1.0  # a completion is accurate when its reward is at least this
 

@@ -55,6 +55,8 @@ def check(config: Config) -> None:
     )
     require_one("model", ["path", "decoder"])
     require_one("task", ["arithmetic", "file"])
+    remedy = "is not read where prompts are plain text, as those of task.arithmetic are; remove it"
+    require(config.task.system_prompt is None or not config.task.arithmetic, "task.system_prompt", remedy)
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
     if lora := config.model.lora:
         unknown = [name for name in lora.targets if name not in PROJECTIONS]

@@ -60,6 +60,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("rollout.stop=5", ["rollout.stop", "5", "list"]),
         ("model.dtype=float16", ["'float16'", "bfloat16"]),
         ("task.reward=number_match", ["'number_match'", "module:function"]),
+        ("task.system_prompt=Be brief.", ["task.system_prompt = 'Be brief.'", "plain text", "remove it"]),
         ("algorithm.preset=rec_one_sided_nois", ["algorithm.preset", "rec_one_sided_nois", "rec_one_side_nois"]),
         ("algorithm.clip.epsilon_lo=0.3", ["algorithm.clip.epsilon_lo", "0.3", "epsilon_low"]),
         ("algorithm.clip.outer_low=0.3", ["outer_low", "0.3", "one_side"]),

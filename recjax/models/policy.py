@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
-from recjax.models.tokenizers import character_tokenizer, load_tokenizer, stop_token_ids
-from recjax.models.weights import load_pretrained
+from recjax.models.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
+from recjax.models.weights import load_pretrained, read_config
 
 
 class Policy(NamedTuple):
@@ -26,8 +26,22 @@ def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
     Args:
         characters: what the built-in tokenizer must know, for a decoder made from scratch.
     """
+    policy = policy_alone(config, characters)
     if config.model.path:
-        decoder_config, params = load_pretrained(config.model.path)
+        params = load_pretrained(config.model.path)[1]
+    else:
+        params = init_params(policy.decoder.config, jax.random.fold_in(jax.random.key(config.seed), 0))
+    return policy, params
+
+
+def policy_alone(config: Config, characters: str) -> Policy:
+    """The policy that `model` describes, without its parameters: no weights are read or made.
+
+    Args:
+        characters: as for `load_policy`.
+    """
+    if config.model.path:
+        decoder_config = read_config(model_folder(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
     else:
         tokenizer = character_tokenizer(characters)
@@ -41,9 +55,8 @@ def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.hidden_size // shape.num_heads,
         )
-        params = init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed), 0))
     decoder = Decoder(decoder_config, _compute_dtype(config.model.dtype), config.model.remat)
-    return Policy(decoder, tokenizer, stop_token_ids(tokenizer, config.rollout.stop, config.model.path)), params
+    return Policy(decoder, tokenizer, stop_token_ids(tokenizer, config.rollout.stop, config.model.path))
 
 
 def _compute_dtype(name: str) -> jnp.dtype:

@@ -84,16 +84,14 @@ def stop_token_ids(
     Args:
         tokenizer: gives the end-of-sequence id.
         stop: strings that are one token each; only that very token stops, not a longer one that begins alike.
-        folder: the model's folder or hub name, whose generation_config.json may list more end-of-sequence ids
-            (chat models often have several); None reads no file.
+        folder: the model's folder or hub name, whose generation_config.json (where there is none, config.json) may
+            list more end-of-sequence ids: chat models often have several. None reads no file.
     Raises:
-        ValueError: a stop string is not exactly one token, or nothing would ever stop.
+        ValueError: a stop string is not exactly one token, nothing would ever stop, or the file is damaged.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if folder is not None:
-        file = model_folder(folder) / "generation_config.json"
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ids += _listed_eos(model_folder(folder))
     for text in stop:
         tokens = _encode(tokenizer, text, "stop string")
         # The second test refuses text that the tokenizer only knows as its unknown token.
@@ -106,6 +104,18 @@ def stop_token_ids(
     if not ids:
         raise ValueError("the tokenizer has no end-of-sequence token; name at least one stop string")
     return tuple(dict.fromkeys(ids))
+
+
+def _listed_eos(folder: Path) -> list[int]:
+    """The end-of-sequence ids in a model's files, read as transformers does."""
+    files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
+    if not files:
+        return []
+    try:
+        eos = json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{files[0]} cannot be read ({error}); correct it or fetch the file again") from error
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
@@ -123,7 +133,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         roles = [message.get("role") for message in messages]
-        raise ValueError(f"the chat template refuses messages with roles {roles}: {error}") from error
+        remedy = "; if it takes no system message, say it in the first user message" if "system" in roles else ""
+        raise ValueError(f"the chat template refuses messages with roles {roles}: {error}{remedy}") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:

@@ -30,7 +30,27 @@ def load_task(config: Config) -> Task:
             f"the task has {len(train)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
+    if config.task.system_prompt is not None:
+        train, evaluation = (
+            [_with_system_prompt(problem, config.task.system_prompt) for problem in problems]
+            for problems in (train, evaluation)
+        )
     return Task(train, evaluation, reward)
+
+
+def _with_system_prompt(problem: Problem, system_prompt: str) -> Problem:
+    """The problem with a system message first; which of two would count is not for the program to choose."""
+    if isinstance(problem.prompt, str):
+        raise ValueError(
+            f"task.system_prompt is not read by plain text such as {problem.prompt!r:.80}; remove it, or make the"
+            " prompts chats: task.file.chat=true, or lists of messages in the file"
+        )
+    if problem.prompt[0]["role"] == "system":
+        raise ValueError(
+            f"task.system_prompt is given, but the messages {problem.prompt!r:.80}… begin with a system message of"
+            " their own; remove one of the two"
+        )
+    return problem._replace(prompt=[{"role": "system", "content": system_prompt}, *problem.prompt])
 
 
 def _hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:

@@ -1,6 +1,7 @@
 """From a config to what a run works with: task, tokenised prompts, initial policy."""
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from recjax.models.policy import Policy, load_policy
 from recjax.models.trainable import with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import RewardFunction
+from recjax.tasks.problems import Problem, RewardFunction
 from recjax.training.warm_start import warm_start
 
 
@@ -31,8 +32,7 @@ def prepare(config: Config) -> Setup:
     started = time.perf_counter()
     task = load_task(config)
     problems = [*task.train, *task.evaluation]
-    characters = "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
-    policy, params = load_policy(config, characters)
+    policy, params = load_policy(config, characters(problems))
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
@@ -43,3 +43,8 @@ def prepare(config: Config) -> Setup:
         decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
         policy = policy._replace(decoder=decoder)
     return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started)
+
+
+def characters(problems: Sequence[Problem]) -> str:
+    """Every character of the problems, sorted: the alphabet of the built-in tokenizer."""
+    return "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))

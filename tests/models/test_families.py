@@ -82,11 +82,11 @@ class Loaded(NamedTuple):
     gradients: dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def loaded(request, tmp_path_factory):
+def random_model(name, folder, dtype="float32", **changes):
+    """A model of transformers with random weights, saved to the folder."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**(SIZES | MODELS[request.param]))
+    config = transformers.AutoConfig.for_model(**(SIZES | MODELS[name] | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,8 +94,15 @@ def loaded(request, tmp_path_factory):
                 parameter.uniform_(-1.0, 1.0)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request, tmp_path_factory):
+    torch = pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
+    model = random_model(request.param, folder)
 
     random = np.random.default_rng(0)
     prompts = [random.integers(0, SIZES["vocab_size"], length) for length in PROMPTS]

@@ -91,6 +91,14 @@ def test_stop_tokens(tmp_path):
     for eos, expected in [([1, 7, 9], (1, 7, 9, ab)), (8, (1, 8, ab)), (None, (1, ab))]:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert stop_token_ids(tokenizer, ["ab"], tmp_path) == expected
+    (tmp_path / "config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert stop_token_ids(tokenizer, folder=tmp_path) == (1,), "generation_config.json comes first"
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_token_ids(tokenizer, folder=tmp_path) == (1, 5, 6)
+    for damaged in ("{", "[]"):
+        (tmp_path / "generation_config.json").write_text(damaged)
+        with pytest.raises(ValueError, match="generation_config.json cannot be read .*fetch the file again"):
+            stop_token_ids(tokenizer, folder=tmp_path)
 
 
 @pytest.mark.parametrize("text, tokens", [("abc", r"\['ab', 'c'\]"), ("", r"\[\]")])

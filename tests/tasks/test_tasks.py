@@ -234,3 +234,35 @@ def test_a_faulty_reward_function_is_named(function, message):
 def test_a_reward_that_cannot_be_imported_is_named(name):
     with pytest.raises(ValueError, match=name):
         load_reward(name)
+
+
+def chats_of_a_file(tmp_path, rows, *overrides):
+    """The train problems of a file of six rows or more, whose prompts are chats, two of them held out."""
+    config = tmp_path / "chat.yaml"
+    config.write_text(
+        "output: unset\nmodel: {path: unset}\nrollout: {prompts_per_step: 1}\nevaluation: {problems: 2}\n"
+    )
+    file = f"task.file={{train: {write_jsonl(tmp_path / 'chat.jsonl', rows)}, chat: true}}"
+    return load_task(load_config(config, [file, *overrides]))
+
+
+def test_the_system_prompt_goes_before_every_chat(tmp_path):
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(6)]
+    plain = chats_of_a_file(tmp_path, rows)
+    task = chats_of_a_file(tmp_path, rows, "task.system_prompt=Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    for ours, theirs in zip([*task.train, *task.evaluation], [*plain.train, *plain.evaluation], strict=True):
+        assert ours == theirs._replace(prompt=[system, *theirs.prompt])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "reason"),
+    [
+        ("1+1=", "false", r"not read by plain text such as '1\+1=';.*task.file.chat=true"),
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "true", "system message of their own"),
+    ],
+)
+def test_a_system_prompt_that_has_no_place_is_refused(tmp_path, prompt, chat, reason):
+    rows = [{"prompt": prompt, "answer": "2"}] * 6
+    with pytest.raises(ValueError, match=reason):
+        chats_of_a_file(tmp_path, rows, "task.system_prompt=Be brief.", f"task.file.chat={chat}")

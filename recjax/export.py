@@ -1,0 +1,81 @@
+"""Writes a run's policy as a folder that transformers and other programs load.
+
+    python -m recjax.export --run runs/NAME --output FOLDER [--step N] [--dtype float32|bfloat16|float16]
+    python -m recjax.export --model PATH --output FOLDER [--dtype …]
+
+The run may be finished or not; the newest checkpoint is taken, or that of --step. --model writes a Hugging Face folder
+anew, in another dtype for instance. JAX_PLATFORMS=cpu in front leaves an accelerator to others.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from absl import app, flags, logging
+
+from recjax.models.export import COMPANION_FILES, DTYPES, check_output, export_model, write_base
+from recjax.models.tokenizers import model_folder
+from recjax.models.weights import load_pretrained
+from recjax.training.trained import run_config, run_params
+
+FLAGS = flags.FLAGS
+
+
+def main(argv: list[str]) -> None:
+    """Writes the folder and says what is in it."""
+    logging.set_verbosity(logging.WARNING)
+    try:
+        if argv[1:]:
+            raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
+        source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
+
+
+def export(run: str | None, model: str | None, output: str, step: int | None, dtype: str) -> str:
+    """Does what the flags say; returns what was exported, in words.
+
+    Raises:
+        ValueError: flags that contradict each other, or something that cannot be read or written.
+    """
+    if (run is None) == (model is None):
+        found = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); {found}")
+    if model and step is not None:
+        raise ValueError(f"--step {step} is not read with --model, which has no checkpoints; remove it")
+    check_output(output)
+    if model:
+        export_again(model, output, dtype)
+        return model
+    return f"{run} after step {export_run(Path(run), output, step, dtype)}"
+
+
+def export_again(model: str, output: str | Path, dtype: str) -> None:
+    """A model folder or hub name, read and written again."""
+    config, params = load_pretrained(model)
+    export_model(output, config, params, model_folder(model, COMPANION_FILES), dtype)
+
+
+def export_run(run: Path, output: str | Path, step: int | None, dtype: str) -> int:
+    """A run's policy at a checkpoint; returns the step."""
+    config = run_config(run)
+    step, policy, params = run_params(run, config, step)
+    with tempfile.TemporaryDirectory() as made:
+        if config.model.path:
+            base = model_folder(config.model.path, COMPANION_FILES)
+        else:
+            base = Path(made)
+            write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
+        export_model(output, policy.decoder.config, params, base, dtype)
+    return step
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_string("run", None, "Folder of a training run, finished or not.")
+    flags.DEFINE_string("model", None, "Hugging Face folder or hub name to write anew.")
+    flags.DEFINE_string("output", None, "Folder to write; new or empty.", required=True)
+    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
+    flags.DEFINE_enum("dtype", "float32", DTYPES, "Of the weights; float32 keeps them exactly, the others round.")
+    app.run(main)

@@ -1,0 +1,86 @@
+"""What a run has made so far: its policy at a checkpoint, whole and without adapters."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from recjax.config import Config
+from recjax.config_loading import load_config
+from recjax.models.decoder import abstract_params
+from recjax.models.policy import Policy, policy_alone
+from recjax.models.trainable import combine, flatten, merged, split
+from recjax.tasks.loading import load_task
+from recjax.training.setup import characters, prepare
+
+
+def run_config(run: Path) -> Config:
+    """The config of a run.
+
+    Raises:
+        ValueError: the folder is not a run's, or its config.yaml is damaged or of another version.
+    """
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"--run {str(run)!r} holds no config.yaml; name the output folder of a training run")
+    return load_config(run / "config.yaml")
+
+
+def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:
+    """The policy of a run's checkpoint: its step, what it is, and all of its parameters.
+
+    Parameters that the run did not train are in no checkpoint; they are made again as the run made them.
+
+    Args:
+        config: the run's own.
+        step: of the checkpoint; None: the newest.
+    Returns:
+        The step, the policy without adapters, and float32 parameters as NumPy arrays on the host.
+    Raises:
+        ValueError: there is no such checkpoint, or the model or task of the config is no longer what it was.
+    """
+    lora = config.model.lora
+    step = _checkpoint_step(run, step)
+    if lora or config.model.freeze:
+        setup = prepare(config)
+        policy = setup.policy
+        like, constant = split(jax.device_get(setup.initial_params), config.model)
+    else:
+        task = load_task(config) if config.model.decoder else None
+        policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")
+        like, constant = abstract_params(policy.decoder.config), {}
+    params = combine(_restored(run, step, like), constant)
+    if lora:
+        params = merged(policy.decoder.config, params)
+        policy = policy._replace(
+            decoder=policy.decoder.clone(config=dataclasses.replace(policy.decoder.config, lora=None))
+        )
+    return step, policy, params
+
+
+def _checkpoint_step(run: Path, step: int | None) -> int:
+    folder = run / "checkpoints"
+    steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    if not steps:
+        raise ValueError(f"--run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
+    if step is not None and step not in steps:
+        raise ValueError(f"--step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
+    return steps[-1] if step is None else step
+
+
+def _restored(run: Path, step: int, like: dict) -> dict:
+    """The trained parameters of a checkpoint; the optimiser's state beside them is not read."""
+    item = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)}
+    to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    arguments = ocp.args.PyTreeRestore(item=item, restore_args=to_host, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        params = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute(), args=arguments)["params"]
+    for path, leaf in flatten(like).items():
+        found = flatten(params)[path].shape
+        if found != leaf.shape:
+            raise ValueError(
+                f"{run}, step {step}: {path} has shape {found} in the checkpoint, but the model that config.yaml"
+                f" describes has {leaf.shape} there; put the model or the problems back as they were in training"
+            )
+    return params

@@ -1,0 +1,225 @@
+"""Chat prompts of several model families, from text to token ids and to the token that ends a completion.
+
+The templates are written here in the manner of each family; the last test reads SmolLM2's own.
+"""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from recjax.experience.collect import draw, scored
+from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
+from recjax.models.logprobs import Sampling
+from recjax.models.policy import Policy
+from recjax.models.smollm2 import packaged_gguf, rebuilt_tokenizer
+from recjax.models.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
+from recjax.models.trainable import flatten, unflatten
+from recjax.rollout.prompts import encode_problems
+from recjax.tasks.problems import Problem
+
+CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
+Be helpful.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+HEADERS = """{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
+
+{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+INST = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif
+m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% else %}{{
+raise_exception('user and assistant only') }}{% endif %}{% endfor %}"""
+TURNS = """{{ bos_token }}{% if messages[0].role == 'system' %}{{
+raise_exception('no system role') }}{% endif %}{% for m in messages %}<start_of_turn>{{
+'model' if m.role == 'assistant' else m.role }}
+{{ m.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A template, what it makes of CHAT, with SYSTEM before it (None: it refuses), and the special tokens.
+
+    `special` have the ids 0, 1, …; `eos` ends a turn, `listed` are the ids in generation_config.json.
+    """
+
+    template: str
+    text: str
+    system: str | None
+    special: tuple[str, ...]
+    eos: str
+    listed: tuple[int, ...]
+    bos: str | None = None
+    pad: str | None = None
+
+
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+LLAMA_TURNS = (
+    "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "2<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+QWEN_TURNS = (
+    "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+FAMILIES = {
+    "chatml": Family(
+        CHATML,
+        "<|im_start|>system\nBe helpful.<|im_end|>\n" + QWEN_TURNS,
+        "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_TURNS,
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos="<|im_end|>",
+        listed=(2, 0),
+        pad="<|endoftext|>",
+    ),
+    "llama3": Family(
+        HEADERS,
+        "<|begin_of_text|>" + LLAMA_TURNS,
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>" + LLAMA_TURNS,
+        (
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eom_id|>",
+            "<|eot_id|>",
+        ),
+        eos="<|eot_id|>",
+        listed=(1, 4, 5),
+        bos="<|begin_of_text|>",
+    ),
+    "mistral": Family(
+        INST,
+        "<s>[INST] 1+1?[/INST] 2</s>[INST] 2+2?[/INST]",
+        None,
+        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),
+        eos="</s>",
+        listed=(2,),
+        bos="<s>",
+        pad="</s>",
+    ),
+    "gemma": Family(
+        TURNS,
+        "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2<end_of_turn>\n"
+        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n",
+        None,
+        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        eos="<eos>",
+        listed=(1, 4),
+        bos="<bos>",
+        pad="<pad>",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def chat(request, tmp_path_factory):
+    """A family and its tokenizer: one token a byte after the special ones, saved to a folder and loaded again."""
+    family, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*family.special, *alphabet])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    model.add_special_tokens(list(family.special))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    if family.bos:
+        begin = [(family.bos, vocabulary[family.bos])]
+        model.post_processor = tokenizers.processors.TemplateProcessing(single=f"{family.bos} $A", special_tokens=begin)
+    PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token=family.bos,
+        eos_token=family.eos,
+        pad_token=family.pad,
+        chat_template=family.template,
+    ).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(family.listed)}))
+    return family, load_tokenizer(folder), folder
+
+
+def test_messages_become_the_familys_text_and_ids(chat):
+    family, tokenizer, _ = chat
+    assert render_chat(tokenizer, CHAT) == family.text
+    (ids,) = encode_prompts(tokenizer, [family.text])
+    assert ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == family.text
+    for token, name in enumerate(family.special):
+        assert ids.count(token) == family.text.count(name), f"{name} is one token"
+    if family.bos:
+        begin = family.special.index(family.bos)
+        assert ids[0] == begin and ids.count(begin) == 1
+        assert encode_prompts(tokenizer, ["2+2?"])[0].count(begin) == 1, "plain text begins with it too"
+
+
+def test_a_system_prompt_reaches_the_text_or_is_refused(chat):
+    family, tokenizer, _ = chat
+    if family.system:
+        assert render_chat(tokenizer, [SYSTEM, *CHAT]) == family.system
+    else:
+        with pytest.raises(ValueError, match=r"refuses messages with roles \['system', 'user', .* first user message"):
+            render_chat(tokenizer, [SYSTEM, *CHAT])
+
+
+def favouring(vocab_size, tokens):
+    """A policy that draws each of the tokens with the same probability and no other."""
+    config = DecoderConfig(vocab_size, 8, 8, 1, 2, 2, 4, tie_embeddings=False)
+    leaves = {path: np.zeros(leaf.shape, np.float32) for path, leaf in flatten(abstract_params(config)).items()}
+    # Layers that add nothing: the final hidden state is all ones, and the head's column sums are the scores.
+    leaves["embedding/embedding"] += 1
+    leaves["norm/scale"] += 1
+    leaves["head/kernel"] -= 100
+    leaves["head/kernel"][:, tokens] = 0
+    return Decoder(config), unflatten(leaves)
+
+
+def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_padding(chat):
+    family, tokenizer, folder = chat
+    stop_ids = stop_token_ids(tokenizer, folder=folder)
+    assert {*stop_ids} == {*family.listed, tokenizer.eos_token_id}
+    said = tokenizer.convert_tokens_to_ids(["a", "b"])
+    decoder, params = favouring(len(tokenizer), [*stop_ids, *said])
+    prompts = encode_problems([Problem(CHAT, "4"), Problem(CHAT[:1], "2")], tokenizer, None)
+    for row, text in enumerate(prompts.texts):
+        assert tokenizer.decode(prompts.tokens[row][prompts.mask[row]]) == text, "an end of turn inside is no padding"
+
+    policy = Policy(decoder, tokenizer, stop_ids)
+    drawn = draw(policy, params, prompts, jax.random.key(0), 16, 5, Sampling())
+    batch, texts = scored(policy, prompts, drawn, lambda prompts, completions, answers: [0.0] * len(answers), 0)
+    ends = set()
+    for tokens, mask, truncated, text in zip(
+        drawn.tokens.tolist(), batch.completion_mask, drawn.truncated, texts, strict=True
+    ):
+        first = next((time for time, token in enumerate(tokens) if token in stop_ids and mask[time]), None)
+        assert truncated == (first is None)
+        length = 5 if first is None else first + 1
+        assert mask.tolist() == [time < length for time in range(5)], "the end counts, what follows does not"
+        assert text == "".join("ab"[said.index(token)] for token in tokens[: length - (not truncated)])
+        ends |= {tokens[length - 1]} - {*said}
+    assert ends == {*stop_ids}, "each of them ended some completion"
+
+
+def test_smollm2s_own_template():
+    gguf = pytest.importorskip("gguf")
+    try:
+        file = packaged_gguf()
+    except ValueError as error:
+        pytest.skip(str(error))
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items() if "." in name}
+    tokenizer = rebuilt_tokenizer(fields)
+    assert render_chat(tokenizer, [SYSTEM, *CHAT]) == "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_TURNS
+    assert render_chat(tokenizer, CHAT).endswith(QWEN_TURNS) and "SmolLM" in render_chat(tokenizer, CHAT)
+    (ids,) = encode_prompts(tokenizer, [render_chat(tokenizer, [SYSTEM, *CHAT])])
+    assert ids.count(tokenizer.eos_token_id) == 4 and ids.count(tokenizer.bos_token_id) == 5

@@ -1,0 +1,183 @@
+"""Export: in → out → in gives every bit back, transformers loads what was written, and nothing half is left behind."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from recjax.models.decoder import DecoderConfig, init_params
+from recjax.models.export import export_model, write_base
+from recjax.models.tokenizers import character_tokenizer, load_tokenizer
+from recjax.models.weights import load_pretrained
+from tests.models.test_families import SIZES, forward, random_model
+
+TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+    "gemma3": ("gemma3_text", {}),
+}
+
+
+def written_tensors(folder):
+    """Every tensor of a folder, by name, without this package's table; and their dtypes."""
+    tensors, dtypes = {}, set()
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        with safe_open(file, framework="numpy") as opened:
+            dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}
+    return tensors, dtypes
+
+
+def torch_logits(folder, tokens=TOKENS):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        return model, model(input_ids=torch.tensor(tokens)).logits.float().numpy()
+
+
+def our_logits(config, params, tokens=TOKENS):
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    return forward(jax.tree.map(jnp.asarray, params), config, tokens, positions, np.ones(tokens.shape, bool))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(request, tmp_path_factory):
+    """A random checkpoint of a family, and what it holds."""
+    folder = tmp_path_factory.mktemp("base")
+    name, changes = FAMILIES[request.param]
+    random_model(name, folder, **changes)
+    return folder, *load_pretrained(folder)
+
+
+def test_in_out_in_is_bit_equal_and_transformers_computes_the_same(base, tmp_path):
+    folder, config, params = base
+    export_model(tmp_path / "out", config, params, folder)
+    again, params_again = load_pretrained(tmp_path / "out")
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, params_again, params)
+    (theirs, _), (ours, dtypes) = written_tensors(folder), written_tensors(tmp_path / "out")
+    assert ours.keys() == theirs.keys() and dtypes == {"F32"}
+    assert ("lm_head.weight" in ours) != config.tie_embeddings
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    scores = our_logits(config, params)
+    assert scores.std() > 0.5
+    np.testing.assert_allclose(torch_logits(tmp_path / "out")[1], scores, atol=1e-4)
+
+
+def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(base, tmp_path):
+    original, config, params = base
+    folder = Path(shutil.copytree(original, tmp_path / "base"))
+    files = {
+        "generation_config.json": '{"eos_token_id": [3, 5], "temperature": 0.6}',
+        "tokenizer.json": "as it was",
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/rag.jinja": "{{ documents }}",
+        "LICENSE.txt": "terms",
+        "pytorch_model.bin.index.json": "of weights that stay behind",
+        "README.md": "stays behind",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    export_model(tmp_path / "out", config, params, folder, "bfloat16")
+    kept = {str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()}
+    assert kept == {*list(files)[:5], "config.json", "model.safetensors"}
+    for name in list(files)[:5]:
+        assert (tmp_path / "out" / name).read_text() == files[name]
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {"dtype"}
+    assert after["dtype"] == "bfloat16" and list(after) == list(before)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A decoder made from scratch, its parameters on the host, and the folder of what goes with them."""
+    tokenizer = character_tokenizer("0123456789+= ")
+    config = DecoderConfig(len(tokenizer), 16, 24, 2, 4, 2, 4, tie_embeddings=False)
+    params = jax.device_get(init_params(config, jax.random.key(0)))
+    (tmp_path / "base").mkdir()
+    write_base(tmp_path / "base", config, tokenizer, (1, 12))
+    return tmp_path / "base", config, params
+
+
+def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
+    base, config, params = small
+    export_model(tmp_path / "out", config, params, base)
+    model, scores = torch_logits(tmp_path / "out", TOKENS % config.vocab_size)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    np.testing.assert_allclose(scores, our_logits(config, params, TOKENS % config.vocab_size), atol=1e-4)
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([1, 12], 0)
+    assert (model.config.eos_token_id, model.config.bos_token_id) == (1, None)
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert tokenizer("1 + 1=")["input_ids"] == character_tokenizer("0123456789+= ")("1 + 1=")["input_ids"]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+
+
+def test_what_llama_cannot_say_is_refused(tmp_path):
+    tokenizer = character_tokenizer("01")
+    with pytest.raises(ValueError, match="qk_norm=True.* is no plain Llama decoder"):
+        write_base(tmp_path, DecoderConfig(len(tokenizer), 16, 24, 2, 4, 2, 4, qk_norm=True), tokenizer, (1,))
+
+
+@pytest.mark.parametrize("dtype, code", [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
+def test_weights_get_the_dtype_asked_for_and_keep_it(small, tmp_path, dtype, code):
+    base, config, params = small
+    export_model(tmp_path / "once", config, params, base, dtype)
+    rounded = load_pretrained(tmp_path / "once")[1]
+    expected = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, dtype), np.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, rounded, expected)
+    export_model(tmp_path / "twice", config, rounded, tmp_path / "once", dtype)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
+    assert written_tensors(tmp_path / "once")[1] == {code}
+    assert str(torch_logits(tmp_path / "once", TOKENS % 15)[0].dtype) == f"torch.{dtype}"
+
+
+def test_shards_hold_what_one_file_holds(small, tmp_path):
+    base, config, params = small
+    export_model(tmp_path / "one", config, params, base)
+    export_model(tmp_path / "many", config, params, base, max_shard_bytes=4000)
+    names = sorted(file.name for file in (tmp_path / "many").glob("model*"))
+    count = len(names) - 1
+    shards = [f"model-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)]
+    assert names == [*shards, "model.safetensors.index.json"] and count > 3
+    (single, _), (sharded, _) = written_tensors(tmp_path / "one"), written_tensors(tmp_path / "many")
+    assert single.keys() == sharded.keys()
+    for name, tensor in single.items():
+        np.testing.assert_array_equal(sharded[name], tensor)
+    for shard in shards:
+        tensors = load_file(tmp_path / "many" / shard)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 4000
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / "many")[1], params)
+    np.testing.assert_array_equal(*(torch_logits(tmp_path / name, TOKENS % 15)[1] for name in ("one", "many")))
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in single.values())
+
+
+def test_refusals_leave_nothing_behind(small, tmp_path):
+    base, config, params = small
+    out = tmp_path / "out"
+    out.mkdir()
+    export_model(out, config, params, base)  # an empty folder will do
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="out' is not empty; name a new folder"):
+        export_model(out, config, params, base)
+    with pytest.raises(ValueError, match="dtype 'int8' is not supported; use float32, bfloat16, float16"):
+        export_model(tmp_path / "new", config, params, base, "int8")
+    params["norm"] = {"scale": np.full(16, 1e6, np.float32)}
+    with pytest.raises(ValueError, match="'model.norm.weight' has values that float16 cannot hold"):
+        export_model(tmp_path / "new", config, params, base, "float16")
+    with pytest.raises(ValueError, match="head/kernel.* not those of the config"):
+        export_model(tmp_path / "new", config, {k: v for k, v in params.items() if k != "head"}, base)
+    assert sorted(tmp_path.iterdir()) == before

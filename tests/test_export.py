@@ -1,0 +1,142 @@
+"""The export command: a run, whatever part of it was trained, answers in transformers as it does here."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience.collect import draw
+from recjax.export import export
+from recjax.models.logprobs import Sampling
+from recjax.models.trainable import combine, flatten, split
+from recjax.training import checkpoint
+from recjax.training.setup import prepare
+from recjax.training.trained import run_params
+from recjax.training.update import TrainState, make_optimizer
+from tests.models.test_families import forward
+from tests.training.tiny_run import TINY, train
+
+SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "rollout.max_completion_tokens=4"]
+TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["model.freeze=[embedding, mlp]"]}
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def finished(request, tmp_path_factory):
+    """A run of two steps, with its config, setup and last parameters as training itself reads them."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "tiny.yaml").write_text(TINY)
+    config = load_config(folder / "tiny.yaml", [*SHORT, *TRAINED[request.param], f"output={folder / 'run'}"])
+    train(config)
+    setup = prepare(config)
+    initial, frozen = split(setup.initial_params, config.model)
+    state = TrainState(initial, make_optimizer(config.optimizer, config.training.steps).init(initial))
+    manager = checkpoint.open_checkpoints(folder / "run" / "checkpoints", keep=2)
+    snapshot = checkpoint.restore(manager, state, initial)
+    manager.close()
+    assert snapshot.step == 2
+    return folder / "run", config, setup, combine(snapshot.state.params, frozen)
+
+
+def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    run, config, setup, params = finished
+    source = export(str(run), None, str(tmp_path / "out"), None, "float32")
+    assert source == f"{run} after step 2"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    asked = setup.evaluation.take(np.arange(6))
+    encoded = tokenizer(asked.texts, return_tensors="pt")
+    np.testing.assert_array_equal(encoded["input_ids"], asked.tokens)
+    positions = np.broadcast_to(np.arange(asked.tokens.shape[1]), asked.tokens.shape)
+    scores = forward(params, setup.policy.decoder.config, asked.tokens, positions, asked.mask)
+    with torch.no_grad():
+        theirs = model(input_ids=encoded["input_ids"]).logits.numpy()
+    assert np.abs(scores - theirs).max() < 1e-4 and theirs.std() > 0.1
+
+    greedy = draw(setup.policy, params, asked, jax.random.key(0), 1, 4, Sampling(temperature=0.0))
+    answered = model.generate(
+        input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], do_sample=False, max_new_tokens=4
+    )[:, asked.tokens.shape[1] :].numpy()
+    assert len({tuple(row) for row in answered}) > 1, "answers too alike to tell models apart"
+    for row in range(6):
+        mask = greedy.mask[row][: answered.shape[1]]
+        np.testing.assert_array_equal(answered[row][mask], greedy.tokens[row][greedy.mask[row]])
+
+
+def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
+    run, config, setup, _ = finished
+    (_, _, older), (_, policy, newer) = run_params(run, config, 1), run_params(run, config)
+    assert policy.decoder.config.lora is None
+    moved = {path for path, leaf in flatten(newer).items() if not np.array_equal(leaf, flatten(older)[path])}
+    attention = {f"layers/{name}/kernel" for name in ("query", "key", "value", "output")}
+    if config.model.lora:
+        assert moved == attention
+    elif config.model.freeze:
+        assert moved >= attention and not any("embedding" in path or "mlp" in path for path in moved)
+    else:
+        assert moved == flatten(newer).keys()
+
+
+@pytest.fixture
+def unstarted(tmp_path):
+    """A run's folder before its first checkpoint."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(TINY)
+    return str(tmp_path / "run")
+
+
+def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
+    out = str(tmp_path / "out")
+    for run, model, step, reason in [
+        (None, None, None, "exactly one of --run .* and --model .*; found neither"),
+        (unstarted, "model", None, "exactly one of .*; found both"),
+        (None, "model", 3, "--step 3 is not read with --model"),
+        (str(tmp_path / "nowhere"), None, None, "nowhere' holds no config.yaml; name the output folder"),
+        (unstarted, None, None, "run' holds no checkpoint yet"),
+        (None, str(tmp_path / "nowhere"), None, "is no local folder"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            export(run, model, out, step, "float32")
+    with pytest.raises(ValueError, match="run' is not empty; name a new folder"):
+        export(unstarted, None, unstarted, None, "float32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path):
+    run, config, *_ = finished
+    with pytest.raises(ValueError, match="--step 7: .* holds the steps 1, 2; name one of them"):
+        export(str(run), None, str(tmp_path / "out"), 7, "float32")
+    if config.model.freeze:
+        return  # of embeddings, whose shape the checkpoint does not know then
+    changed = load_config(run / "config.yaml", ['task.arithmetic.template="{a} {op} {b} ="'])
+    with pytest.raises(ValueError, match=r"has shape \(1., 16\) .* put the model or the problems back"):
+        run_params(run, changed)
+
+
+def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
+    def command(*arguments):
+        root = Path(__file__).parents[1]
+        line = [sys.executable, "-m", "recjax.export", *arguments]
+        return subprocess.run(line, capture_output=True, text=True, cwd=root, timeout=600)
+
+    run, config, *_ = finished
+    if config.model.lora or config.model.freeze:
+        pytest.skip("one run will do")
+    once = command("--run", str(run), "--output", str(tmp_path / "once"), "--step", "1")
+    assert once.returncode == 0 and f"{run} after step 1 in float32" in once.stdout, once.stderr
+    twice = command("--model", str(tmp_path / "once"), "--output", str(tmp_path / "twice"), "--dtype", "bfloat16")
+    assert twice.returncode == 0, twice.stderr
+    files = {file.name: file.read_bytes() for file in (tmp_path / "once").iterdir()}
+    again = {file.name: file.read_bytes() for file in (tmp_path / "twice").iterdir()}
+    assert {name for name in files.keys() | again.keys() if files.get(name) != again.get(name)} == {
+        "config.json",
+        "model.safetensors",
+    }
+    refused = command("--run", str(run), "--output", str(tmp_path / "once"))
+    assert refused.returncode != 0 and refused.stderr.splitlines()[-1].startswith("error: --output")
+    assert "Traceback" not in refused.stderr
