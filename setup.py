@@ -51,6 +51,7 @@ setup(
             "chex>=0.1.90",
             "gguf>=0.17",
             "hypothesis>=6.100",
+            "peft>=0.17",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "ruff>=0.12",

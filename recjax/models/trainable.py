@@ -16,10 +16,14 @@ def is_adapter(path: str) -> bool:
     return "_lora_" in path
 
 
+def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
+    """The decoder with adapters beside its projections."""
+    return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
+
+
 def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.Array) -> tuple[Decoder, dict]:
     """The decoder and its parameters with fresh adapters, which change nothing yet: A is random, B zero."""
-    lora = Lora(config.rank, config.alpha, tuple(config.targets))
-    decoder = decoder.clone(config=dataclasses.replace(decoder.config, lora=lora))
+    decoder = decoder.clone(config=adapted(decoder.config, config))
 
     def fresh(path: str, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array:
         if path.split("/")[-2].endswith("_b"):

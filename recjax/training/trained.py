@@ -9,9 +9,9 @@ import orbax.checkpoint as ocp
 
 from recjax.config import Config
 from recjax.config_loading import load_config
-from recjax.models.decoder import abstract_params
+from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.policy import Policy, policy_alone
-from recjax.models.trainable import combine, flatten, merged, split
+from recjax.models.trainable import adapted, combine, flatten, merged, split
 from recjax.tasks.loading import load_task
 from recjax.training.setup import characters, prepare
 
@@ -57,6 +57,21 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
             decoder=policy.decoder.clone(config=dataclasses.replace(policy.decoder.config, lora=None))
         )
     return step, policy, params
+
+
+def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, DecoderConfig, dict]:
+    """The adapters of a run's checkpoint: its step, the decoder they belong to, and their parameters alone.
+
+    Args:
+        config: the run's own, with `model.path` and `model.lora`.
+        step: of the checkpoint; None: the newest.
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    decoder_config = adapted(policy_alone(config, "").decoder.config, config.model.lora)
+    like = split(abstract_params(decoder_config), config.model)[0]
+    step = _checkpoint_step(run, step)
+    return step, decoder_config, _restored(run, step, like)
 
 
 def _checkpoint_step(run: Path, step: int | None) -> int:

@@ -1,0 +1,71 @@
+"""Adapters of a run, exported alone for PEFT and merged for transformers, give the logits that they have here."""
+
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.export import export
+from recjax.models.decoder import Decoder, logits
+from recjax.models.tokenizers import character_tokenizer
+from recjax.models.trainable import combine, flatten, is_adapter
+from recjax.models.weights import load_pretrained
+from recjax.training.trained import run_adapters
+from tests.models.test_families import random_model
+from tests.training.tiny_run import TINY, train
+
+TOKENS = np.random.default_rng(0).integers(2, 14, (2, 7))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps that trained adapters beside a random Qwen2 whose folder has a tokenizer."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = folder / "base"
+    base.mkdir()
+    random_model("qwen2", base)
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained(base)
+    (folder / "tiny.yaml").write_text(TINY)
+    model = ["model.decoder=null", f"model.path={base}", "model.lora={rank: 3, alpha: 5, targets: [query, value, up]}"]
+    config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", *model, "training.steps=2"])
+    train(config)
+    return folder, config
+
+
+def our_logits(folder, config):
+    _, decoder_config, adapters = run_adapters(folder / "run", config)
+    assert all(is_adapter(path) for path in flatten(adapters))
+    params = combine(load_pretrained(folder / "base")[1], adapters)
+    positions = np.broadcast_to(np.arange(7), (2, 7))
+    hidden, _ = Decoder(decoder_config).apply({"params": params}, TOKENS, positions, np.ones((2, 7), bool))
+    return np.asarray(logits(decoder_config, params, hidden))
+
+
+def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds(run, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder, config = run
+    export(str(folder / "run"), None, str(tmp_path / "adapters"), None, "float32", adapters=True)
+    export(str(folder / "run"), None, str(tmp_path / "merged"), None, "float32")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    plain = base(input_ids=torch.tensor(TOKENS)).logits.detach().numpy()
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        alone, whole = (model(input_ids=torch.tensor(TOKENS)).logits.numpy() for model in (theirs, merged))
+    ours = our_logits(folder, config)
+    assert np.abs(ours - plain).max() > 1e-3
+    np.testing.assert_allclose(alone, ours, atol=1e-4)
+    np.testing.assert_allclose(whole, ours, atol=1e-4)
+
+
+def test_what_has_no_adapters_of_its_own_is_refused(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(TINY)
+    with pytest.raises(ValueError, match="did not train adapters"):
+        export(str(tmp_path / "run"), None, str(tmp_path / "out"), None, "float32", adapters=True)
+    for model, dtype in ((str(folder / "base"), "float32"), (None, "bfloat16")):
+        with pytest.raises(ValueError, match="--adapters takes --run|exactly one"):
+            export(None if model else str(folder / "run"), model, str(tmp_path / "out"), None, dtype, adapters=True)
