@@ -152,7 +152,8 @@ def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
     for path, names in table.items():
-        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        leaf = np.asarray(leaves[path])
+        parts = leaf if path.startswith("layers/") else [leaf]
         for name, part in zip(names, parts, strict=True):
             views[name] = part.T if path.endswith("/kernel") else part
     return views
