@@ -110,10 +110,10 @@ def staleness_section(table: pd.DataFrame) -> str:
     ]
     header = ["final accuracy", *(f"m = {m}" for m in INTERVALS.values()), "largest m survived", "its staleness"]
     foretold = [[LABELS[name].replace("\n", " "), f"{value:+.2f}"] for name, value in correlations.items()]
-    shares = [
-        (low, high, *losing_share(foretelling(table), low, high)) for low, high in ((0, 0.4), (0.4, 0.6), (0.6, 1.01))
-    ]
-    losing = [[f"{low:g} to {min(high, 1):g}", f"{lost} of {count}"] for low, high, lost, count in shares]
+    losing = []
+    for low, high in ((0.0, 0.4), (0.4, 0.6), (0.6, 1.01)):
+        lost, count = losing_share(foretelling(table), low, high)
+        losing.append([f"{low:g} to {min(high, 1):g}", f"{lost} of {count}"])
     return (
         markdown_table(header, rows)
         + "\n"
