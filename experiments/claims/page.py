@@ -16,6 +16,7 @@ from experiments.claims.staleness import (
     accuracy_by_interval,
     draw_staleness,
     foretelling,
+    losing_share,
     rank_correlations,
     survived,
 )
@@ -109,8 +110,14 @@ def staleness_section(table: pd.DataFrame) -> str:
     ]
     header = ["final accuracy", *(f"m = {m}" for m in INTERVALS.values()), "largest m survived", "its staleness"]
     foretold = [[LABELS[name].replace("\n", " "), f"{value:+.2f}"] for name, value in correlations.items()]
+    losing = []
+    for low, high in ((0.0, 0.4), (0.4, 0.6), (0.6, 1.01)):
+        lost, count = losing_share(foretelling(table), low, high)
+        losing.append([f"{low:g} to {min(high, 1):g}", f"{lost} of {count}"])
     return (
         markdown_table(header, rows)
+        + "\n"
+        + markdown_table(["effective sample size, mean over steps 1–50", "runs that ended below their start"], losing)
         + "\n"
         + markdown_table(["mean over steps 1–50", "rank correlation with the accuracy gained in the end"], foretold)
     )

@@ -44,6 +44,12 @@ def foretelling(table: pd.DataFrame) -> pd.DataFrame:
     return early.groupby(axes, sort=False)[list(PREDICTORS)].mean().assign(gain=final(off_policy) - start)
 
 
+def losing_share(runs: pd.DataFrame, low: float, high: float) -> tuple[int, int]:
+    """Of the runs whose early effective sample size is in [low, high): how many lost accuracy, and their number."""
+    chosen = runs[(runs["effective_sample_size"] >= low) & (runs["effective_sample_size"] < high)]
+    return int((chosen["gain"] < 0).sum()), len(chosen)
+
+
 def rank_correlations(runs: pd.DataFrame) -> pd.Series:
     """Spearman's correlation of each early diagnostic with the gain."""
     return pd.Series({name: float(spearmanr(runs[name], runs["gain"]).statistic) for name in PREDICTORS})

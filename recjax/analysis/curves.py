@@ -94,7 +94,11 @@ def plain_ticks(axis: Axis) -> None:
 
 
 def _finish(axes: Axes, metric: str) -> None:
-    if metric in LOGARITHMIC:
+    if metric == "evaluation/initial_kl":
+        axes.set_yscale("symlog", linthresh=0.01)  # starts at 0, and a collapse takes it up a hundredfold
+        axes.set_ylim(0, None)
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif metric in LOGARITHMIC:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         if high < 2.2 * low:

@@ -1,5 +1,6 @@
 """Adapters of a run, exported alone for PEFT and merged for transformers, give the logits that they have here."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,8 +37,8 @@ def our_logits(folder, config):
     _, decoder_config, adapters = run_adapters(folder / "run", config)
     assert all(is_adapter(path) for path in flatten(adapters))
     params = combine(load_pretrained(folder / "base")[1], adapters)
-    positions = np.broadcast_to(np.arange(7), (2, 7))
-    hidden, _ = Decoder(decoder_config).apply({"params": params}, TOKENS, positions, np.ones((2, 7), bool))
+    positions, mask = jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), bool)
+    hidden, _ = Decoder(decoder_config).apply({"params": params}, jnp.asarray(TOKENS), positions, mask)
     return np.asarray(logits(decoder_config, params, hidden))
 
 
