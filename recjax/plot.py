@@ -19,16 +19,6 @@ from recjax.analysis.compare import final
 from recjax.analysis.curves import draw_curves
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the sweep file's first.")
-flags.DEFINE_multi_string("only", [], "axis=value,value: leave out the runs of other values.")
-flags.DEFINE_list(
-    "metrics",
-    "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
-    "Rows of panels.",
-)
-flags.DEFINE_string("output", "figures", "Folder of curves.png.")
-flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
-flags.DEFINE_bool("smoke", False, "The runs of the sweep file's smoke block.")
 
 
 def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
@@ -80,5 +70,16 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the sweep file's first.")
+    flags.DEFINE_multi_string("only", [], "axis=value,value: leave out the runs of other values.")
+    flags.DEFINE_list(
+        "metrics",
+        "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
+        "Rows of panels.",
+    )
+    flags.DEFINE_string("output", "figures", "Folder of curves.png.")
+    flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
+    flags.DEFINE_bool("smoke", False, "The runs of the sweep file's smoke block.")
     sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

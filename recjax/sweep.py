@@ -38,11 +38,6 @@ from recjax.config_loading import load_config
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
-flags.DEFINE_bool("smoke", False, "Run the file's smoke block instead of its grids.")
-flags.DEFINE_integer(
-    "workers", None, "Runs at one time; default: the number of cores. On one GPU, give 1.", lower_bound=1
-)
-flags.DEFINE_bool("dry_run", False, "Check and list the runs, and start none.")
 
 
 class Run(NamedTuple):
@@ -197,5 +192,11 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_bool("smoke", False, "Run the file's smoke block instead of its grids.")
+    flags.DEFINE_integer(
+        "workers", None, "Runs at one time; default: the number of cores. On one GPU, give 1.", lower_bound=1
+    )
+    flags.DEFINE_bool("dry_run", False, "Check and list the runs, and start none.")
     sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

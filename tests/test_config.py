@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from recjax.config_loading import load_config, to_yaml
+from recjax.sweep import read_sweep
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]
@@ -15,9 +16,19 @@ def load(*overrides):
     return load_config(ROOT / QUICKSTART, overrides)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/**/*.yaml")), ids=lambda path: path.stem)
+EXPERIMENTS = sorted(ROOT.glob("experiments/**/*.yaml"))
+SWEEPS = [path for path in EXPERIMENTS if "\ngrids:" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", [path for path in EXPERIMENTS if path not in SWEEPS], ids=lambda path: path.stem)
 def test_every_experiment_is_a_valid_config(path):
     load_config(path)
+
+
+# The claims' grid is read whole where its metrics are checked.
+@pytest.mark.parametrize("path", [path for path in SWEEPS if path.stem != "grid"], ids=lambda path: path.stem)
+def test_every_sweep_is_of_valid_configs(path):
+    assert read_sweep(path)[1]
 
 
 def test_overrides_reach_their_keys_with_their_types():

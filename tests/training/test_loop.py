@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -70,13 +71,10 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
     moved = jax.tree.map(lambda x: x * 1.3, made.initial_params)
 
     def first(params):
-        hidden, _ = made.policy.decoder.apply(
-            {"params": params},
-            asked.tokens,
-            np.broadcast_to(np.arange(asked.tokens.shape[1]), asked.tokens.shape),
-            asked.mask,
-        )
-        return jax.nn.log_softmax(logits(made.policy.decoder.config, params, last_hidden(hidden, asked.mask)))
+        tokens, mask = jnp.asarray(asked.tokens), jnp.asarray(asked.mask)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden, _ = made.policy.decoder.apply({"params": params}, tokens, positions, mask)
+        return jax.nn.log_softmax(logits(made.policy.decoder.config, params, last_hidden(hidden, mask)))
 
     asked = made.evaluation
     one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
