@@ -46,7 +46,7 @@ def draw(
 
 
 def scored(
-    policy: Policy, prompts: Prompts, drawn: Completions, reward: RewardFunction, policy_version: int
+    policy: Policy, prompts: Prompts, drawn: Completions, reward: RewardFunction, success: float, policy_version: int
 ) -> Collected:
     """Drawn completions with their rewards; the reward function sees a text without the token that stopped it."""
     group_size = len(drawn.tokens) // len(prompts.texts)
@@ -54,15 +54,18 @@ def scored(
     texts = policy.tokenizer.batch_decode([row[keep] for row, keep in zip(drawn.tokens, said, strict=True)])
     asked = [text for text in prompts.texts for _ in range(group_size)]
     answers = [answer for answer in prompts.answers for _ in range(group_size)]
+    rewards = np.asarray(score(reward, asked, texts, answers), np.float32)
     batch = Batch(
         prompts=prompts.tokens,
         prompt_mask=prompts.mask,
         completions=drawn.tokens,
         completion_mask=drawn.mask,
         behaviour_logprobs=drawn.logprobs,
-        rewards=np.asarray(score(reward, asked, texts, answers), np.float32),
+        rewards=rewards,
         group_ids=np.repeat(np.arange(len(prompts.texts), dtype=np.int32), group_size),
         policy_version=np.full(len(texts), policy_version, np.int32),
         truncated=drawn.truncated,
+        accurate=rewards >= success,
+        reward_parts={},
     )
     return Collected(batch, texts)

@@ -13,7 +13,8 @@ class Batch(NamedTuple):
 
     completion_mask is True at tokens that the behaviour policy drew, its end-of-sequence token among them.
     behaviour_logprobs are under the distribution that drew each token. policy_version counts the optimiser updates of
-    the weights that drew the row. truncated rows ran into the token limit.
+    the weights that drew the row. truncated rows ran into the token limit. accurate rows are right, whatever else the
+    reward is of; reward_parts are the named terms, not weighted, that the reward is the weighted sum of.
     """
 
     prompts: np.ndarray
@@ -25,3 +26,5 @@ class Batch(NamedTuple):
     group_ids: np.ndarray
     policy_version: np.ndarray
     truncated: np.ndarray
+    accurate: np.ndarray
+    reward_parts: dict[str, np.ndarray]

@@ -11,20 +11,22 @@ from recjax.tasks.problems import Problem
 
 
 class Prompts(NamedTuple):
-    """Prompts of a task: `tokens` and `mask` [problems, time], right-padded, and what belongs to them."""
+    """Prompts of a task: `tokens` and `mask` [problems, time], right-padded; as the model saw them; their problems."""
 
     tokens: np.ndarray
     mask: np.ndarray
     texts: list[str]
-    answers: list[str]
-    mistakes: list[tuple[str, ...]]
+    problems: list[Problem]
+
+    @property
+    def answers(self) -> list[str]:
+        """The problems' answers."""
+        return [problem.answer for problem in self.problems]
 
     def take(self, indices: np.ndarray) -> "Prompts":
         """The prompts at the given places."""
-        texts, answers, mistakes = (
-            [column[i] for i in indices] for column in (self.texts, self.answers, self.mistakes)
-        )
-        return Prompts(self.tokens[indices], self.mask[indices], texts, answers, mistakes)
+        texts, problems = ([column[i] for i in indices] for column in (self.texts, self.problems))
+        return Prompts(self.tokens[indices], self.mask[indices], texts, problems)
 
 
 def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> Prompts:
@@ -51,7 +53,7 @@ def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerB
     mask = np.zeros(tokens.shape, bool)
     for row, ids in enumerate(encoded):
         tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
-    return Prompts(tokens, mask, texts, [p.answer for p in problems], [p.mistakes for p in problems])
+    return Prompts(tokens, mask, texts, list(problems))
 
 
 def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequence[float]]
 
@@ -11,20 +12,27 @@ RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequenc
 class Problem(NamedTuple):
     """One question: `prompt` is text or a list of chat messages, `answer` is what a completion is checked against.
 
-    `mistakes` are wrong answers of a likely kind, which a warm start can show.
+    `mistakes` are wrong answers of a likely kind, which a warm start can show. `columns` are further columns of the
+    data, for the reward function; `difficulty` is a label that evaluation breaks accuracy down by.
     """
 
     prompt: str | list[dict[str, str]]
     answer: str
     mistakes: tuple[str, ...] = ()
+    columns: Mapping[str, Any] = MappingProxyType({})
+    difficulty: str | None = None
 
 
 class Task(NamedTuple):
-    """Problems and the function that scores completions; no evaluation problem is among the train problems."""
+    """Problems and the function that scores completions; no evaluation problem is among the train problems.
+
+    `parse` takes a completion to the answer that it gives, as text by which votes are counted; None: it gives none.
+    """
 
     train: list[Problem]
     evaluation: list[Problem]
     reward: RewardFunction
+    parse: Callable[[str], str | None] = str.strip
 
 
 def load_reward(name: str) -> RewardFunction:

@@ -70,7 +70,7 @@ def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params:
     restored = manager.restore(step, args=ocp.args.Composite(**items))
     queue = []
     if queued:
-        stacked = Batch(**{name: np.asarray(value) for name, value in restored["queue"].items()})
+        stacked = Batch(**{"reward_parts": {}} | jax.tree.map(np.asarray, dict(restored["queue"])))
         queue = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(queued)]
     return Snapshot(
         step=step,

@@ -76,7 +76,7 @@ def evaluate(
             mask = drawn.mask[:kept]
             divergence += float((drawn.logprobs - np.asarray(initial))[:kept][mask].sum())
             tokens += int(mask.sum())
-        collected = scored(policy, asked, drawn, reward, policy_version=step)
+        collected = scored(policy, asked, drawn, reward, config.task.success, policy_version=step)
         for row, text in enumerate(collected.texts[:kept]):
             problem = row // settings.samples
             samples.append(
@@ -85,11 +85,12 @@ def evaluate(
                     "completion": text,
                     "answer": asked.answers[problem],
                     "reward": float(collected.batch.rewards[row]),
+                    "accurate": bool(collected.batch.accurate[row]),
                     "truncated": bool(collected.batch.truncated[row]),
                 }
             )
     rewards = np.array([sample["reward"] for sample in samples])
-    accuracy = float((rewards >= config.task.success).mean())
+    accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / tokens
     return Evaluation(accuracy, float(rewards.mean()), initial_kl, samples)
 

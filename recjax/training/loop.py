@@ -78,7 +78,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
             key, params = jax.random.fold_in(sample_key, number), combine(behaviour_params, frozen)
             drawn = draw(policy, params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling)
         with phases.phase("score"):
-            return scored(policy, prompts, drawn, setup.reward, version).batch
+            return scored(policy, prompts, drawn, setup.reward, config.task.success, version).batch
 
     def save_checkpoint() -> None:
         with phases.phase("checkpoint"):
@@ -125,7 +125,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         row = {
             "step": step,
             "reward": float(batch.rewards.mean()),
-            "accuracy": float((batch.rewards >= config.task.success).mean()),
+            "accuracy": float(batch.accurate.mean()),
             "completion_length": tokens / len(batch.rewards),
             "truncated": float(batch.truncated.mean()),
             "staleness": float(staleness.mean()),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 
 import jax
@@ -55,8 +56,9 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
     )
     optimizer_state = optimizer.init(params)
-    counts = np.array([len(mistakes) for mistakes in prompts.mistakes])
-    texts = [*prompts.answers, *(text for mistakes in prompts.mistakes for text in mistakes)]
+    mistakes = [problem.mistakes for problem in prompts.problems]
+    counts = np.array([len(texts) for texts in mistakes])
+    texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
     tokens, mask = _demonstrations(policy, texts)
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])

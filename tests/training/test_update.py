@@ -34,6 +34,8 @@ def make_batch(seed=0, prompts=4, group=3, time=5):
         group_ids=np.repeat(np.arange(prompts, dtype=np.int32), group),
         policy_version=np.zeros(rows, np.int32),
         truncated=np.zeros(rows, bool),
+        accurate=np.zeros(rows, bool),
+        reward_parts={"accuracy": np.zeros(rows, np.float32)},
     )
 
 
@@ -101,7 +103,7 @@ def test_order_of_groups_changes_nothing():
     batch = make_batch()
     order = np.array([2, 0, 3, 1])
     rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
-    moved = Batch(*(x[order] if len(x) == 4 else x[rows] for x in batch))
+    moved = jax.tree.map(lambda x: x[order] if len(x) == 4 else x[rows], batch)
     chex.assert_trees_all_close(step(batch), step(moved), rtol=2e-4, atol=2e-5)
 
 
