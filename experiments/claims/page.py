@@ -1,7 +1,8 @@
-"""Figures, verdicts and docs/claims.md from the committed metrics of the grid.
+"""Figures, verdicts and docs/claims.md from the committed metrics of the grid and of SmolLM2's runs.
 
-python -m experiments.claims.page               # from experiments/claims/metrics.parquet
-python -m experiments.claims.page --collect     # first reads the runs of grid.yaml into that table
+python -m experiments.claims.page                       # from experiments/claims/*.parquet
+python -m experiments.claims.page --collect grid        # first reads the runs of grid.yaml into metrics.parquet
+python -m experiments.claims.page --collect smollm2     # first reads the runs of smollm2.yaml into smollm2.parquet
 """
 
 import json
@@ -12,6 +13,7 @@ import pandas as pd
 from absl import app, flags
 
 from experiments.claims.staleness import (
+    EARLY,
     INTERVALS,
     accuracy_by_interval,
     draw_staleness,
@@ -26,10 +28,11 @@ from recjax.analysis.compare import final, whole
 from recjax.analysis.curves import LABELS, draw_curves
 
 FLAGS = flags.FLAGS
-flags.DEFINE_bool("collect", False, "Read the runs of grid.yaml and rewrite metrics.parquet first.")
+flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2"], "Read these runs and rewrite their table first.")
 
 HERE = Path(__file__).parent
-TABLE, VERDICTS = HERE / "metrics.parquet", HERE / "verdicts.json"
+TABLES = {"grid": HERE / "metrics.parquet", "smollm2": HERE / "smollm2.parquet"}
+VERDICTS = HERE / "verdicts.json"
 DOCS = HERE.parent.parent / "docs"
 NAMES = {
     "reinforce": "REINFORCE",
@@ -123,7 +126,26 @@ def staleness_section(table: pd.DataFrame) -> str:
     )
 
 
-def draw_all(table: pd.DataFrame, found: dict[str, Claim], folder: Path) -> None:
+def smollm2_table(table: pd.DataFrame) -> str:
+    """Held-out accuracy at every evaluation of SmolLM2's runs, and what foretells its end."""
+    steps = sorted(table.loc[table["evaluation/accuracy"].notna(), "step"].unique())
+    rows = []
+    for algorithm in dict.fromkeys(table["algorithm"]):
+        run = table[table["algorithm"] == algorithm].set_index("step")
+        young = run.loc[1:EARLY]
+        rows.append(
+            [
+                NAMES[algorithm],
+                *(f"{run['evaluation/accuracy'][step]:.3f}" for step in steps),
+                f"{run['evaluation/initial_kl'][steps[-1]]:.2f}",
+                f"{young['effective_sample_size'].mean():.2f}",
+            ]
+        )
+    header = ["held-out accuracy", *(f"step {step}" for step in steps), "KL(π ‖ π₀) at the end", "early sample size"]
+    return markdown_table(header, rows)
+
+
+def draw_all(table: pd.DataFrame, smollm2: pd.DataFrame, found: dict[str, Claim], folder: Path) -> None:
     """Every figure of the page, as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     regimes = table[table["regime"].isin(REGIMES)]
@@ -135,12 +157,18 @@ def draw_all(table: pd.DataFrame, found: dict[str, Claim], folder: Path) -> None
     )
     everything.savefig(folder / "all.png", dpi=100)
     draw_staleness(table, NAMES).savefig(folder / "staleness.png", dpi=100)
+    draw_curves(smollm2, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / "smollm2.png", dpi=100)
 
 
-def write_page(table: pd.DataFrame, docs: Path, verdicts: Path) -> None:
-    """docs/claims.md with its figures, and verdicts.json."""
+def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, docs: Path, verdicts: Path) -> None:
+    """docs/claims.md with its figures, and verdicts.json.
+
+    Args:
+        table: of the grid's runs.
+        smollm2: of SmolLM2's.
+    """
     found = claims(table)
-    draw_all(table, found, docs / "claims")
+    draw_all(table, smollm2, found, docs / "claims")
     verdicts.write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     seeds, runs = table["seed"].nunique(), len(table.groupby(axes_of(table)))
     summary = markdown_table(
@@ -155,6 +183,7 @@ def write_page(table: pd.DataFrame, docs: Path, verdicts: Path) -> None:
         "grid": grid_table(table),
         "claims": "".join(claim_section(name, claim) for name, claim in found.items()),
         "staleness": staleness_section(table),
+        "smollm2": smollm2_table(smollm2),
         "seeds": str(seeds),
         "runs": str(runs),
     }
@@ -167,12 +196,12 @@ def write_page(table: pd.DataFrame, docs: Path, verdicts: Path) -> None:
 def main(argv: list[str]) -> None:
     """Writes everything."""
     try:
-        if FLAGS.collect:
-            read_runs(HERE / "grid.yaml").to_parquet(TABLE, index=False, compression="zstd")
-        table = read_runs(TABLE)
+        for name in FLAGS.collect:
+            read_runs(HERE / f"{name}.yaml").to_parquet(TABLES[name], index=False, compression="zstd")
+        table, smollm2 = (read_runs(path) for path in TABLES.values())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    write_page(table, DOCS, VERDICTS)
+    write_page(table, smollm2, DOCS, VERDICTS)
     for name, claim in claims(table).items():
         print(f"{name}: {claim.verdict}")
 

@@ -44,6 +44,8 @@ def draw_curves(
 ) -> Figure:
     """A grid of panels, a metric a row; each line is the mean over runs, its band their lowest and highest.
 
+    Where there is one column only, its panels are laid out in rows of up to four.
+
     Args:
         table: rows as `collect` makes them.
         lines: the column of the table whose values are the lines, in the order they first appear.
@@ -53,26 +55,30 @@ def draw_curves(
     """
     names = names or {}
     drawn, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
-    size = (1.2 + 2.9 * len(across), 1.1 + 1.9 * len(metrics))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(metrics), len(across), sharex="col", sharey="row", squeeze=False)
+    single = len(across) == 1
+    height, width = (-(-len(metrics) // 4), min(4, len(metrics))) if single else (len(metrics), len(across))
+    figure = Figure(figsize=(1.2 + 2.9 * width, 1.1 + 1.9 * height), layout="constrained")
+    panels = figure.subplots(height, width, sharex="col", sharey=False if single else "row", squeeze=False)
+    for axes in panels.flat[len(metrics) * len(across) :]:
+        axes.set_axis_off()
     for row, metric in enumerate(metrics):
-        for column, place in enumerate(across):
+        of_metric = panels.flat[row : row + 1] if single else panels[row]
+        for place, axes in zip(across, of_metric, strict=True):
             for index, line in enumerate(drawn):
                 chosen = table[(table[lines] == line) & (table[columns] == place)]
-                _draw_band(panels[row, column], chosen, metric, index, names.get(line, line))
-        for axes in panels[row]:
+                _draw_band(axes, chosen, metric, index, names.get(line, line))
             _finish(axes, metric)
-        panels[row, 0].set_ylabel(LABELS.get(metric, metric))
-    for column, place in enumerate(across):
-        panels[0, column].set_title(names.get(place, place), fontsize=10)
+        of_metric[0].set_ylabel(LABELS.get(metric, metric))
+    for column, axes in enumerate(panels[0]):
+        if not single:
+            axes.set_title(names.get(across[column], across[column]), fontsize=10)
         panels[-1, column].set_xlabel("optimiser step")
+    figure.suptitle(title or (names.get(across[0], across[0]) if single else ""))
     handles = {
         label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    rows_of_legend = max(2, min(5, len(across) + 1))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=rows_of_legend, frameon=False)
-    figure.suptitle(title)
+    columns_of_legend = max(2, min(5, width + 1))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns_of_legend, frameon=False)
     return figure
 
 
