@@ -1,6 +1,6 @@
 """The generators of the package reasoning_gym (`pip install recjax[reasoning_gym]`), each of which is a task.
 
-Data: made by the generator `task.reasoning_gym.name` with its `options`, in a process of its own with fixed hashes, since
+Data: made by the generator `task.reasoning_gym.name` with its `options`, in a process of its own with fixed hashes, as
 some generators walk through sets. The same seed gives the same problems; no question comes twice, so none that is
 trained on is held out.
 Prompt: `template` with the question, as the user's message after the system prompt below, solved examples as earlier
@@ -12,6 +12,7 @@ score, what it gives. A completion's answer is what follows its last <answer>, u
 the tag it is the whole completion, since a model shown plain examples answers as they do.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,7 +23,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,14 +107,18 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     """The package's score of a completion, and whether it is the full one.
 
     Args:
-        answer: not read; the scorer has the generator's in the entry.
+        answer: the generator's.
         columns: a problem's, from `gym_problems`.
     """
-    given = parse(completion)
-    if given is None or not _may_be_scored(given, columns["generator"], columns["entry"]):
-        return {"accuracy": 0.0, "score": 0.0}
-    scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
-    score = float(scorer.score_answer(given, columns["entry"]))
+    given, entry = parse(completion), columns["entry"]
+    generator = entry["metadata"].get("source_dataset", columns["generator"])
+    score = 0.0
+    if given is not None and _may_be_run(given, generator):
+        scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
+        # Some scorers raise at an answer that they cannot read.
+        with contextlib.suppress(Exception):
+            if _TOO_KIND.get(generator, _no_check)(given, answer):
+                score = float(scorer.score_answer(given, entry))
     return {"accuracy": float(score >= 1), "score": score}
 
 
@@ -121,18 +127,31 @@ _RUN_AS_LIST = set("binary_matrix n_queens spiral_matrix string_insertion".split
 _RUN_AS_FORMULA = set(
     "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split()
 )
-_FORMULA_WORDS = set("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational".split())
+_FORMULA_WORDS = set(
+    "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split()
+)
 
 
-def _may_be_scored(answer: str, generator: str, entry: Mapping[str, Any]) -> bool:
+def _may_be_run(answer: str, generator: str) -> bool:
     """False where the package would run the answer as Python, and it is more than a list or a formula."""
-    name = entry["metadata"].get("source_dataset", generator)
-    if name in _RUN_AS_LIST:
+    if generator in _RUN_AS_LIST:
         return "(" not in answer
-    if name in _RUN_AS_FORMULA:
+    if generator in _RUN_AS_FORMULA:
         words = set(re.findall(r"[^\W\d]\w+", answer))
         return words <= _FORMULA_WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
     return True
+
+
+def _no_check(given: str, answer: str) -> bool:
+    return True
+
+
+# Scorers that give wrong answers the full score, "0" to every coin_flip, and what must hold beside it.
+_TOO_KIND: dict[str, Callable[[str, str], bool]] = {
+    "coin_flip": lambda given, answer: abs(Fraction(given) - Fraction(answer)) <= 1e-4,
+    "complex_arithmetic": lambda given, answer: "nan" not in given.lower(),
+    "game_of_life_halting": lambda given, answer: given == answer,
+}
 
 
 def _package() -> ModuleType:
@@ -161,15 +180,23 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
     with tempfile.TemporaryDirectory() as folder:
         order, made = Path(folder) / "order", Path(folder) / "made"
         order.write_text(json.dumps([config.name, config.options, count, seed]), encoding="utf-8")
-        command = [sys.executable, "-m", "recjax.tasks.gym", str(order), str(made)]
-        environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(
-                f"task.reasoning_gym: {config.name} with options {dict(config.options)} failed:\n{done.stderr[-2000:]}"
-            )
+        _in_a_process(str(order), str(made))
         entries = pickle.loads(made.read_bytes())
     return list({entry["question"]: entry for entry in reversed(entries)}.values())[::-1]
+
+
+def _in_a_process(order: str, made: str) -> None:
+    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "recjax.tasks.gym", order, made]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr[-2000:]}")
+
+
+def _make(order: str, made: str) -> None:
+    name, options, count, seed = json.loads(Path(order).read_text(encoding="utf-8"))
+    data = _generator(name, options, size=count, seed=seed)
+    Path(made).write_bytes(pickle.dumps([data[index] for index in range(count)]))
 
 
 def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
@@ -201,12 +228,6 @@ def _prompt(
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
     return [*system, *turns, question]
-
-
-def _make(order: str, made: str) -> None:
-    name, options, count, seed = json.loads(Path(order).read_text(encoding="utf-8"))
-    data = _generator(name, options, size=count, seed=seed)
-    Path(made).write_bytes(pickle.dumps([data[index] for index in range(count)]))
 
 
 if __name__ == "__main__":
