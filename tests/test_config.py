@@ -1,12 +1,15 @@
 """The config: what it takes, what it refuses, and what the refusals say."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recjax.config import ReasoningGymTask, TaskConfig, block_of
 from recjax.config_loading import load_config, to_yaml
 from recjax.sweep import read_sweep
+from recjax.tasks.loading import reward_name
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]
@@ -70,7 +73,14 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("training.steps=2.5", ["training.steps", "2.5", "int"]),
         ("rollout.stop=5", ["rollout.stop", "5", "list"]),
         ("model.dtype=float16", ["'float16'", "bfloat16"]),
-        ("task.reward=number_match", ["'number_match'", "module:function"]),
+        ("task.reward=number_match", ["'number_match'", "module:function", "reasoning_gym"]),
+        ("task=gms8k", ["override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"]),
+        ("task=nonsense", ["'nonsense'", "arithmetic", "gsm8k", "reasoning_gym:GENERATOR"]),
+        ("task=reasoning_gym", ["'reasoning_gym'", "reasoning_gym:GENERATOR"]),
+        ("task=gsm8k:easy", ["'gsm8k:easy'", "'gsm8k'"]),
+        ("task=reasoning_gym:leter_counting", ["'leter_counting'", "did you mean 'letter_counting'"]),
+        ("task.gsm8k.tran=x", ["'task.gsm8k.tran'", "'task.gsm8k.train'"]),
+        ("task.gsm8k.train=x", ["task.arithmetic", "task.gsm8k", "exactly one"]),
         ("task.system_prompt=Be brief.", ["task.system_prompt = 'Be brief.'", "plain text", "remove it"]),
         ("algorithm.preset=rec_one_sided_nois", ["algorithm.preset", "rec_one_sided_nois", "rec_one_side_nois"]),
         ("algorithm.clip.epsilon_lo=0.3", ["algorithm.clip.epsilon_lo", "0.3", "epsilon_low"]),
@@ -85,6 +95,30 @@ def test_refusals_name_key_value_and_remedy(override, parts):
         load(override)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "guru_math", "toolace", "arithmetic"])
+def test_a_text_as_task_replaces_the_whole_block(name):
+    config = load("task.system_prompt=null", "task.success=2.0", f"task={name}")
+    expected = dataclasses.replace(TaskConfig(), **{name: block_of(TaskConfig.__annotations__[name])()})
+    assert config.task == expected
+    assert load("task.success=2.0", f"task={name}", "task.success=3.0").task.success == 3.0
+
+
+def test_a_text_as_task_can_name_a_generator_and_stand_in_a_file(tmp_path):
+    file = tmp_path / "gym.yaml"
+    file.write_text("output: x\nmodel: {path: x}\ntask: reasoning_gym:count_bits\n")
+    config = load_config(file, ["task.reasoning_gym.options.max_n=63"])
+    assert config.task.reasoning_gym == ReasoningGymTask("count_bits", {"max_n": 63})
+    assert config.task.arithmetic is None
+
+
+def test_the_tasks_own_reward_stands_where_none_is_named():
+    names = {text: reward_name(load(f"task={text}").task) for text in ("toolace", "math", "arithmetic")}
+    assert names == {"toolace": "tool_calls", "math": "math", "arithmetic": "recjax.tasks.rewards:number_match"}
+    assert reward_name(load("task.arithmetic.worked=true").task) == "recjax.tasks.rewards:last_number_match"
+    assert reward_name(load("task=gsm8k", "task.reward=a:b").task) == "a:b"
+    assert reward_name(load("task=reasoning_gym:gcd", "task.reward=math").task) == "math"
 
 
 def test_greedy_evaluation_refuses_cuts_that_nothing_would_read():

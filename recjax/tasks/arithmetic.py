@@ -1,6 +1,5 @@
 """The embedded task: whole-number sums, differences and products over chosen ranges, every question once."""
 
-import itertools
 import operator
 import re
 
@@ -15,7 +14,7 @@ _LIMIT = 1_000_000
 
 
 def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
-    """All distinct questions of the configured kinds, in an order drawn from the seed.
+    """All distinct questions of the configured kinds, in an order drawn from the seed; a kind is a difficulty.
 
     Examples ahead of a question are of the same kinds and never the question itself.
 
@@ -27,7 +26,11 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     for kind in config.problems if config.worked else ():
         if " + " not in kind:
             raise ValueError(f"task.arithmetic.problems: {kind!r}: task.arithmetic.worked shows sums only; remove it")
-    questions = list(dict.fromkeys(itertools.chain.from_iterable(_questions(kind) for kind in config.problems)))
+    kinds: dict[tuple[int, str, int], str] = {}
+    for kind in config.problems:
+        for question in _questions(kind):
+            kinds.setdefault(question, kind)
+    questions = list(kinds)
     if len(questions) <= config.examples + 1:
         raise ValueError(f"task.arithmetic.problems = {config.problems!r} gives only {len(questions)} questions")
     generator = np.random.default_rng([seed, 0])
@@ -39,7 +42,8 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         lines = [f"{_ask(config, shot)} {_answer(config, shot)}\n" for shot in shots]
         question = questions[index]
         mistakes = _slips(question[0], question[2]) if config.worked else ()
-        problems.append(Problem("".join(lines) + _ask(config, question), _answer(config, question), mistakes))
+        prompt = "".join(lines) + _ask(config, question)
+        problems.append(Problem(prompt, _answer(config, question), mistakes, difficulty=kinds[question]))
     return problems
 
 

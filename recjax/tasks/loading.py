@@ -1,11 +1,45 @@
 """From the config's task block to a task."""
 
-import numpy as np
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from recjax.config import Config
+import numpy as np
+from absl import logging
+
+from recjax.config import TASKS, Config, TaskConfig
+from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
-from recjax.tasks.problems import Problem, Task, load_reward
+from recjax.tasks.problems import Problem, RewardFunction, Task, load_reward
+from recjax.tasks.reading import Row, read_split
+
+
+class _HubTask(NamedTuple):
+    """A task whose data the Hugging Face hub has: how rows become problems, and where a repository has them."""
+
+    problems: Callable[[Sequence[Row], str], list[Problem]]
+    system_prompt: str
+    train_files: str
+    evaluation_files: str
+
+
+_HUB_TASKS = {
+    "gsm8k": _HubTask(gsm8k.gsm8k_problems, gsm8k.SYSTEM_PROMPT, gsm8k.TRAIN, gsm8k.EVALUATION),
+    "math": _HubTask(
+        competition_math.math_problems,
+        competition_math.SYSTEM_PROMPT,
+        competition_math.TRAIN,
+        competition_math.EVALUATION,
+    ),
+    "guru_math": _HubTask(guru_math.guru_math_problems, guru_math.SYSTEM_PROMPT, guru_math.TRAIN, guru_math.EVALUATION),
+    "toolace": _HubTask(toolace.toolace_problems, toolace.SYSTEM_PROMPT, toolace.TRAIN, toolace.EVALUATION),
+}
+
+# Built-in rewards by the name that `task.reward` takes; None: graded by what is not there yet.
+BUILT_IN_REWARDS: dict[str, RewardFunction | None] = dict.fromkeys(
+    ("gsm8k", "math", "guru_math", "tool_calls", "reasoning_gym")
+)
 
 
 def load_task(config: Config) -> Task:
@@ -14,28 +48,73 @@ def load_task(config: Config) -> Task:
     Raises:
         ValueError: bad data, or too little of it.
     """
-    reward = load_reward(config.task.reward)
-    count = config.evaluation.problems
-    if config.task.arithmetic:
-        train, evaluation = _hold_out(arithmetic_problems(config.task.arithmetic, config.seed), count)
-    else:
-        train = file_problems(config.task.file.train, config.task.file)
-        if config.task.file.evaluation:
-            evaluation = file_problems(config.task.file.evaluation, config.task.file)[:count]
-        else:
-            order = np.random.default_rng([config.seed, 0]).permutation(len(train))
-            train, evaluation = _hold_out([train[index] for index in order], count)
-    if len(train) < config.rollout.prompts_per_step:
+    name = reward_name(config.task)
+    reward = BUILT_IN_REWARDS[name] if name in BUILT_IN_REWARDS else load_reward(name)
+    train, evaluation = _problems(config)
+    held_out = set().union(*map(_origins, evaluation))
+    kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
+    if len(kept) < len(train):
+        logging.info("%d train problems are left out: they are held-out ones as well", len(train) - len(kept))
+    if len(kept) < config.rollout.prompts_per_step:
         raise ValueError(
-            f"the task has {len(train)} train problems, fewer than rollout.prompts_per_step ="
+            f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    if config.task.system_prompt is not None:
-        train, evaluation = (
-            [_with_system_prompt(problem, config.task.system_prompt) for problem in problems]
-            for problems in (train, evaluation)
-        )
-    return Task(train, evaluation, reward)
+    return Task(kept, evaluation, reward)
+
+
+def task_name(task: TaskConfig) -> str:
+    """Which of TASKS the block gives."""
+    return next(name for name in TASKS if getattr(task, name) is not None)
+
+
+def reward_name(task: TaskConfig) -> str:
+    """The reward that the block names, or its task's own."""
+    if task.reward is not None:
+        return task.reward
+    name = task_name(task)
+    if name in ("arithmetic", "file"):
+        worked = name == "arithmetic" and task.arithmetic.worked
+        return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
+    return "tool_calls" if name == "toolace" else name
+
+
+def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """Problems to train on and problems held out."""
+    name, count = task_name(config.task), config.evaluation.problems
+    task, system_prompt = getattr(config.task, name), config.task.system_prompt
+    if name == "arithmetic":
+        return _hold_out(arithmetic_problems(task, config.seed), count)
+    if name == "reasoning_gym":
+        system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
+        return gym.gym_problems(task, count, config.seed, system_prompt)
+    if name == "file":
+        train = _from_file(task.train, task, system_prompt)
+        evaluation = task.evaluation and _from_file(task.evaluation, task, system_prompt)
+    else:
+        train, evaluation = _from_hub(name, task, system_prompt)
+    if evaluation:
+        return train, evaluation[:count]
+    order = np.random.default_rng([config.seed, 0]).permutation(len(train))
+    return _hold_out([train[index] for index in order], count)
+
+
+def _from_hub(name: str, task: Any, system_prompt: str | None) -> tuple[list[Problem], list[Problem]]:
+    """Train and evaluation problems; of the latter none where they are to be held out."""
+    hub = _HUB_TASKS[name]
+    system_prompt = hub.system_prompt if system_prompt is None else system_prompt
+    rows = read_split(task.train, hub.train_files, "train", f"task.{name}.train")
+    held_out = []
+    if task.evaluation is not None:
+        held_out = read_split(task.evaluation, hub.evaluation_files, "test", f"task.{name}.evaluation")
+    return hub.problems(rows, system_prompt), hub.problems(held_out, system_prompt)
+
+
+def _from_file(path: str, task: Any, system_prompt: str | None) -> list[Problem]:
+    problems = file_problems(path, task)
+    if system_prompt is None:
+        return problems
+    return [_with_system_prompt(problem, system_prompt) for problem in problems]
 
 
 def _with_system_prompt(problem: Problem, system_prompt: str) -> Problem:
@@ -51,6 +130,12 @@ def _with_system_prompt(problem: Problem, system_prompt: str) -> Problem:
             " their own; remove one of the two"
         )
     return problem._replace(prompt=[{"role": "system", "content": system_prompt}, *problem.prompt])
+
+
+def _origins(problem: Problem) -> set[str]:
+    """What a train and a held-out problem must not share: the prompt, and a conversation whose later turns quote it."""
+    conversation = problem.columns.get(toolace.CONVERSATION)
+    return {json.dumps(problem.prompt, sort_keys=True), *([conversation] if conversation else [])}
 
 
 def _hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:

@@ -35,6 +35,22 @@ class Task(NamedTuple):
     parse: Callable[[str], str | None] = str.strip
 
 
+def chat(system_prompt: str, question: str) -> list[dict[str, str]]:
+    """A system message, where it says something, and a user's message."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": question}]
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a value is a list of messages with role and content."""
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in prompt)
+        and all(isinstance(turn["role"], str) and isinstance(turn["content"], str) for turn in prompt)
+    )
+
+
 def load_reward(name: str) -> RewardFunction:
     """The reward function `module:function`.
 

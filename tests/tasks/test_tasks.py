@@ -23,6 +23,7 @@ def test_arithmetic_asks_every_question_once_and_answers_it():
     for problem in problems:
         a, op, b = re.fullmatch(r"(\d+)([-+*])(\d+)=", problem.prompt).groups()
         assert int(problem.answer) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[op]
+        assert problem.difficulty in config.problems and f" {op} " in problem.difficulty
     assert problems == arithmetic_problems(config, seed=0) != arithmetic_problems(config, seed=1)
 
 
@@ -96,7 +97,24 @@ def write_jsonl(path, rows):
 
 def test_jsonl_rows_become_problems(tmp_path):
     problems = file_problems(write_jsonl(tmp_path / "a.jsonl", ROWS), FileTask())
-    assert problems == [Problem("1+1=", "2"), Problem([{"role": "user", "content": "2+2?"}], "4")]
+    chat = [{"role": "user", "content": "2+2?"}]
+    assert problems == [Problem("1+1=", "2", columns={"note": "a"}), Problem(chat, "4")]
+
+
+def test_a_column_of_a_file_can_name_the_difficulty(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": 2, "level": 3, "note": "a"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert file_problems(path, FileTask(difficulty_column="level")) == [
+        Problem("1+1=", "2", columns={"note": "a"}, difficulty="3")
+    ]
+    with pytest.raises(ValueError, match="line 1: no 'hard'.*task.file.difficulty_column"):
+        file_problems(path, FileTask(difficulty_column="hard"))
+
+
+def test_a_line_of_json_may_hold_a_line_separator(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b\x85c", "answer": 1}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert file_problems(str(path), FileTask())[0].prompt == "a\u2028b\x85c"
 
 
 def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
@@ -117,10 +135,10 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ({"question": "x", "answer": "1"}, "no 'prompt'; the row has 'question', 'answer'"),
         ({"prompt": "x", "answer": None}, "no 'answer'"),
         ({"prompt": " ", "answer": "1"}, "not blank"),
-        ({"prompt": 3, "answer": "1"}, "must be text"),
+        ({"prompt": 3, "answer": "1"}, "'prompt' must hold text"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content"),
-        ({"prompt": "x", "answer": ["1"]}, "answer must be text or a number"),
-        ({"prompt": "x", "answer": True}, "answer must be text or a number"),
+        ({"prompt": "x", "answer": ["1"]}, "'answer' must hold text or a number"),
+        ({"prompt": "x", "answer": True}, "'answer' must hold text or a number"),
     ],
 )
 def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, row, reason):
@@ -138,6 +156,24 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
             file_problems(str(tmp_path / name), FileTask())
+
+
+def test_a_question_that_is_held_out_is_not_trained_on(tmp_path):
+    rows = [{"prompt": f"question {i % 5}", "answer": i % 5} for i in range(40)]
+    task = load_task(load_config(*file_config(tmp_path, rows, "task.file.chat=true")))
+    train, held_out = (
+        {problem.prompt[0]["content"] for problem in problems} for problems in (task.train, task.evaluation)
+    )
+    assert train and held_out and not train & held_out
+
+
+def file_config(tmp_path, rows, *overrides):
+    """A config of a file task with two problems held out."""
+    config = tmp_path / "file.yaml"
+    config.write_text(
+        "output: unset\nmodel: {path: unset}\nrollout: {prompts_per_step: 1}\nevaluation: {problems: 2}\n"
+    )
+    return config, [f"task.file={{train: {write_jsonl(tmp_path / 'file.jsonl', rows)}}}", *overrides]
 
 
 def test_evaluation_problems_are_held_out(tmp_path):
@@ -237,13 +273,8 @@ def test_a_reward_that_cannot_be_imported_is_named(name):
 
 
 def chats_of_a_file(tmp_path, rows, *overrides):
-    """The train problems of a file of six rows or more, whose prompts are chats, two of them held out."""
-    config = tmp_path / "chat.yaml"
-    config.write_text(
-        "output: unset\nmodel: {path: unset}\nrollout: {prompts_per_step: 1}\nevaluation: {problems: 2}\n"
-    )
-    file = f"task.file={{train: {write_jsonl(tmp_path / 'chat.jsonl', rows)}, chat: true}}"
-    return load_task(load_config(config, [file, *overrides]))
+    """The task of a file of six rows or more, whose prompts are chats."""
+    return load_task(load_config(*file_config(tmp_path, rows, "task.file.chat=true", *overrides)))
 
 
 def test_the_system_prompt_goes_before_every_chat(tmp_path):

@@ -1,0 +1,68 @@
+r"""MATH, competition problems.
+
+Data: `DigitalLearningGmbH/MATH-lighteval` on the hub for training, files data/train-*.parquet (7,500 rows) with the
+columns `problem`, `solution`, `level` ("Level 5") and `type` ("Algebra"); `HuggingFaceH4/MATH-500` for evaluation,
+file test.jsonl (500 rows) with `problem`, `solution`, `answer`, `subject`, `level` (5) and `unique_id`.
+Prompt: the problem as the user's message, after the system prompt below.
+Answer: the column `answer` where there is one, otherwise what the solution's last \boxed holds.
+Difficulty: the level. Columns: subject.
+Reward: `math`, 1 where the completion's last \boxed equals the answer after normalisation, 0 otherwise.
+"""
+
+import re
+from collections.abc import Sequence
+
+from recjax.tasks.problems import Problem, chat
+from recjax.tasks.reading import Row
+
+TRAIN, EVALUATION = "data/train-*.parquet", "test.jsonl"
+
+SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the final answer inside \\boxed{}."
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+
+
+def math_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+    r"""A problem a row.
+
+    Raises:
+        ValueError: a row without problem, or with neither an answer nor a solution that holds a \boxed.
+    """
+    return [_problem(row, system_prompt) for row in rows]
+
+
+def _problem(row: Row, system_prompt: str) -> Problem:
+    answer = row.text("answer") if "answer" in row.values else last_boxed(row.text("solution"))
+    if answer is None:
+        raise row.error("solution", f"holds no \\boxed answer; it ends in {row.values['solution'][-80:]!r}")
+    level = str(row.values.get("level") or "")
+    subject = row.values.get("subject") or row.values.get("type")
+    return Problem(
+        chat(system_prompt, row.text("problem")),
+        answer,
+        columns={"subject": subject} if subject else {},
+        difficulty=f"level {level.removeprefix('Level').strip()}" if level else None,
+    )
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed or \fbox of a text holds: its balanced braces, or the word after it; None without one."""
+    found = None
+    for match in _BOXED.finditer(text):
+        rest = text[match.end() :]
+        if rest.startswith("{"):
+            content = _braced(rest)
+        else:
+            content = re.match(r"[^\s$.]*", rest).group()
+        found = content.strip() if content and content.strip() else found
+    return found
+
+
+def _braced(text: str) -> str | None:
+    """What stands between a text's first character, an opening brace, and the brace that closes it."""
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return text[1 : match.start()]
+    return None

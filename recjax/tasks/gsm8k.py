@@ -1,0 +1,41 @@
+r"""GSM8K, grade-school word problems.
+
+Data: `openai/gsm8k` on the hub, subset `main`: splits train (7,473 rows) and test (1,319 rows, evaluation) with the
+columns `question` and `answer`, a worked solution whose last line is "#### 72".
+Prompt: the question as the user's message, after the system prompt below.
+Answer: the number after the last "####", without thousands separators.
+Reward: `gsm8k`, equality of the answer (1 or 0) plus 0.1 where the completion has the asked form, minus 0.1 where not.
+"""
+
+import re
+from collections.abc import Sequence
+
+from recjax.tasks.problems import Problem, chat
+from recjax.tasks.reading import Row
+
+TRAIN, EVALUATION = "main/train-*.parquet", "main/test-*.parquet"
+
+SYSTEM_PROMPT = (
+    "Solve the user's problem. First reason step by step between <think> and </think>. Then write the final result, a"
+    " number without its unit, between <answer> and </answer>. Write nothing outside these two blocks:\n"
+    "<think>your reasoning</think>\n<answer>the number</answer>"
+)
+
+_NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+")
+
+
+def gsm8k_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+    """A problem a row.
+
+    Raises:
+        ValueError: a row without question or answer, or whose answer does not end in "####" and a number.
+    """
+    return [Problem(chat(system_prompt, row.text("question")), _answer(row)) for row in rows]
+
+
+def _answer(row: Row) -> str:
+    _, mark, last = row.text("answer").rpartition("####")
+    number = last.strip().removeprefix("$")
+    if not mark or not _NUMBER.fullmatch(number):
+        raise row.error("answer", f"must end in '####' and a number; got {row.values['answer'][-80:]!r}")
+    return number.replace(",", "")

@@ -1,0 +1,57 @@
+r"""Guru-Math, the mathematics part of Guru.
+
+Data: `LLM360/guru-RL-92k` on the hub, files train/math__combined_54.4k.parquet for training and
+online_eval/math__math_500.parquet for evaluation, with the columns `prompt` (a list of messages with role and content;
+the question ends in a request for \boxed), `reward_model` (a struct with `ground_truth`), `data_source`, `ability` and
+`qwen2.5_7b_pass_rate`, among others.
+Prompt: the row's messages, after the system prompt below where they have none of their own.
+Answer: reward_model.ground_truth.
+Difficulty: the fifth that the column qwen2.5_7b_pass_rate falls in, where it is given. Columns: data_source.
+Reward: `guru_math`, 1 where the answers are symbolically equal, 0 otherwise.
+"""
+
+from collections.abc import Sequence
+
+from recjax.tasks.problems import Problem, is_chat
+from recjax.tasks.reading import Row
+
+TRAIN, EVALUATION = "train/math__combined_54.4k.parquet", "online_eval/math__math_500.parquet"
+
+SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the final answer inside \\boxed{}."
+
+
+def guru_math_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+    """A problem a row.
+
+    Raises:
+        ValueError: a row without messages or without an answer.
+    """
+    return [_problem(row, system_prompt) for row in rows]
+
+
+def _problem(row: Row, system_prompt: str) -> Problem:
+    prompt, reward_model = row.values.get("prompt"), row.values.get("reward_model")
+    if not is_chat(prompt):
+        raise row.error("prompt", f"must hold a list of messages with role and content; got {prompt!r:.80}")
+    answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise row.error(
+            "reward_model", f"must hold an object with the answer as ground_truth; got {reward_model!r:.80}"
+        )
+    if prompt[0]["role"] == "system" and system_prompt != SYSTEM_PROMPT:
+        raise row.error("prompt", "begins with a system message of its own; remove it or task.system_prompt")
+    if prompt[0]["role"] != "system" and system_prompt:
+        prompt = [{"role": "system", "content": system_prompt}, *prompt]
+    return Problem(
+        prompt,
+        str(answer),
+        columns={"data_source": row.values.get("data_source")},
+        difficulty=_difficulty(row.values.get("qwen2.5_7b_pass_rate")),
+    )
+
+
+def _difficulty(pass_rate: float | None) -> str | None:
+    if pass_rate is None:
+        return None
+    fifth = min(int(pass_rate * 5), 4)
+    return f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"

@@ -1,0 +1,234 @@
+"""The generators of the package reasoning_gym (`pip install recjax[reasoning_gym]`), each of which is a task.
+
+Data: made by the generator `task.reasoning_gym.name` with its `options`, in a process of its own with fixed hashes, as
+some generators walk through sets. The same seed gives the same problems; no question comes twice, so none that is
+trained on is held out.
+Prompt: `template` with the question, as the user's message after the system prompt below, solved examples as earlier
+turns; with `chat` false as plain text, each example on the lines before with its answer after a space.
+Answer: the generator's; empty where it has none and only its scorer knows.
+Difficulty: what the generator says of the single problem, such as "num_terms 3"; None where it says nothing.
+Reward: `reasoning_gym`, parts accuracy, 1 where the package's own scorer gives the full score and 0 otherwise, and
+score, what it gives. A completion's answer is what follows its last <answer>, up to </answer> if that comes; without
+the tag it is the whole completion, since a model shown plain examples answers as they do.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from absl import logging
+
+from recjax.config import ReasoningGymTask
+from recjax.tasks.problems import Problem, chat
+
+SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."
+
+_LIMIT = 1_000_000  # problems of one seed: the package numbers them on from the seed
+_LABELS = 12  # a property with more values than this is no difficulty
+
+
+def gym_problems(
+    config: ReasoningGymTask, held_out: int, seed: int, system_prompt: str = SYSTEM_PROMPT
+) -> tuple[list[Problem], list[Problem]]:
+    """Problems to train on, fewer than asked for where the generator repeats itself, and `held_out` others.
+
+    Raises:
+        ValueError: the package is missing, has no such generator, or the generator refuses its options or has too few
+            different questions.
+    """
+    check_gym(config)
+    asked = held_out + config.examples + config.problems
+    if asked > _LIMIT:
+        raise ValueError(f"task.reasoning_gym.problems = {config.problems}: with those held out at most {_LIMIT}")
+    entries = _generated(config, asked, seed * _LIMIT)
+    if len(entries) <= held_out + config.examples:
+        raise ValueError(
+            f"evaluation.problems = {held_out}: task.reasoning_gym {config.name!r} gives {len(entries)} different"
+            f" questions in {asked}; hold out fewer"
+        )
+    if len(entries) < asked:
+        logging.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
+    shots, entries = entries[: config.examples], entries[config.examples :]
+    labels = _difficulties(entries)
+    problems = [
+        Problem(
+            _prompt(config, shots, entry, system_prompt),
+            entry["answer"] or "",
+            columns={"generator": config.name, "options": dict(config.options), "entry": entry},
+            difficulty=label,
+        )
+        for entry, label in zip(entries, labels, strict=True)
+    ]
+    return problems[held_out:], problems[:held_out]
+
+
+def check_gym(config: ReasoningGymTask) -> None:
+    """Refuses a generator or option that the package does not have, or values that the generator refuses."""
+    generators = _package().factory.DATASETS
+    if config.name not in generators:
+        near = difflib.get_close_matches(config.name, generators, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"task.reasoning_gym.name = {config.name!r}: {hint}It takes {', '.join(sorted(generators))}")
+    known = {field.name for field in dataclasses.fields(generators[config.name][1])} - {"seed", "size"}
+    for option, value in config.options.items():
+        if option not in known:
+            raise ValueError(
+                f"task.reasoning_gym.options.{option} = {value!r}: {config.name} takes {', '.join(sorted(known))}"
+            )
+    try:
+        _generator(config.name, config.options)
+    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"task.reasoning_gym.options = {dict(config.options)}: {config.name}: {error}") from error
+    if "{question}" not in config.template:
+        raise ValueError(f"task.reasoning_gym.template = {config.template!r} must hold {{question}}")
+
+
+def parse(completion: str) -> str | None:
+    """The answer of a completion; None where it gives none."""
+    _, tag, after = completion.rpartition("<answer>")
+    answer = (after.partition("</answer>")[0] if tag else completion).strip()
+    return answer or None
+
+
+def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
+    """The package's score of a completion, and whether it is the full one.
+
+    Args:
+        answer: the generator's.
+        columns: a problem's, from `gym_problems`.
+    """
+    given, entry = parse(completion), columns["entry"]
+    generator = entry["metadata"].get("source_dataset", columns["generator"])
+    score = 0.0
+    if given is not None and _may_be_run(given, generator):
+        scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
+        # Some scorers raise at an answer that they cannot read.
+        with contextlib.suppress(Exception):
+            if _TOO_KIND.get(generator, _no_check)(given, answer):
+                score = float(scorer.score_answer(given, entry))
+    return {"accuracy": float(score >= 1), "score": score}
+
+
+# Scorers that run an answer as Python: as a list, or as a formula.
+_RUN_AS_LIST = set("binary_matrix n_queens spiral_matrix string_insertion".split())
+_RUN_AS_FORMULA = set(
+    "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split()
+)
+_FORMULA_WORDS = set(
+    "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split()
+)
+
+
+def _may_be_run(answer: str, generator: str) -> bool:
+    """False where the package would run the answer as Python, and it is more than a list or a formula."""
+    if generator in _RUN_AS_LIST:
+        return "(" not in answer
+    if generator in _RUN_AS_FORMULA:
+        words = set(re.findall(r"[^\W\d]\w+", answer))
+        return words <= _FORMULA_WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
+    return True
+
+
+def _no_check(given: str, answer: str) -> bool:
+    return True
+
+
+# Scorers that give wrong answers the full score, "0" to every coin_flip, and what must hold beside it.
+_TOO_KIND: dict[str, Callable[[str, str], bool]] = {
+    "coin_flip": lambda given, answer: abs(Fraction(given) - Fraction(answer)) <= 1e-4,
+    "complex_arithmetic": lambda given, answer: "nan" not in given.lower(),
+    "game_of_life_halting": lambda given, answer: given == answer,
+}
+
+
+def _package() -> ModuleType:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(f"task.reasoning_gym needs a package: pip install recjax[reasoning_gym] ({error})") from error
+    return reasoning_gym
+
+
+def _generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
+    """A data set of the package."""
+    if name == "composite" and isinstance(options.get("datasets"), list):
+        specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
+        options = {"datasets": [specification(**part) for part in options["datasets"]]}
+    return _package().create_dataset(name, **options, **size_and_seed)
+
+
+@functools.cache
+def _cached_generator(name: str, options: str) -> Any:
+    return _generator(name, json.loads(options))
+
+
+def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str, Any]]:
+    """Up to `count` entries with different questions."""
+    with tempfile.TemporaryDirectory() as folder:
+        order, made = Path(folder) / "order", Path(folder) / "made"
+        order.write_text(json.dumps([config.name, config.options, count, seed]), encoding="utf-8")
+        _in_a_process(str(order), str(made))
+        entries = pickle.loads(made.read_bytes())
+    return list({entry["question"]: entry for entry in reversed(entries)}.values())[::-1]
+
+
+def _in_a_process(order: str, made: str) -> None:
+    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "recjax.tasks.gym", order, made]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr[-2000:]}")
+
+
+def _make(order: str, made: str) -> None:
+    name, options, count, seed = json.loads(Path(order).read_text(encoding="utf-8"))
+    data = _generator(name, options, size=count, seed=seed)
+    Path(made).write_bytes(pickle.dumps([data[index] for index in range(count)]))
+
+
+def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """What the entries say of their difficulty, where it differs from one to another."""
+    metadata = [entry["metadata"] for entry in entries]
+    names = dict.fromkeys(["source_dataset", "difficulty"])
+    for each in metadata:
+        if isinstance(each.get("difficulty"), Mapping):  # the ranges that each entry's own values were drawn from
+            names |= dict.fromkeys(each["difficulty"])
+    kept = []
+    for name in names:
+        values = [each.get(name) for each in metadata]
+        if all(isinstance(value, int | float | str) for value in values) and 1 < len(set(values)) <= _LABELS:
+            kept.append(name)
+    return [", ".join(f"{name} {each[name]}" for name in kept) or None for each in metadata]
+
+
+def _prompt(
+    config: ReasoningGymTask, shots: Sequence[Mapping], entry: Mapping, system_prompt: str
+) -> str | list[dict[str, str]]:
+    asked = [config.template.replace("{question}", each["question"]) for each in (*shots, entry)]
+    if not config.chat:
+        return "".join(f"{text} {shot['answer']}\n" for text, shot in zip(asked[:-1], shots, strict=True)) + asked[-1]
+    answers = [f"<answer>{shot['answer']}</answer>" for shot in shots]
+    *system, question = chat(system_prompt, asked[-1])
+    turns = [
+        {"role": role, "content": text}
+        for pair in zip(asked[:-1], answers, strict=True)
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return [*system, *turns, question]
+
+
+if __name__ == "__main__":
+    _make(*sys.argv[1:])

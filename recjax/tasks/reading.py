@@ -1,0 +1,123 @@
+"""Rows of problems from files: the one place that reads them, whether a user's own or a hub data set's."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import huggingface_hub
+
+
+class Row(NamedTuple):
+    """One row of a data set: its columns, and where it stands, for messages."""
+
+    values: Mapping[str, Any]
+    place: str
+
+    def text(self, column: str) -> str:
+        """A column that must hold text.
+
+        Raises:
+            ValueError: it is missing, blank or of another type; the message names the row.
+        """
+        value = self.values.get(column)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(column, f"must hold text; got {value!r:.80}; the row has {', '.join(self.values)}")
+        return value
+
+    def error(self, column: str, reason: str) -> ValueError:
+        """What to raise about a column of this row."""
+        return ValueError(f"{self.place}: column {column!r} {reason}")
+
+
+def read_file(file: Path, key: str) -> list[Row]:
+    """The rows of a .jsonl, .json (one list of rows) or .parquet file, in file order.
+
+    Args:
+        key: of the config, for messages.
+    Raises:
+        ValueError: the file is missing, empty or damaged, or a row has no named columns; the message names file and
+            line (JSON Lines, from 1) or row (from 0).
+    """
+    if not file.is_file():
+        raise ValueError(f"{key}: {file}: there is no such file")
+    if file.suffix == ".jsonl":
+        rows = _json_lines(file, key)
+    elif file.suffix == ".json":
+        rows = [(f"row {index}", row) for index, row in enumerate(_json_list(file, key))]
+    elif file.suffix == ".parquet":
+        rows = [(f"row {index}", row) for index, row in enumerate(_parquet(file, key))]
+    else:
+        raise ValueError(f"{key}: {file}: give a .jsonl or a .parquet file")
+    if not rows:
+        raise ValueError(f"{key}: {file}: the file holds no rows")
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{key}: {file}: {place}: a row must be an object with named columns; got {row!r:.80}")
+    return [Row(row, f"{key}: {file}: {place}") for place, row in rows]
+
+
+def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
+    """The rows of one split of a data set that the Hugging Face hub has.
+
+    Args:
+        where: the data set's name on the hub; a folder with its files, laid out as there or with names that begin
+            with `split` and end in .parquet or .jsonl; or one such file.
+        files: pattern of the split's files in the hub's repository.
+        split: "train" or "test".
+        key: of the config, for messages.
+    Raises:
+        ValueError: nothing is there, the hub cannot be reached, or a file is damaged.
+    """
+    place = Path(where)
+    if place.suffix in (".parquet", ".jsonl", ".json") or place.is_file():
+        return read_file(place, key)
+    folder = place if place.is_dir() else _from_hub(where, files, key)
+    found = sorted(folder.glob(files))
+    found = found or sorted(file for end in ("parquet", "jsonl") for file in folder.glob(f"{split}*.{end}"))
+    if not found:
+        raise ValueError(f"{key}: the folder {folder} holds neither {files} nor {split}*.parquet or {split}*.jsonl")
+    return [row for file in found for row in read_file(file, key)]
+
+
+def _from_hub(name: str, files: str, key: str) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=[files]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key} = {name!r} is no local folder or file, and the Hugging Face hub did not serve the data set"
+            f" ({str(error).splitlines()[0]}); where there is a network, `hf download {name} --repo-type dataset"
+            f" --include '{files}' --local-dir FOLDER` fetches it: then give {key}=FOLDER"
+        ) from error
+
+
+def _parquet(file: Path, key: str) -> datasets.Dataset:
+    try:
+        return datasets.load_dataset("parquet", data_files=str(file), split="train")
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{key}: {file}: {error.__cause__ or error}") from error
+
+
+def _json_lines(file: Path, key: str) -> list[tuple[str, Any]]:
+    # Read line by line and not through `datasets`, which reports neither the line of a syntax error nor a column
+    # whose type changes from row to row.
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((f"line {number}", json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{key}: {file}: line {number}: not valid JSON ({error})") from error
+    return rows
+
+
+def _json_list(file: Path, key: str) -> list[Any]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{key}: {file}: not valid JSON ({error})") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{key}: {file}: must hold one list of rows; got {rows!r:.80}")
+    return rows

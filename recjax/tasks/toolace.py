@@ -1,0 +1,164 @@
+"""ToolACE, conversations in which an assistant calls functions.
+
+Data: `Team-ACE/ToolACE` on the hub, file data.json (split train alone; problems to evaluate on are held out, whole
+conversations at a time) with the columns `system`, which lists the functions as JSON, and `conversations`, a list of
+{"from": user, assistant or tool, "value": text}. A call turn reads [Name(key=value, …), …]; names may hold spaces.
+Problems: one a call turn. The turns before it are the prompt, earlier calls rewritten in the form asked for.
+Prompt: the row's own system message up to the end of the list of functions, then the system prompt below.
+Answer: a JSON list of {"name", "arguments"}, keys of the arguments sorted. Call turns that cannot be parsed are left
+out and counted.
+Difficulty: the number of calls. Columns: toolace_conversation, the row's place.
+Reward: `tool_calls`, 1 where exactly one think block precedes a JSON list whose calls equal the answer's as a multiset,
+0 otherwise.
+"""
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from recjax.tasks.problems import Problem
+from recjax.tasks.reading import Row
+
+TRAIN, EVALUATION = "data.json", "data.json"
+
+SYSTEM_PROMPT = (
+    "Answer in this form, whatever other form was named before: first think between <think> and </think>, once. Then"
+    " write the function calls as one JSON list and nothing after it:\n"
+    '<think>your thoughts</think>\n[{"name": "function name", "arguments": {"parameter": "value"}}]'
+)
+
+CONVERSATION = "toolace_conversation"  # the column that says where a problem is from
+
+_SPEAKERS = ("user", "assistant", "tool")
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def toolace_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+    """A problem for every turn of calls.
+
+    Raises:
+        ValueError: a row without system text or turns, or a turn without a known speaker and text.
+    """
+    problems, unreadable = [], 0
+    for row in rows:
+        messages = [{"role": "system", "content": f"{_functions(row.text('system'))}\n\n{system_prompt}".strip()}]
+        for speaker, text in _turns(row):
+            calls = parse_calls(text) if speaker == "assistant" else None
+            if calls is not None:
+                text = json.dumps(calls, ensure_ascii=False)
+                columns = {CONVERSATION: row.place}
+                problems.append(Problem(list(messages), text, columns=columns, difficulty=_difficulty(len(calls))))
+            elif speaker == "assistant" and _looks_like_calls(text):
+                unreadable += 1
+            messages.append({"role": speaker, "content": text})
+    logging.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(problems), unreadable)
+    return problems
+
+
+def parse_calls(text: str) -> list[dict[str, Any]] | None:
+    """The calls of a text such as `[Market Trends(country="us", days=[1, 2]), now()]`; None where it is not that.
+
+    Values are Python or JSON literals; nothing is run.
+    """
+    if not _looks_like_calls(text):
+        return None
+    calls = []
+    for piece in _split(text.strip()[1:-1]):
+        match = re.fullmatch(r"([^()=\"'\[\]{}]+)\((.*)\)", piece, re.DOTALL)
+        arguments = _arguments(match[2]) if match else None
+        if arguments is None:
+            return None
+        calls.append({"name": match[1].strip(), "arguments": dict(sorted(arguments.items()))})
+    return calls
+
+
+def _functions(system: str) -> str:
+    """A system text up to the end of its JSON list of functions; all of it where there is no such list."""
+    for match in re.finditer(r"\[\s*\{", system):
+        try:
+            functions, end = json.JSONDecoder(strict=False).raw_decode(system, match.start())
+        except json.JSONDecodeError:
+            continue
+        if all(isinstance(function, dict) and "name" in function for function in functions):
+            return system[:end]
+    return system.strip()
+
+
+def _turns(row: Row) -> list[tuple[str, str]]:
+    turns = row.values.get("conversations")
+    if not isinstance(turns, list) or not turns:
+        raise row.error("conversations", f"must hold a list of turns; got {turns!r:.80}")
+    for turn in turns:
+        if not isinstance(turn, dict) or turn.get("from") not in _SPEAKERS or not isinstance(turn.get("value"), str):
+            reason = f"has a turn that is not {{'from': {' or '.join(_SPEAKERS)}, 'value': text}}"
+            raise row.error("conversations", f"{reason}; got {turn!r:.80}")
+    return [(turn["from"], turn["value"]) for turn in turns]
+
+
+def _difficulty(calls: int) -> str:
+    return "1 call" if calls == 1 else f"{calls} calls" if calls < 4 else "4 or more calls"
+
+
+def _looks_like_calls(text: str) -> bool:
+    return bool(re.fullmatch(r"\s*\[[^\[\]{}()]+\(.*\)\s*\]\s*", text, re.DOTALL))
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    arguments = {}
+    for piece in _split(text) if text.strip() else []:
+        key, equals, value = piece.partition("=")
+        key = key.strip()
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes such as \/, which JSON has and Python lacks
+                parsed = _literal(ast.parse(value.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return None
+        if not equals or not re.fullmatch(r"[\w.-]+", key) or key in arguments:
+            return None
+        arguments[key] = parsed
+    return arguments
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal as JSON has it.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match node:
+        case ast.Constant(value=str() | int() | float() | None) if node.value != math.inf:
+            return node.value
+        case ast.Name(id=word) if word.lower() in _WORDS:
+            return _WORDS[word.lower()]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+            return -node.operand.value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            return {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError(f"{ast.dump(node)} is no literal")
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a text between its commas, those inside quotes and brackets left alone."""
+    parts, start, depth, quote, index = [], 0, 0, "", 0
+    while index < len(text):
+        character = text[index]
+        if quote:
+            index += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character == "," and depth == 0:
+            parts.append(text[start:index].strip())
+            start = index + 1
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        index += 1
+    return [*parts, text[start:].strip()]
