@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from recjax.algorithms import presets
-from recjax.config import Config, schema_keys
+from recjax.config import Config, GradingConfig, schema_keys
 from recjax.models.decoder import PROJECTIONS
+from recjax.tasks.graders import GRADERS
 
 
 def _value_at(config: Config, key: str) -> Any:
@@ -65,7 +66,18 @@ def check(config: Config) -> None:
         require(not config.model.freeze, "model.freeze", remedy)
     schedules = ("constant", "linear", "cosine")
     require(config.optimizer.schedule in schedules, "optimizer.schedule", f"takes {', '.join(schedules)}")
-    require(":" in config.task.reward, "task.reward", "takes module:function")
+    built_in = config.task.reward in GRADERS
+    remedy = f"takes module:function, or one of {', '.join(GRADERS)}"
+    require(built_in or ":" in config.task.reward, "task.reward", remedy)
+    for part, weight in config.task.reward_weights.items():
+        require(math.isfinite(weight), "task.reward_weights", f"the weight of {part} must be a finite number")
+    remedy = f"is not read by task.reward = {config.task.reward}, which runs in the training process; remove the block"
+    require(built_in or config.grading == GradingConfig(), "grading", remedy)
+    treatments = ("train", "mask", "penalise")
+    require(config.task.truncated in treatments, "task.truncated", f"takes {', '.join(treatments)}")
+    require(math.isfinite(config.task.truncated_reward), "task.truncated_reward", "must be a finite number")
+    remedy = "is read with task.truncated = penalise alone; set that, or remove it"
+    require(config.task.truncated == "penalise" or config.task.truncated_reward == 0, "task.truncated_reward", remedy)
     if shape := config.model.decoder:
         require(
             shape.hidden_size % shape.num_heads == 0 and shape.hidden_size // shape.num_heads % 2 == 0,

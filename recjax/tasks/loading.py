@@ -5,7 +5,7 @@ import numpy as np
 from recjax.config import Config
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
-from recjax.tasks.problems import Problem, Task, load_reward
+from recjax.tasks.problems import Problem, Task, answer_parser, load_reward
 
 
 def load_task(config: Config) -> Task:
@@ -14,7 +14,7 @@ def load_task(config: Config) -> Task:
     Raises:
         ValueError: bad data, or too little of it.
     """
-    reward = load_reward(config.task.reward)
+    reward = load_reward(config.task.reward, config.task.reward_weights)
     count = config.evaluation.problems
     if config.task.arithmetic:
         train, evaluation = _hold_out(arithmetic_problems(config.task.arithmetic, config.seed), count)
@@ -35,7 +35,7 @@ def load_task(config: Config) -> Task:
             [_with_system_prompt(problem, config.task.system_prompt) for problem in problems]
             for problems in (train, evaluation)
         )
-    return Task(train, evaluation, reward)
+    return Task(train, evaluation, reward, answer_parser(config.task.reward))
 
 
 def _with_system_prompt(problem: Problem, system_prompt: str) -> Problem:
