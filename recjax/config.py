@@ -137,7 +137,19 @@ class TaskConfig:
     reasoning_gym: ReasoningGymTask | None = None
     system_prompt: str | None = None  # in place of the task's own; before the messages of every chat of task.file
     reward: str | None = None  # a built-in reward's name, or module:function; null: the task's own
-    success: float = 1.0  # a completion is accurate when its reward is at least this
+    reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of the reward's parts, over its own
+    success: float = 1.0  # a completion is accurate when its reward is at least this; not read with an accuracy part
+    truncated: str = "train"  # completions cut at the token limit: train | mask | penalise
+    truncated_reward: float = 0.0  # what they get with penalise
+
+
+@dataclasses.dataclass(frozen=True)
+class GradingConfig:
+    """Worker processes, in which built-in rewards grade; a completion past a limit gets reward 0 and is counted."""
+
+    workers: int = at_least(1, 2)
+    seconds: float = at_least(0.1, 5.0)  # for one completion
+    max_characters: int = at_least(1, 50_000)  # of a completion; a longer one is not graded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +253,7 @@ class Config:
     output: str = omegaconf.MISSING  # folder of the run
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    grading: GradingConfig = dataclasses.field(default_factory=GradingConfig)
     warm_start: WarmStartConfig | None = None
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     regime: RegimeConfig = dataclasses.field(default_factory=RegimeConfig)

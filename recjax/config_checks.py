@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from recjax.algorithms import presets
-from recjax.config import TASKS, Config, schema_keys
+from recjax.config import TASKS, Config, GradingConfig, schema_keys
 from recjax.models.decoder import PROJECTIONS
+from recjax.tasks.graders import GRADERS, reward_name
 from recjax.tasks.gym import check_gym
-from recjax.tasks.loading import BUILT_IN_REWARDS
 
 
 def _value_at(config: Config, key: str) -> Any:
@@ -71,10 +71,18 @@ def check(config: Config) -> None:
         require(not config.model.freeze, "model.freeze", remedy)
     schedules = ("constant", "linear", "cosine")
     require(config.optimizer.schedule in schedules, "optimizer.schedule", f"takes {', '.join(schedules)}")
-    reward = config.task.reward
-    names = ", ".join(BUILT_IN_REWARDS)
-    known = reward is None or ":" in reward or reward in BUILT_IN_REWARDS
-    require(known, "task.reward", f"takes module:function, or a built-in reward: {names}")
+    reward = reward_name(config.task)
+    remedy = f"takes module:function, or one of {', '.join(GRADERS)}"
+    require(reward in GRADERS or ":" in reward, "task.reward", remedy)
+    for part, weight in config.task.reward_weights.items():
+        require(math.isfinite(weight), "task.reward_weights", f"the weight of {part} must be a finite number")
+    remedy = f"is not read by task.reward = {reward}, which runs in the training process; remove the block"
+    require(reward in GRADERS or config.grading == GradingConfig(), "grading", remedy)
+    treatments = ("train", "mask", "penalise")
+    require(config.task.truncated in treatments, "task.truncated", f"takes {', '.join(treatments)}")
+    require(math.isfinite(config.task.truncated_reward), "task.truncated_reward", "must be a finite number")
+    remedy = "is read with task.truncated = penalise alone; set that, or remove it"
+    require(config.task.truncated == "penalise" or config.task.truncated_reward == 0, "task.truncated_reward", remedy)
     if shape := config.model.decoder:
         require(
             shape.hidden_size % shape.num_heads == 0 and shape.hidden_size // shape.num_heads % 2 == 0,

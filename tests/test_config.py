@@ -9,7 +9,7 @@ import yaml
 from recjax.config import ReasoningGymTask, TaskConfig, block_of
 from recjax.config_loading import load_config, to_yaml
 from recjax.sweep import read_sweep
-from recjax.tasks.loading import reward_name
+from recjax.tasks.graders import reward_name
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]

@@ -1,17 +1,29 @@
 """Prompts to scored completions: the one path for training and for evaluation."""
 
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from recjax.config import TaskConfig
 from recjax.experience.records import Batch
 from recjax.models.logprobs import Sampling
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions, sample
-from recjax.tasks.problems import RewardFunction, score
+from recjax.tasks.grading import Grading, Scores
+
+
+class Pending(NamedTuple):
+    """Drawn completions, their texts, and their scores, which may still be on their way."""
+
+    prompts: Prompts
+    drawn: Completions
+    policy_version: int
+    texts: list[str]
+    scores: Future[Scores]
 
 
 class Collected(NamedTuple):
@@ -45,27 +57,60 @@ def draw(
     return jax.device_get(drawn)
 
 
-def scored(
-    policy: Policy, prompts: Prompts, drawn: Completions, reward: RewardFunction, success: float, policy_version: int
-) -> Collected:
-    """Drawn completions with their rewards; the reward function sees a text without the token that stopped it."""
+def submitted(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Pending:
+    """Sends drawn completions to be scored; the reward sees a text without the token that stopped it."""
     group_size = len(drawn.tokens) // len(prompts.texts)
     said = drawn.mask & ~np.isin(drawn.tokens, policy.stop_ids)
     texts = policy.tokenizer.batch_decode([row[keep] for row, keep in zip(drawn.tokens, said, strict=True)])
-    asked = [text for text in prompts.texts for _ in range(group_size)]
-    answers = [answer for answer in prompts.answers for _ in range(group_size)]
-    rewards = np.asarray(score(reward, asked, texts, answers), np.float32)
-    batch = Batch(
+    asked, answers = (
+        [text for text in column for _ in range(group_size)] for column in (prompts.texts, prompts.answers)
+    )
+    columns = [problem.columns for problem in prompts.problems for _ in range(group_size)]
+    scores = grading.submit(asked, texts, answers, columns, drawn.mask.sum(-1))
+    return Pending(prompts, drawn, policy_version, texts, scores)
+
+
+def finished(batch: Pending | Batch) -> Batch:
+    """The batch with its scores, once they are there.
+
+    Raises:
+        ValueError: the reward function is at fault; see `recjax.tasks.custom.custom_parts`.
+    """
+    if isinstance(batch, Batch):
+        return batch
+    prompts, drawn, policy_version, texts, scores = batch
+    rewards, parts, accurate, failures = scores.result()
+    return Batch(
         prompts=prompts.tokens,
         prompt_mask=prompts.mask,
         completions=drawn.tokens,
         completion_mask=drawn.mask,
         behaviour_logprobs=drawn.logprobs,
         rewards=rewards,
-        group_ids=np.repeat(np.arange(len(prompts.texts), dtype=np.int32), group_size),
+        group_ids=np.repeat(np.arange(len(prompts.texts), dtype=np.int32), len(texts) // len(prompts.texts)),
         policy_version=np.full(len(texts), policy_version, np.int32),
         truncated=drawn.truncated,
-        accurate=rewards >= success,
-        reward_parts={},
+        accurate=accurate,
+        reward_parts=parts,
+        failures=failures,
     )
-    return Collected(batch, texts)
+
+
+def scored(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Collected:
+    """Drawn completions with their scores, waited for."""
+    pending = submitted(policy, prompts, drawn, grading, policy_version)
+    return Collected(finished(pending), pending.texts)
+
+
+def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
+    """The batch as the update sees it, by what `task.truncated` says of completions that ran into the token limit.
+
+    train: they are as any other. mask: they leave the loss and their group's statistics, as if never drawn.
+    penalise: their reward is `task.truncated_reward`, whatever they say.
+    """
+    if task.truncated == "mask":
+        return batch._replace(completion_mask=batch.completion_mask & ~batch.truncated[:, None])
+    if task.truncated == "penalise":
+        rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
+        return batch._replace(rewards=rewards)
+    return batch

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from recjax.config import TASKS, Config, TaskConfig
+from recjax.config import Config
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
-from recjax.tasks.problems import Problem, RewardFunction, Task, load_reward
+from recjax.tasks.graders import reward_name, task_name
+from recjax.tasks.problems import Problem, Task, answer_parser, load_reward
 from recjax.tasks.reading import Row, read_split
 
 
@@ -36,11 +37,6 @@ _HUB_TASKS = {
     "toolace": _HubTask(toolace.toolace_problems, toolace.SYSTEM_PROMPT, toolace.TRAIN, toolace.EVALUATION),
 }
 
-# Built-in rewards by the name that `task.reward` takes; None: graded by what is not there yet.
-BUILT_IN_REWARDS: dict[str, RewardFunction | None] = dict.fromkeys(
-    ("gsm8k", "math", "guru_math", "tool_calls", "reasoning_gym")
-)
-
 
 def load_task(config: Config) -> Task:
     """Problems and reward; `evaluation.problems` are held out where the task has no evaluation set of its own.
@@ -49,7 +45,7 @@ def load_task(config: Config) -> Task:
         ValueError: bad data, or too little of it.
     """
     name = reward_name(config.task)
-    reward = BUILT_IN_REWARDS[name] if name in BUILT_IN_REWARDS else load_reward(name)
+    reward = load_reward(name, config.task.reward_weights)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
@@ -60,23 +56,7 @@ def load_task(config: Config) -> Task:
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    return Task(kept, evaluation, reward)
-
-
-def task_name(task: TaskConfig) -> str:
-    """Which of TASKS the block gives."""
-    return next(name for name in TASKS if getattr(task, name) is not None)
-
-
-def reward_name(task: TaskConfig) -> str:
-    """The reward that the block names, or its task's own."""
-    if task.reward is not None:
-        return task.reward
-    name = task_name(task)
-    if name in ("arithmetic", "file"):
-        worked = name == "arithmetic" and task.arithmetic.worked
-        return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
-    return "tool_calls" if name == "toolace" else name
+    return Task(kept, evaluation, reward, answer_parser(name))
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:

@@ -1,12 +1,13 @@
 """What a task is: problems to train on, problems held out, and a reward for completions."""
 
 import importlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequence[float]]
+from recjax.tasks.graders import GRADERS
+
+LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
 
 
 class Problem(NamedTuple):
@@ -23,15 +24,29 @@ class Problem(NamedTuple):
     difficulty: str | None = None
 
 
+class Reward(NamedTuple):
+    """What completions are worth: a sum of named parts, each times its weight.
+
+    name is what `task.reward` says, with `function` behind it. A `per_row` function grades one row in a worker process,
+    as recjax.tasks.graders says; any other takes the batch, as recjax.tasks.custom says. A part that `weights` does not
+    name weighs 1.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    per_row: bool
+    weights: Mapping[str, float]
+
+
 class Task(NamedTuple):
-    """Problems and the function that scores completions; no evaluation problem is among the train problems.
+    """Problems and what completions of them are worth; no evaluation problem is among the train problems.
 
     `parse` takes a completion to the answer that it gives, as text by which votes are counted; None: it gives none.
     """
 
     train: list[Problem]
     evaluation: list[Problem]
-    reward: RewardFunction
+    reward: Reward
     parse: Callable[[str], str | None] = str.strip
 
 
@@ -51,14 +66,41 @@ def is_chat(prompt: Any) -> bool:
     )
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The reward function `module:function`.
+def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({})) -> Reward:
+    """The reward that `task.reward` names, with the weights of `task.reward_weights` over its own.
 
-    It is called as function(prompts, completions, answers) with equally long lists of strings (prompts as the model
-    saw them) and returns one finite number a completion.
+    Args:
+        name: a built-in reward, or a user's module:function.
+    Raises:
+        ValueError: the module or function cannot be imported, or a built-in reward has no part of a weight's name.
+    """
+    if name not in GRADERS:
+        return Reward(name, imported(name), False, {LENGTH: 0.0, **weights})
+    grader = GRADERS[name]
+    known = {**grader.weights, LENGTH: 0.0}
+    check_parts(name, weights, known)
+    return Reward(name, imported(grader.grade), True, {**known, **weights})
+
+
+def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
+    """Refuses weights of parts that the reward `name` does not have."""
+    for part in weights:
+        if part not in known:
+            raise ValueError(
+                f"task.reward_weights.{part}: the reward {name} has the parts {', '.join(known)}; name one of them"
+            )
+
+
+def answer_parser(name: str) -> Callable[[str], str | None]:
+    """What takes a completion to the answer it gives, under the reward `name`: of a user's own, the text itself."""
+    return imported(GRADERS[name].parse) if name in GRADERS else str.strip
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function module:function.
 
     Raises:
-        ValueError: the module or function cannot be imported.
+        ValueError: there is no such module or function.
     """
     module, _, function = name.partition(":")
     try:
@@ -70,25 +112,3 @@ def load_reward(name: str) -> RewardFunction:
     if not callable(loaded):
         raise ValueError(f"task.reward = {name!r}: {function} is not a function")
     return loaded
-
-
-def score(
-    reward: RewardFunction, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
-) -> list[float]:
-    """Rewards of completions, checked.
-
-    Raises:
-        ValueError: the function raised, or returned the wrong number of rewards or one that is not a finite number;
-            the message names the function and, where one is at fault, the completion.
-    """
-    name = f"reward function {reward.__module__}:{reward.__qualname__}"
-    try:
-        rewards = [float(value) for value in reward(prompts, completions, answers)]
-    except Exception as error:
-        raise ValueError(f"{name} failed with {type(error).__name__}: {error}") from error
-    if len(rewards) != len(completions):
-        raise ValueError(f"{name} returned {len(rewards)} rewards for {len(completions)} completions")
-    for value, completion, answer in zip(rewards, completions, answers, strict=True):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} returned {value} for completion {completion!r} (answer {answer!r})")
-    return rewards

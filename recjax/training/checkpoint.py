@@ -15,7 +15,7 @@ class Snapshot(NamedTuple):
     """A run after `step` updates. Data position and random keys follow from the seed and `step`.
 
     behaviour_params are the sampler's copy, `behaviour_version` the updates they had when copied, `queue` the batches
-    drawn and not yet trained on, `progress` the run's running totals.
+    drawn, scored and not yet trained on, `progress` the run's running totals.
     """
 
     step: int

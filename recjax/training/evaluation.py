@@ -12,7 +12,7 @@ from recjax.experience.collect import draw, scored
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
-from recjax.tasks.problems import RewardFunction
+from recjax.tasks.grading import Grading
 
 _initial_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
@@ -34,13 +34,14 @@ def evaluate(
     policy: Policy,
     params: dict,
     prompts: Prompts,
-    reward: RewardFunction,
+    grading: Grading,
     step: int,
     initial_params: dict | None = None,
 ) -> Evaluation:
     """Draws `evaluation.samples` completions of every prompt, in rounds of `rollout.prompts_per_step` prompts.
 
     Args:
+        grading: open.
         initial_params: π_0, for the KL to it; None leaves that out.
     """
     settings, size = config.evaluation, config.rollout.prompts_per_step
@@ -76,7 +77,7 @@ def evaluate(
             mask = drawn.mask[:kept]
             divergence += float((drawn.logprobs - np.asarray(initial))[:kept][mask].sum())
             tokens += int(mask.sum())
-        collected = scored(policy, asked, drawn, reward, config.task.success, policy_version=step)
+        collected = scored(policy, asked, drawn, grading, policy_version=step)
         for row, text in enumerate(collected.texts[:kept]):
             problem = row // settings.samples
             samples.append(

@@ -1,4 +1,4 @@
-"""The loop: sample → score → queue → update → log, with evaluation and checkpoints."""
+"""The loop: sample → queue, scored meanwhile → update → log, with evaluation and checkpoints."""
 
 import json
 import math
@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from recjax.algorithms import diagnostics, presets
 from recjax.config import Config
-from recjax.experience.collect import draw, scored
-from recjax.experience.records import Batch
+from recjax.experience.collect import Pending, draw, finished, submitted, to_learn_from
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, in_compute_dtype, split
 from recjax.rollout.prompts import batch_indices
+from recjax.tasks.grading import Grading, failure_counts
 from recjax.training import checkpoint, schedule
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
@@ -33,7 +33,13 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
 
     Raises:
         FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
+        ValueError: the user's reward function is at fault.
     """
+    with Grading(config, setup.reward) as grading:
+        return _run(config, setup, output, grading)
+
+
+def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[str, Any]:
     started = time.perf_counter()
     policy, rollout = setup.policy, config.rollout
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
@@ -66,21 +72,22 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         with phases.phase("evaluate"):
             initial = combine(initial_params, frozen) if config.evaluation.initial_kl else None
             params = combine(state.params, frozen)
-            result = evaluate(config, policy, params, setup.evaluation, setup.reward, step, initial)
+            result = evaluate(config, policy, params, setup.evaluation, grading, step, initial)
             write_samples(output / "samples" / f"{name}.jsonl", result)
         measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
-    def drawn_batch(number: int) -> Batch:
+    def drawn_batch(number: int) -> Pending:
         indices = batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed)
         prompts = setup.train.take(indices)
         with phases.phase("sample"):
             key, params = jax.random.fold_in(sample_key, number), combine(behaviour_params, frozen)
             drawn = draw(policy, params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling)
-        with phases.phase("score"):
-            return scored(policy, prompts, drawn, setup.reward, config.task.success, version).batch
+            return submitted(policy, prompts, drawn, grading, version)
 
     def save_checkpoint() -> None:
+        with phases.phase("score"):
+            queue[:] = map(finished, queue)
         with phases.phase("checkpoint"):
             progress.update(seconds=dict(phases.totals), wall_seconds=wall_before + time.perf_counter() - started)
             checkpoint.save(manager, Snapshot(step, state, behaviour_params, version, queue, progress))
@@ -92,13 +99,16 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
     bar = progress_bar(config.algorithm.preset, config.training.steps, initial=step)
     while step < config.training.steps:
         step += 1
-        # --- Sync, sample and score.
+        # --- Sync and sample; what is drawn is scored in the background.
         if schedule.is_sync(step, config.regime):
             behaviour_params, version = in_compute_dtype(policy.decoder, state.params, copy=True), step - 1
-        queue += [drawn_batch(number) for number in schedule.batches_to_draw(step, config.regime)]
+        numbers = schedule.batches_to_draw(step, len(queue), config.training.steps, config.regime)
+        queue += [drawn_batch(number) for number in numbers]
 
         # --- Update on the oldest batch.
-        batch = queue.pop(0)
+        with phases.phase("score"):
+            batch = finished(queue.pop(0))
+        learned = to_learn_from(batch, config.task)
         staleness = diagnostics.staleness(step, batch.policy_version)
         if (staleness != schedule.expected_staleness(step, config.regime)).any():
             raise AssertionError(f"step {step}: staleness {staleness} is not what the regime says")
@@ -107,7 +117,7 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
                 state,
                 frozen,
                 reference_params,
-                batch,
+                learned,
                 jax.random.fold_in(drop_key, step),
                 decoder=policy.decoder,
                 algorithm=algorithm,
@@ -124,7 +134,9 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
         progress["tokens"] += tokens
         row = {
             "step": step,
-            "reward": float(batch.rewards.mean()),
+            "reward": float(learned.rewards.mean()),
+            **{f"reward/{part}": float(values.mean()) for part, values in batch.reward_parts.items()},
+            **{f"grading/{reason}": count for reason, count in failure_counts(batch.failures).items()},
             "accuracy": float(batch.accurate.mean()),
             "completion_length": tokens / len(batch.rewards),
             "truncated": float(batch.truncated.mean()),

@@ -12,7 +12,13 @@ from recjax.config import Config
 from recjax.config_loading import to_yaml
 
 # Settings that do not change what the steps made so far would have been.
-_MAY_CHANGE = {"output", "training.steps", "training.checkpoint_every", "training.keep_checkpoints"}
+_MAY_CHANGE = {
+    "output",
+    "grading.workers",
+    "training.steps",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+}
 
 
 def check_run_folder(config: Config, overwrite: bool) -> None:

@@ -8,12 +8,18 @@ def is_sync(step: int, regime: RegimeConfig) -> bool:
     return not regime.offline and (step - 1) % regime.sync_interval == 0
 
 
-def batches_to_draw(step: int, regime: RegimeConfig) -> range:
+def batches_to_draw(step: int, queued: int, steps: int, regime: RegimeConfig) -> range:
     """Numbers of the batches drawn at `step`, before it trains on batch number `step`.
 
-    The first step draws `sync_offset` batches more, and the queue stays that far ahead.
+    The queue stays `sync_offset` batches ahead. Where the next step would draw from the same weights, its batch is
+    drawn now as well, so that the grading of this step's goes on meanwhile; no batch changes by that.
+
+    Args:
+        queued: batches drawn and not yet trained on.
+        steps: the run's last step.
     """
-    return range(1 if step == 1 else step + regime.sync_offset, step + regime.sync_offset + 1)
+    early = step < steps and not is_sync(step + 1, regime)
+    return range(step + queued, step + regime.sync_offset + early + 1)
 
 
 def expected_staleness(step: int, regime: RegimeConfig) -> int:

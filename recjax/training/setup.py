@@ -12,7 +12,7 @@ from recjax.models.policy import Policy, load_policy
 from recjax.models.trainable import with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem, RewardFunction
+from recjax.tasks.problems import Problem, Reward
 from recjax.training.warm_start import warm_start
 
 
@@ -23,7 +23,7 @@ class Setup(NamedTuple):
     initial_params: dict
     train: Prompts
     evaluation: Prompts
-    reward: RewardFunction
+    reward: Reward
     seconds: float
 
 

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recjax.config import Config
 from recjax.experience.collect import draw, scored
 from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
 from recjax.models.logprobs import Sampling
@@ -20,7 +21,8 @@ from recjax.models.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.models.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
 from recjax.models.trainable import flatten, unflatten
 from recjax.rollout.prompts import encode_problems
-from recjax.tasks.problems import Problem
+from recjax.tasks.grading import Grading
+from recjax.tasks.problems import Problem, Reward
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
 Be helpful.<|im_end|>
@@ -197,7 +199,9 @@ def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_paddin
 
     policy = Policy(decoder, tokenizer, stop_ids)
     drawn = draw(policy, params, prompts, jax.random.key(0), 16, 5, Sampling())
-    batch, texts = scored(policy, prompts, drawn, lambda prompts, completions, answers: [0.0] * len(answers), 0)
+    nothing = Reward("nothing", lambda prompts, completions, answers: [0.0] * len(answers), False, {})
+    with Grading(Config(), nothing) as grading:
+        batch, texts = scored(policy, prompts, drawn, grading, 0)
     ends = set()
     for tokens, mask, truncated, text in zip(
         drawn.tokens.tolist(), batch.completion_mask, drawn.truncated, texts, strict=True

@@ -4,7 +4,6 @@ import json
 import re
 
 import datasets
-import numpy as np
 import pytest
 
 from recjax.config import ArithmeticTask, FileTask
@@ -12,7 +11,7 @@ from recjax.config_loading import load_config
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem, load_reward, score
+from recjax.tasks.problems import Problem
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
 
 
@@ -243,33 +242,6 @@ def test_last_number_match_needs_a_number_in_the_answer():
 
 def test_exact_match_is_to_the_letter():
     assert exact_match([""] * 3, ["yes ", "Yes", "no"], ["yes", "yes", "no"]) == [1, 0, 1]
-
-
-def returns_too_few(prompts, completions, answers):
-    return [1.0]
-
-
-def returns_nan(prompts, completions, answers):
-    return [1.0, np.nan]
-
-
-def raises(prompts, completions, answers):
-    raise KeyError("oops")
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [(returns_too_few, "1 rewards for 2"), (returns_nan, "nan for completion 'c2'"), (raises, "KeyError.*oops")],
-)
-def test_a_faulty_reward_function_is_named(function, message):
-    with pytest.raises(ValueError, match=f"{function.__name__}.*{message}"):
-        score(function, ["p"] * 2, ["c1", "c2"], ["a"] * 2)
-
-
-@pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such_function", "math:pi"])
-def test_a_reward_that_cannot_be_imported_is_named(name):
-    with pytest.raises(ValueError, match=name):
-        load_reward(name)
 
 
 def chats_of_a_file(tmp_path, rows, *overrides):

@@ -17,6 +17,7 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
+from recjax.tasks.grading import Grading
 from recjax.training import loop
 from recjax.training.evaluation import evaluate
 from recjax.training.loop import run
@@ -78,7 +79,8 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 
     asked = made.evaluation
     one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
-    sampled = evaluate(one_token, made.policy, moved, asked, made.reward, 0, made.initial_params).initial_kl
+    with Grading(config, made.reward) as grading:
+        sampled = evaluate(one_token, made.policy, moved, asked, grading, 0, made.initial_params).initial_kl
     exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(made.initial_params)), axis=-1))
     np.testing.assert_allclose(sampled, exact, rtol=0.15)
 

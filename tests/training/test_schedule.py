@@ -14,10 +14,11 @@ def test_every_batch_is_drawn_once_in_order_with_the_expected_staleness(regime):
     for step in range(1, 70):
         if is_sync(step, regime):
             version = step - 1
-        queue += [(number, version) for number in batches_to_draw(step, regime)]
+        queue += [(number, version) for number in batches_to_draw(step, len(queue), 69, regime)]
         number, drew = queue.pop(0)
         numbers.append(number)
-        assert len(queue) == regime.sync_offset
+        early = step < 69 and not is_sync(step + 1, regime)
+        assert len(queue) == regime.sync_offset + early
         assert step - 1 - drew == expected_staleness(step, regime)
     assert numbers == list(range(1, 70))
 

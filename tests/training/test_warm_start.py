@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
+from recjax.tasks.grading import Grading
 from recjax.training import setup, warm_start
 from recjax.training.evaluation import evaluate
 from recjax.training.warm_start import _with_slips
@@ -49,7 +50,8 @@ def config(tmp_path, monkeypatch):
 def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch):
     made = setup.prepare(config)
     # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
-    result = evaluate(config, made.policy, made.initial_params, made.train, made.reward, 0)
+    with Grading(config, made.reward) as grading:
+        result = evaluate(config, made.policy, made.initial_params, made.train, grading, 0)
     assert result.accuracy > 0.05, json.dumps(result.samples[:5])
     monkeypatch.setattr(warm_start, "supervise", None)  # from the cache now, or not at all
     again = setup.prepare(config)

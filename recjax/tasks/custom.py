@@ -1,0 +1,82 @@
+"""Rewards of the user's own: a function of a batch, sync or async, whose mistakes are named."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from recjax.tasks.problems import Reward
+
+SCORE = "score"  # the part of a function that returns plain numbers
+
+
+def custom_parts(
+    reward: Reward,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[str],
+    columns: Sequence[Mapping[str, Any]],
+) -> dict[str, np.ndarray]:
+    """The named parts that a user's function gives to a batch, checked.
+
+    It is called as function(prompts, completions, answers), with equally long lists of strings (prompts as the model
+    saw them), or with a fourth argument where it takes one: a dict from the name of each further column to the list
+    of its values, None in rows without it. It returns one finite number a completion, or a dict from names of parts
+    to such lists. It may be `async def`: the batch is awaited as one.
+
+    Raises:
+        ValueError: the function raised, or returned the wrong number of values or one that is not a finite number;
+            the message names the function and, where one is at fault, row and completion.
+    """
+    rows = list(zip(prompts, completions, answers, columns, strict=True))
+    try:
+        result = _call(reward.function, rows)
+    except Exception as error:
+        raise ValueError(f"reward function {reward.name} failed{_culprit(reward.function, rows, error)}") from error
+    parts = result if isinstance(result, Mapping) else {SCORE: result}
+    return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
+
+
+def _call(function: Callable[..., Any], rows: Sequence[tuple]) -> Any:
+    prompts, completions, answers, columns = (list(column) for column in zip(*rows, strict=True))
+    arguments = [prompts, completions, answers]
+    if _takes_columns(function):
+        names = dict.fromkeys(name for row in columns for name in row)
+        arguments.append({name: [row.get(name) for row in columns] for name in names})
+    result = function(*arguments)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _takes_columns(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * 4)
+    except TypeError:
+        return False
+    return True
+
+
+def _culprit(function: Callable[..., Any], rows: Sequence[tuple], error: Exception) -> str:
+    """Which row the function fails on when given one at a time, and how; none where the failure is of the batch."""
+    for index, row in enumerate(rows):
+        try:
+            _call(function, [row])
+        except Exception as alone:
+            return f" on row {index} with {type(alone).__name__}: {alone}; its completion is {row[1]!r:.200}"
+    return f" with {type(error).__name__}: {error}; each row by itself passes"
+
+
+def _checked(reward: Reward, part: str, values: Any, rows: Sequence[tuple]) -> np.ndarray:
+    name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} returned {values!r:.200}: {error}; it must return numbers") from error
+    if len(numbers) != len(rows):
+        raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
+    for index, (value, (_, completion, answer, _)) in enumerate(zip(numbers, rows, strict=True)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r})")
+    return np.array(numbers)

@@ -1,0 +1,47 @@
+"""The built-in rewards that need a library: which function grades a completion, of which parts, with which weights.
+
+Their functions are named and not imported here: they run in worker processes, which import nothing else.
+"""
+
+from typing import NamedTuple
+
+from recjax.config import TASKS, TaskConfig
+
+
+class Grader(NamedTuple):
+    """A built-in reward, by names of the form module:function.
+
+    `grade` takes (completion, answer, columns) of one row to its named parts; `weights` are those parts' default
+    weights; `parse` takes a completion to the answer it gives, as text by which votes are counted, or None.
+    """
+
+    grade: str
+    weights: dict[str, float]
+    parse: str
+
+
+_MATH, _TOOLS, _GYM = "recjax.tasks.math_answers", "recjax.tasks.tool_calls", "recjax.tasks.gym"
+
+GRADERS = {
+    "gsm8k": Grader(f"{_MATH}:gsm8k", {"accuracy": 1.0, "format": 0.1}, f"{_MATH}:parse_tagged"),
+    "math": Grader(f"{_MATH}:math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
+    "guru_math": Grader(f"{_MATH}:guru_math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
+    "tool_calls": Grader(f"{_TOOLS}:tool_calls", {"accuracy": 1.0}, f"{_TOOLS}:parse_calls"),
+    "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 0.0, "score": 1.0}, f"{_GYM}:parse"),
+}
+
+
+def task_name(task: TaskConfig) -> str:
+    """Which of TASKS the block gives."""
+    return next(name for name in TASKS if getattr(task, name) is not None)
+
+
+def reward_name(task: TaskConfig) -> str:
+    """The reward that the block names, or its task's own."""
+    if task.reward is not None:
+        return task.reward
+    name = task_name(task)
+    if name in ("arithmetic", "file"):
+        worked = name == "arithmetic" and task.arithmetic.worked
+        return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
+    return "tool_calls" if name == "toolace" else name

@@ -1,0 +1,134 @@
+"""Grading beside training: batches go in, futures of scores come out; built-in rewards run in worker processes."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recjax.config import Config
+from recjax.tasks.custom import custom_parts
+from recjax.tasks.graders import GRADERS
+from recjax.tasks.problems import LENGTH, Reward, check_parts
+
+FAILURES = ("none", "timeout", "crash", "too_long", "error")  # why a completion could not be graded
+
+
+class Scores(NamedTuple):
+    """Of each completion: its reward, the parts that this is the weighted sum of, whether it is right.
+
+    failures are places in FAILURES; None where the reward is a user's function, whose failures stop the run.
+    """
+
+    rewards: np.ndarray
+    parts: dict[str, np.ndarray]
+    accurate: np.ndarray
+    failures: np.ndarray | None
+
+
+class Grading:
+    """Scores batches in the order they come, in the background; a context that holds the worker processes.
+
+    A completion that takes a built-in reward longer than `grading.seconds`, kills its worker, makes it fail, or has
+    more than `grading.max_characters` gets reward 0, and so do its parts but length; the others are not touched.
+    """
+
+    def __init__(self, config: Config, reward: Reward):
+        """Starts nothing yet."""
+        self._config, self._reward = config, reward
+        self._thread: ThreadPoolExecutor | None = None
+        self._server: subprocess.Popen | None = None
+
+    def __enter__(self) -> "Grading":
+        """Starts the worker processes, if the reward needs any."""
+        if self._reward.per_row:
+            self._server = _start_server(self._reward.name, self._config.grading.workers, self._config.grading.seconds)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the worker processes, whatever they are at."""
+        if self._server:
+            _kill_group(self._server)
+        self._thread.shutdown(wait=self._server is not None, cancel_futures=True)
+
+    def submit(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        lengths: np.ndarray,
+    ) -> "Future[Scores]":
+        """Scores of a batch to come; what is raised while they are made, `result()` raises.
+
+        Args:
+            prompts: as the model saw them.
+            columns: further columns of each row's problem.
+            lengths: tokens of each completion.
+        """
+        return self._thread.submit(self._scores, prompts, completions, answers, columns, lengths)
+
+    def _scores(self, prompts, completions, answers, columns, lengths) -> Scores:
+        if self._server:
+            parts, failures = self._graded(completions, answers, columns)
+        else:
+            parts, failures = custom_parts(self._reward, prompts, completions, answers, columns), None
+        parts[LENGTH] = lengths / self._config.rollout.max_completion_tokens
+        weights = self._reward.weights
+        check_parts(self._reward.name, weights, parts)
+        rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
+        if failures is not None:
+            rewards = np.where(failures > 0, 0.0, rewards)
+        success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
+        parts = {part: values.astype(np.float32) for part, values in parts.items()}
+        return Scores(rewards.astype(np.float32), parts, success, failures)
+
+    def _graded(self, completions, answers, columns) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Parts of each row and how its grading failed, from the worker processes."""
+        limit = self._config.grading.max_characters
+        rows = zip(completions, answers, columns, strict=True)
+        asked = [(text, answer, dict(extra)) for text, answer, extra in rows if len(text) <= limit]
+        try:
+            pickle.dump(asked, self._server.stdin)
+            self._server.stdin.flush()
+            replies = iter(pickle.load(self._server.stdout))
+        except (EOFError, OSError) as error:
+            raise RuntimeError("the grading process ended by itself; standard error has its last words") from error
+        outcomes = [next(replies) if len(text) <= limit else "too_long" for text in completions]
+        names = GRADERS[self._reward.name].weights
+        parts = {name: np.array([0.0 if isinstance(row, str) else row[name] for row in outcomes]) for name in names}
+        failures = [FAILURES.index(row) if isinstance(row, str) else 0 for row in outcomes]
+        return parts, np.array(failures, np.int32)
+
+
+def failure_counts(failures: np.ndarray | None) -> dict[str, int]:
+    """How many completions of a batch could not be graded, by reason."""
+    if failures is None:
+        return {}
+    return {reason: int((failures == place).sum()) for place, reason in enumerate(FAILURES) if place}
+
+
+def _start_server(reward: str, workers: int, seconds: float) -> subprocess.Popen:
+    command = [sys.executable, "-m", "recjax.tasks.grading_server", GRADERS[reward].grade, str(workers), str(seconds)]
+    # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        start_new_session=True,
+    )
+
+
+def _kill_group(server: subprocess.Popen) -> None:
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it ended by itself
+        pass
+    server.wait()

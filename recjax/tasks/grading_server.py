@@ -1,0 +1,99 @@
+"""The process that grades: takes batches of rows from its standard input, answers with what a pool of workers found.
+
+`recjax.tasks.grading` starts it as a program of its own. Workers then come from a process that has neither JAX nor its
+threads nor the user's main module in it. It leads a process group that ends with it, and it ends with its standard
+input: however the training process went, nothing stays behind.
+"""
+
+import contextlib
+import functools
+import importlib
+import multiprocessing
+import os
+import pickle
+import queue
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, BinaryIO
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+Row = tuple[str, str, Mapping[str, Any]]
+Parts = dict[str, float]
+
+_WORKER_MEMORY_BYTES = 4 * 2**30
+
+
+def main(function: str, workers: int, seconds: float) -> None:
+    """Serves until standard input ends.
+
+    Args:
+        function: the row grader, module:function.
+        seconds: limit for one row.
+    """
+    # What a grader prints must not get between the replies.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    multiprocessing.set_forkserver_preload([function.partition(":")[0]])
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
+    pool = _new_pool(workers)
+    while True:
+        rows = requests.get()
+        if not pool.active:
+            pool = _new_pool(workers)
+        pickle.dump(grade_rows(pool, function, rows, seconds), replies)
+        replies.flush()
+
+
+def _read(stream: BinaryIO, requests: queue.SimpleQueue) -> None:
+    try:
+        while True:
+            requests.put(pickle.load(stream))
+    finally:
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _new_pool(workers: int) -> ProcessPool:
+    return ProcessPool(workers, initializer=_limit_memory, context=multiprocessing.get_context("forkserver"))
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
+        resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
+
+
+def grade_rows(pool: ProcessPool, function: str, rows: Sequence[Row], seconds: float) -> list[Parts | str]:
+    """For each row its parts, or why it has none: timeout, crash or error; a row's failure costs that row alone."""
+    futures = [pool.schedule(_grade, (function, *row), timeout=seconds) for row in rows]
+    return [_outcome(future) for future in futures]
+
+
+def _outcome(future: ProcessFuture) -> Parts | str:
+    try:
+        return future.result()
+    except TimeoutError:
+        return "timeout"
+    except (ProcessExpired, BrokenProcessPool):
+        return "crash"
+    except Exception:
+        return "error"
+
+
+def _grade(function: str, completion: str, answer: str, columns: Mapping[str, Any]) -> Parts:
+    return {name: float(value) for name, value in _function(function)(completion, answer, columns).items()}
+
+
+@functools.cache
+def _function(name: str) -> Callable[[str, str, Mapping[str, Any]], Parts]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

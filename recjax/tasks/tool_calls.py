@@ -1,0 +1,82 @@
+"""Tool calls against the true ones: exactly one think block, then the calls as JSON, compared as a multiset."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+_THINK_TAG = re.compile(r"</?think>")
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL)
+
+
+def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
+    """accuracy: 1 where `<think>…</think>` comes first, once, and what follows is JSON of the true calls; else 0.
+
+    After the block stands a JSON list of objects with "name" and "arguments" (or one such object), alone or in one
+    code fence. Calls are compared as a multiset: their order is free, their number is not. The order of an object's
+    keys is free, that of a list's elements is not. Values are compared as JSON values of their type: 1 and 1.0 are
+    one number, as JSON has only one number type; "1", 1, true and null all differ. A key given twice, NaN, Infinity
+    and comments are not JSON.
+
+    Args:
+        answer: the true calls, as JSON of the same form; an empty list where no tool is to be called.
+    Raises:
+        ValueError: the answer is not of that form.
+    """
+    truth = _calls(answer)
+    if truth is None:
+        raise ValueError(f"tool_calls needs answers that are JSON lists of name and arguments; got {answer!r:.200}")
+    given = _given(completion)
+    return {"accuracy": float(given is not None and Counter(given) == Counter(truth))}
+
+
+def parse_calls(completion: str) -> str | None:
+    """The calls a completion makes, sorted and in one spelling; None where its form is wrong."""
+    given = _given(completion)
+    return None if given is None else "[" + ", ".join(sorted(given)) + "]"
+
+
+def _given(completion: str) -> list[str] | None:
+    text = completion.strip()
+    if _THINK_TAG.findall(text) != ["<think>", "</think>"] or not text.startswith("<think>"):
+        return None
+    said = text.partition("</think>")[2].strip()
+    fenced = _FENCE.fullmatch(said)
+    return _calls(fenced.group(1) if fenced else said)
+
+
+def _calls(text: str) -> list[str] | None:
+    """Each call in one spelling; None where the text is not JSON of calls."""
+    try:
+        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_number)
+    except ValueError:
+        return None
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not all(_is_call(call) for call in calls):
+        return None
+    return [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
+
+
+def _is_call(call: Any) -> bool:
+    return (
+        isinstance(call, dict)
+        and call.keys() == {"name", "arguments"}
+        and isinstance(call["name"], str)
+        and isinstance(call["arguments"], dict)
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a key is given twice")
+    return dict(pairs)
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,34 @@
+"""Row graders that misbehave, for the worker pool: a completion says what is to happen."""
+
+import os
+import sys
+import time
+
+
+def grade(completion, answer, columns):
+    """accuracy 1 where the completion is the answer; "sleep", "exit", "kill", "memory" and "raise" do as they say."""
+    if completion == "sleep":
+        time.sleep(1000)
+    if completion == "spin":
+        while True:
+            pass
+    if completion == "exit":
+        os._exit(3)
+    if completion == "kill":
+        os.kill(os.getpid(), 9)
+    if completion == "memory":
+        bytearray(8 * 2**30)
+    if completion == "deep":
+        deep = lambda depth: deep(depth + 1)  # noqa: E731
+        deep(0)
+    if completion == "raise":
+        raise KeyError("oops")
+    if completion == "print":
+        print("x" * 100_000)
+    if completion == "modules":
+        return {"accuracy": float(not {"jax", "numpy", "recjax.train", "__mp_main__"} & {*sys.modules})}
+    if completion == "column":
+        return {"accuracy": float(columns["level"] == 3)}
+    if completion == "pid":
+        return {"accuracy": float(os.getpid())}
+    return {"accuracy": float(completion == answer)}
