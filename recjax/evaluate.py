@@ -43,19 +43,28 @@ def main(argv: list[str]) -> None:
     """Evaluates, writes the folder, prints the numbers."""
     logging.set_verbosity(logging.WARNING)
     keep_compiled_programs()
-    checkpoints = [text.partition("=")[2] for text in argv[1:] if text.startswith("checkpoint=")]
-    overrides = [text for text in argv[1:] if not text.startswith("checkpoint=")]
     try:
-        if len(checkpoints) > 1:
-            raise ValueError(f"checkpoint is given {len(checkpoints)} times; an evaluation is of one")
-        if any(text.startswith("output=") for text in overrides):
-            raise ValueError("output=… is the folder of a training run; name an evaluation's with --output FOLDER")
-        config = load_config(FLAGS.config, overrides)
-        folder, numbers = evaluate(config, checkpoints[0] if checkpoints else None, FLAGS.output)
+        checkpoint, overrides = split_arguments(argv[1:])
+        folder, numbers = evaluate(load_config(FLAGS.config, overrides), checkpoint, FLAGS.output)
     except ValueError as error:
         sys.exit(f"error: {error}")
     show(numbers)
     print(f"folder: {folder}")
+
+
+def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The checkpoint, if one is named, and the overrides of the config.
+
+    Raises:
+        ValueError: several checkpoints, or the folder of a training run.
+    """
+    checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
+    overrides = [text for text in arguments if not text.startswith("checkpoint=")]
+    if len(checkpoints) > 1:
+        raise ValueError(f"checkpoint is given {len(checkpoints)} times; an evaluation is of one")
+    if any(text.startswith("output=") for text in overrides):
+        raise ValueError("output=… is the folder of a training run; name an evaluation's with --output FOLDER")
+    return (checkpoints[0] if checkpoints else None), overrides
 
 
 def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tuple[Path, dict[str, Any]]:
@@ -78,6 +87,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     open_folder(folder, what_decides(config, evaluated))
     if not (folder / "samples.parquet").is_file():
         sample_rounds(config, evaluated, prompts, task, folder)
+    shutil.rmtree(folder / "rounds", ignore_errors=True)
     rows = pd.read_parquet(folder / "samples.parquet")
     numbers = {"model": evaluated.name, "task": task_name(config.task)} | results(rows)
     if evaluated.run:
@@ -124,13 +134,14 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
-    (folder / "rounds").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
 
 
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
     """Samples what is missing, a file a round, and puts all rounds together as samples.parquet."""
     size, count = config.rollout.prompts_per_step, len(prompts.texts)
+    (folder / "rounds").mkdir(exist_ok=True)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
     begin = next((first for first, file in files.items() if not file.is_file()), count)
     rounds = evaluated_rounds(config, evaluated.policy, evaluated.params, prompts, task.reward, step=0, first=begin)
@@ -141,7 +152,6 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
             _write_whole(rows, files[done.first])
             bar.update(done.problems)
     _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
-    shutil.rmtree(folder / "rounds")
 
 
 def _write_whole(rows: pd.DataFrame, file: Path) -> None:

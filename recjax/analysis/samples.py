@@ -97,8 +97,8 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
         return rows[column].to_numpy().reshape(problems, samples)
 
     accurate, lengths = by_problem("accurate"), by_problem("tokens")
-    votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed"))
-    majority = np.array([majority_at_k(*row) for row in zip(votes, accurate, strict=True)])
+    votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed")).tolist()
+    majority = np.array([majority_at_k(*row) for row in zip(votes, accurate.tolist(), strict=True)])
     values = {"accuracy": accurate.mean(-1)}
     for k in sizes(samples):
         values[f"pass@{k}"] = np.array([pass_at_k(int(count), samples, k) for count in accurate.sum(-1)])
