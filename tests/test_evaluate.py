@@ -78,7 +78,7 @@ def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_othe
     folder, config = finished
     export(str(folder / "run"), None, str(tmp_path / "exported"), None, "float32")
     newest, by_step, exported, older = (
-        evaluate(config(), str(checkpoint), str(tmp_path / name))[1]
+        evaluate(config(), str(checkpoint), str(tmp_path / "out" / name))[1]
         for name, checkpoint in {
             "newest": folder / "run",
             "by_step": folder / "run" / "checkpoints" / "2",
@@ -90,7 +90,7 @@ def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_othe
     assert exported["model"] == "exported" and "seen_in_training" not in exported
     assert without_name(exported) == without_name(newest)
     weights = {
-        name: yaml.safe_load((tmp_path / name / "config.yaml").read_text())["weights"]
+        name: yaml.safe_load((tmp_path / "out" / name / "config.yaml").read_text())["weights"]
         for name in ("newest", "exported", "older")
     }
     assert weights["newest"] == weights["exported"] != weights["older"]
