@@ -18,6 +18,7 @@ from rich.table import Table
 from recjax.config import schema_keys
 from recjax.config_loading import load_config
 from recjax.training.cache import keep_compiled_programs
+from recjax.training.dry_run import print_dry_run
 from recjax.training.loop import run
 from recjax.training.run_folder import check_run_folder, open_run_folder
 from recjax.training.setup import prepare
@@ -25,6 +26,9 @@ from recjax.training.setup import prepare
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
 flags.DEFINE_bool("overwrite", False, "Delete what an earlier run left in the output folder.")
+flags.DEFINE_bool(
+    "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
+)
 
 
 def main(argv: list[str]) -> None:
@@ -33,6 +37,8 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax report every file and barrier at this level.
     logging.get_absl_handler().addFilter(lambda record: record.levelno > INFO or "recjax" in record.pathname)
     keep_compiled_programs()
+    if FLAGS.dry_run:
+        sys.exit(print_dry_run(FLAGS.config, argv[1:]))
     try:
         config = load_config(FLAGS.config, argv[1:])
         check_run_folder(config, FLAGS.overwrite)

@@ -110,7 +110,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
 def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path):
     run, config, *_ = finished
-    with pytest.raises(ValueError, match="--step 7: .* holds the steps 1, 2; name one of them"):
+    with pytest.raises(ValueError, match="step 7: .* holds the steps 1, 2; name one of them"):
         export(str(run), None, str(tmp_path / "out"), 7, "float32")
     changed = load_config(run / "config.yaml", ['task.arithmetic.template="{a} {op} {b} ="'])
     with pytest.raises(ValueError, match=r"has shape \(1., 16\) .* put the model or the problems back"):

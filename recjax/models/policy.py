@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config
+from recjax.config import Config, DecoderShape
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
 from recjax.models.weights import load_pretrained, read_config
@@ -45,21 +45,26 @@ def policy_alone(config: Config, characters: str) -> Policy:
         tokenizer = load_tokenizer(config.model.path)
     else:
         tokenizer = character_tokenizer(characters)
-        shape = config.model.decoder
-        decoder_config = DecoderConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.hidden_size // shape.num_heads,
-        )
-    decoder = Decoder(decoder_config, _compute_dtype(config.model.dtype), config.model.remat)
+        decoder_config = scratch_config(config.model.decoder, len(tokenizer))
+    decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
     return Policy(decoder, tokenizer, stop_token_ids(tokenizer, config.rollout.stop, config.model.path))
 
 
-def _compute_dtype(name: str) -> jnp.dtype:
+def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
+    """The decoder of `model.decoder`, with `vocabulary` tokens."""
+    return DecoderConfig(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+    )
+
+
+def compute_dtype(name: str) -> jnp.dtype:
+    """What `model.dtype` comes to on this machine's devices."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
 from recjax.models.decoder import Decoder, DecoderConfig, Lora, abstract_params
@@ -87,7 +88,7 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
         copy: give arrays of their own, which a donated update of `params` cannot touch.
     """
 
-    def cast(path: str, leaf: jax.Array) -> jax.Array:
+    def cast(path: str, leaf: ArrayLike) -> jax.Array:
         return jnp.array(leaf, leaf.dtype if path.endswith("/scale") else decoder.dtype, copy=copy)
 
     return unflatten({path: cast(path, leaf) for path, leaf in flatten(params).items()})

@@ -1,6 +1,7 @@
 """Sampled accuracy on held-out problems."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,13 +9,85 @@ import jax
 import numpy as np
 
 from recjax.config import Config
-from recjax.experience.collect import draw, scored
+from recjax.experience.collect import Collected, draw, scored
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
+from recjax.rollout.sampler import Completions
 from recjax.tasks.grading import Grading
 
 _initial_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+
+
+class Round(NamedTuple):
+    """Some problems with all of their completions, scored.
+
+    `asked` and `drawn` are filled up with repeats of problems, so that one compiled program serves every round;
+    `collected` holds the rows that count: those of the first `problems`, the first of which stands at place `first`.
+    """
+
+    first: int
+    problems: int
+    asked: Prompts
+    drawn: Completions
+    collected: Collected
+
+
+def evaluated_rounds(
+    config: Config, policy: Policy, params: dict, prompts: Prompts, grading: Grading, step: int, first: int = 0
+) -> Iterator[Round]:
+    """Draws `evaluation.samples` completions of every prompt, in rounds of `rollout.prompts_per_step` prompts.
+
+    A round's random numbers depend on nothing but the seed, `step` and its place.
+
+    Args:
+        grading: open.
+        first: where to begin, a multiple of `rollout.prompts_per_step`: the rounds before it are done.
+    """
+    settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
+    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 2), step)
+    for start in range(first, count, size):
+        asked = prompts.take(np.arange(start, start + size) % count)
+        drawn = draw(
+            policy,
+            params,
+            asked,
+            jax.random.fold_in(key, start),
+            settings.samples,
+            config.rollout.max_completion_tokens,
+            sampling,
+        )
+        problems = min(size, count - start)
+        counted = jax.tree.map(lambda rows, kept=problems * settings.samples: rows[:kept], drawn)
+        places = np.arange(problems)
+        collected = scored(policy, asked.take(places), counted, grading, policy_version=step)
+        yield Round(start, problems, asked, drawn, collected)
+
+
+def sample_rows(done: Round) -> list[dict]:
+    """One row a completion of a round: the problem's place, what was asked and said, and how it was scored."""
+    batch, texts = done.collected
+    group = len(texts) // done.problems
+    lengths = batch.completion_mask.sum(-1)
+    rows = []
+    for row, text in enumerate(texts):
+        problem = done.asked.problems[row // group]
+        rows.append(
+            {
+                "problem": done.first + row // group,
+                "prompt": done.asked.texts[row // group],
+                "completion": text,
+                "answer": problem.answer,
+                "difficulty": problem.difficulty,
+                "reward": float(batch.rewards[row]),
+                **{f"reward/{name}": float(values[row]) for name, values in batch.reward_parts.items()},
+                "accurate": bool(batch.accurate[row]),
+                "truncated": bool(batch.truncated[row]),
+                "tokens": int(lengths[row]),
+            }
+        )
+    return rows
 
 
 class Evaluation(NamedTuple):
@@ -38,58 +111,30 @@ def evaluate(
     step: int,
     initial_params: dict | None = None,
 ) -> Evaluation:
-    """Draws `evaluation.samples` completions of every prompt, in rounds of `rollout.prompts_per_step` prompts.
+    """The evaluation of a training run after `step` updates.
 
     Args:
         grading: open.
         initial_params: π_0, for the KL to it; None leaves that out.
     """
-    settings, size = config.evaluation, config.rollout.prompts_per_step
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-    divergence, tokens = 0.0, 0
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 2), step)
-    samples = []
-    for start in range(0, len(prompts.texts), size):
-        # The last round is filled up with repeats, so that one compiled program serves all; they are not counted.
-        places = np.arange(start, start + size)
-        kept = settings.samples * int((places < len(prompts.texts)).sum())
-        asked = prompts.take(places % len(prompts.texts))
-        drawn = draw(
-            policy,
-            params,
-            asked,
-            jax.random.fold_in(key, start),
-            settings.samples,
-            config.rollout.max_completion_tokens,
-            sampling,
-        )
+    divergence, tokens, samples = 0.0, 0, []
+    for done in evaluated_rounds(config, policy, params, prompts, grading, step):
         if initial_params is not None:
             initial, _ = _initial_logprobs(
                 policy.decoder,
                 initial_params,
-                asked.tokens,
-                asked.mask,
-                drawn.tokens,
-                drawn.mask,
-                sampling=sampling,
+                done.asked.tokens,
+                done.asked.mask,
+                done.drawn.tokens,
+                done.drawn.mask,
+                sampling=Sampling(config.evaluation.temperature, config.evaluation.top_k, config.evaluation.top_p),
                 chunk=config.model.logprob_chunk,
             )
-            mask = drawn.mask[:kept]
-            divergence += float((drawn.logprobs - np.asarray(initial))[:kept][mask].sum())
-            tokens += int(mask.sum())
-        collected = scored(policy, asked, drawn, grading, policy_version=step)
-        for row, text in enumerate(collected.texts[:kept]):
-            problem = row // settings.samples
-            samples.append(
-                {
-                    "prompt": asked.texts[problem],
-                    "completion": text,
-                    "answer": asked.answers[problem],
-                    "reward": float(collected.batch.rewards[row]),
-                    "accurate": bool(collected.batch.accurate[row]),
-                    "truncated": bool(collected.batch.truncated[row]),
-                }
-            )
+            batch = done.collected.batch
+            kept = len(batch.rewards)
+            divergence += float((batch.behaviour_logprobs - np.asarray(initial)[:kept])[batch.completion_mask].sum())
+            tokens += int(batch.completion_mask.sum())
+        samples += sample_rows(done)
     rewards = np.array([sample["reward"] for sample in samples])
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / tokens

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,20 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
 
 
 def _check_same_config(config: Config, stored: Path) -> None:
-    ours, theirs = _flatten(dataclasses.asdict(config)), _flatten(yaml.safe_load(stored.read_text(encoding="utf-8")))
+    ours, theirs = dataclasses.asdict(config), yaml.safe_load(stored.read_text(encoding="utf-8"))
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
-    changed = sorted(key for key in (ours.keys() | theirs.keys()) - fixed if ours.get(key) != theirs.get(key))
-    if changed:
-        differences = "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)
+    if changed := differences(ours, theirs, fixed):
         raise ValueError(
-            f"output = {config.output!r} holds a run of another config ({differences});"
+            f"output = {config.output!r} holds a run of another config ({changed});"
             " give another output=…, or --overwrite to delete that run"
         )
+
+
+def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> str:
+    """What is set otherwise `there` than `now`, by dotted key; empty where nothing is."""
+    ours, theirs = _flatten(ours), _flatten(theirs)
+    changed = sorted(key for key in (ours.keys() | theirs.keys()) - ignored if ours.get(key) != theirs.get(key))
+    return "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)
 
 
 def _flatten(values: dict, prefix: str = "") -> dict[str, Any]:

@@ -1,19 +1,78 @@
-"""What a run has made so far: its policy at a checkpoint, whole and without adapters."""
+"""Policies by name: what a run has made so far, whole and without adapters; a model folder; the initial policy."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.models.decoder import DecoderConfig, abstract_params
-from recjax.models.policy import Policy, policy_alone
-from recjax.models.trainable import adapted, combine, flatten, merged, split
+from recjax.models.policy import Policy, load_policy, policy_alone
+from recjax.models.tokenizers import stop_token_ids
+from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task
 from recjax.training.setup import characters, prepare
+
+
+class Subject(NamedTuple):
+    """A policy to evaluate: a name for it, its parameters in compute dtype, and the config of the run that made it."""
+
+    name: str
+    policy: Policy
+    params: dict
+    run: Config | None
+
+
+def subject(checkpoint: str | None, config: Config) -> Subject:
+    """The policy of a checkpoint, to be sampled with the stop strings of `config`.
+
+    Args:
+        checkpoint: a run's folder (its newest checkpoint), one of its checkpoints/STEP, or a Hugging Face folder or
+            hub name; None or "base": what `config` starts from, warm start included.
+        config: describes the model in the last case alone.
+    Raises:
+        ValueError: there is no such checkpoint or model.
+    """
+    bare = dataclasses.replace(config.model, lora=None, freeze=[])
+    if checkpoint in (None, "base"):
+        policy, params = prepare(dataclasses.replace(config, model=bare))[:2]
+        name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
+        return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), None)
+    folder = Path(checkpoint)
+    of_step = folder.parent.name == "checkpoints" and folder.name.isdecimal()
+    run, step = (folder.parents[1], int(folder.name)) if of_step else (folder, None)
+    if of_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
+        theirs = run_config(run)
+        step, policy, params = run_params(run, theirs, step)
+        stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
+        name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
+    else:
+        theirs, name = None, folder.name
+        model = dataclasses.replace(bare, path=checkpoint, decoder=None)
+        try:
+            policy, params = load_policy(dataclasses.replace(config, model=model), "")
+        except ValueError as error:
+            raise ValueError(f"checkpoint={checkpoint}: no run's folder and no model's: {error}") from error
+    return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), theirs)
+
+
+def fingerprint(params: dict) -> str:
+    """A digest of every bit of the parameters; equal weights, wherever they are kept, have equal ones."""
+    sums = {path: (leaf.shape, str(leaf.dtype), int(_checksum(leaf))) for path, leaf in flatten(params).items()}
+    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _checksum(leaf: jax.Array) -> jax.Array:
+    # Sums of whole numbers wrap around and so do not depend on the order in which a device adds.
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
+    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def run_config(run: Path) -> Config:
@@ -23,7 +82,7 @@ def run_config(run: Path) -> Config:
         ValueError: the folder is not a run's, or its config.yaml is damaged or of another version.
     """
     if not (run / "config.yaml").is_file():
-        raise ValueError(f"--run {str(run)!r} holds no config.yaml; name the output folder of a training run")
+        raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
     return load_config(run / "config.yaml")
 
 
@@ -78,9 +137,9 @@ def _checkpoint_step(run: Path, step: int | None) -> int:
     folder = run / "checkpoints"
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
-        raise ValueError(f"--run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
+        raise ValueError(f"run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
     if step is not None and step not in steps:
-        raise ValueError(f"--step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
+        raise ValueError(f"step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
     return steps[-1] if step is None else step
 
 

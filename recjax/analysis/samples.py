@@ -1,0 +1,159 @@
+"""What several completions of each problem come to: pass@k, majority@k, means with intervals over problems."""
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import bootstrap
+
+from recjax.analysis.compare import estimate
+
+QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
+_NUMBERS_AT_ONCE = 10_000_000
+
+
+def pass_at_k(accurate: int, samples: int, k: int) -> float:
+    """The chance that k of the samples, drawn without replacement, hold an accurate one: 1 − C(n−c, k) / C(n, k).
+
+    Whole numbers up to the one division, so it is exact to a float's precision for every n.
+
+    Args:
+        accurate: c, how many of the samples are.
+        samples: n.
+        k: at most n.
+    Reference: arXiv 2107.03374 §2.1.
+    """
+    ways = math.comb(samples, k)
+    return (ways - math.comb(samples - accurate, k)) / ways
+
+
+def majority_at_k(votes: Sequence[Hashable | None], accurate: Sequence[bool]) -> np.ndarray:
+    """What the most frequent answer among k samples is worth, for k = 1 … n: the mean over all C(n, k) subsets.
+
+    An answer is worth the share of accurate completions among all that give it: 0 or 1, but where something else than
+    the answer counts too. Answers that tie share the win equally, which is a draw among them. Samples without an
+    answer have no vote; a subset without any vote is worth 0.
+
+    Args:
+        votes: each sample's answer; None: it gives none.
+        accurate: whether each sample is right.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    right = Counter(vote for vote, is_right in zip(votes, accurate, strict=True) if is_right)
+    answers = tuple(sorted((count, right[vote] / count) for vote, count in counts.items()))
+    return np.array(_majority(answers, len(votes) - counts.total()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[float, ...]:
+    """Sums over subsets by size and by the winner's votes.
+
+    For a winner of `top` votes, ways[p, q] counts the choices of p samples so far in which no answer has more than
+    `top` votes and q have exactly that many; worth[p, q] sums over them what those q are worth.
+    """
+    total = sum(count for count, _ in answers) + silent
+    worth_of_size = np.zeros(total + 1)
+    for top in range(1, max((count for count, _ in answers), default=0) + 1):
+        ways = np.zeros((total + 1, len(answers) + 1))
+        ways[: silent + 1, 0] = [math.comb(silent, votes) for votes in range(silent + 1)]
+        worth = np.zeros_like(ways)
+        for count, value in answers:
+            new_ways, new_worth = np.zeros_like(ways), np.zeros_like(ways)
+            for votes in range(min(count, top) + 1):
+                choices, tied = math.comb(count, votes), int(votes == top)
+                into = (slice(votes, None), slice(tied, None))
+                out = (slice(None, total + 1 - votes), slice(None, len(answers) + 1 - tied))
+                new_ways[into] += choices * ways[out]
+                new_worth[into] += choices * (worth[out] + tied * value * ways[out])
+            ways, worth = new_ways, new_worth
+        worth_of_size += (worth[:, 1:] / np.arange(1, len(answers) + 1)).sum(-1)
+    return tuple(float(worth_of_size[k] / math.comb(total, k)) for k in range(1, total + 1))
+
+
+def sizes(samples: int) -> list[int]:
+    """The k that are reported: powers of two up to the number of samples, and that number."""
+    return sorted({*(2**power for power in range(samples.bit_length())), samples})
+
+
+def results(rows: pd.DataFrame) -> dict[str, Any]:
+    """Every number of an evaluation, each metric as its value and its 95 % interval.
+
+    Metrics are means over problems of a number a problem has; quantiles of length are of all completions. Intervals
+    are percentile bootstraps over problems, None with a single one.
+
+    Args:
+        rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate, truncated, tokens; as
+            many for each problem, consecutive.
+    """
+    problems = rows["problem"].nunique()
+    samples = len(rows) // problems
+
+    def by_problem(column: str) -> np.ndarray:
+        return rows[column].to_numpy().reshape(problems, samples)
+
+    accurate, lengths = by_problem("accurate"), by_problem("tokens")
+    votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed")).tolist()
+    majority = np.array([majority_at_k(*row) for row in zip(votes, accurate.tolist(), strict=True)])
+    values = {"accuracy": accurate.mean(-1)}
+    for k in sizes(samples):
+        values[f"pass@{k}"] = np.array([pass_at_k(int(count), samples, k) for count in accurate.sum(-1)])
+    for k in sizes(samples):
+        values[f"majority@{k}"] = majority[:, k - 1]
+    rewards = [column for column in rows.columns if column == "reward" or column.startswith("reward/")]
+    values |= {column: by_problem(column).mean(-1) for column in rewards}
+    values |= {"truncated": by_problem("truncated").mean(-1), "completion_length": lengths.mean(-1)}
+    metrics = {name: _with_interval(numbers) for name, numbers in values.items()}
+    for name, share in QUANTILES.items():
+        metrics[f"completion_length/{name}"] = _quantile(lengths, share)
+
+    difficulty = by_problem("difficulty")[:, 0]
+    labels = sorted({label for label in difficulty if not pd.isna(label)}, key=_natural)
+    constant, count = Counter(by_problem("answer")[:, 0]).most_common(1)[0]
+    return {
+        "problems": problems,
+        "samples": samples,
+        "metrics": metrics,
+        "difficulty": {
+            label: _with_interval(values["accuracy"][difficulty == label])
+            | {"problems": int((difficulty == label).sum())}
+            for label in labels
+        },
+        "constant_answer": {"answer": constant, "share": count / problems},
+    }
+
+
+def _with_interval(values: np.ndarray) -> dict[str, float | None]:
+    if len(values) < 2:
+        return {"value": float(values.mean()), "low": None, "high": None}
+    mean, low, high, _ = estimate(values.astype(np.float64))
+    return {"value": mean, "low": low, "high": high}
+
+
+def _quantile(lengths: np.ndarray, share: float) -> dict[str, float | None]:
+    """A quantile of all lengths [problems, samples], problems resampled whole."""
+    value = float(np.quantile(lengths, share))
+    if len(lengths) < 2:
+        return {"value": value, "low": None, "high": None}
+
+    def statistic(places: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
+
+    interval = bootstrap(
+        (np.arange(len(lengths)),),
+        statistic,
+        n_resamples=999,
+        batch=max(1, _NUMBERS_AT_ONCE // lengths.size),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return {"value": value, "low": float(interval.low), "high": float(interval.high)}
+
+
+def _natural(label: str) -> list[int | str]:
+    """Sorts "Level 10" after "Level 9"."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", label)]

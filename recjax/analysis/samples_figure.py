@@ -1,0 +1,74 @@
+"""The picture of an evaluation: what more samples bring, accuracy by difficulty, how long completions are."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from recjax.analysis.curves import COLOURS
+
+matplotlib.use("Agg")
+
+
+def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, path: Path) -> None:
+    """Writes a PNG.
+
+    Args:
+        rows: one a completion, with `tokens` and `truncated`.
+        numbers: what `recjax.analysis.samples.results` makes of them.
+    """
+    panels = [_more_samples, *([_by_difficulty] if numbers["difficulty"] else []), _lengths]
+    figure = Figure(figsize=(4.6 * len(panels), 3.9), layout="constrained")
+    figure.suptitle(title)
+    for axes, draw in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+        draw(axes, rows, numbers)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def _bars(estimates: list[dict[str, Any]]) -> tuple[list[float], np.ndarray]:
+    """Values, and how far their intervals reach below and above."""
+    values = [estimate["value"] for estimate in estimates]
+    reach = [
+        (0, 0) if each["low"] is None else (each["value"] - each["low"], each["high"] - each["value"])
+        for each in estimates
+    ]
+    # A percentile interval may just miss the value itself.
+    return values, np.maximum(np.array(reach).T, 0)
+
+
+def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
+    for kind, colour in zip(("pass", "majority"), COLOURS, strict=False):
+        chosen = {int(name.partition("@")[2]): each for name, each in numbers["metrics"].items() if f"{kind}@" in name}
+        values, reach = _bars(list(chosen.values()))
+        axes.errorbar(list(chosen), values, reach, color=colour, marker="o", capsize=3, label=f"{kind}@k")
+    share = numbers["constant_answer"]["share"]
+    axes.axhline(share, color="0.5", ls=":", label="most common answer, always")
+    axes.set(xlabel="k (samples a problem)", ylabel="share of problems", ylim=(0, 1.02), xscale="log")
+    axes.xaxis.set_major_locator(FixedLocator(list(chosen)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
+    labels = list(numbers["difficulty"])
+    values, reach = _bars(list(numbers["difficulty"].values()))
+    axes.bar(range(len(labels)), values, yerr=reach, color=COLOURS[0], alpha=0.75, capsize=3)
+    axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
+    axes.set_xticks(range(len(labels)), labels, rotation=30 if max(map(len, labels)) > 8 else 0, ha="center")
+
+
+def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
+    bins = np.histogram_bin_edges(rows["tokens"], bins=min(40, int(np.ptp(rows["tokens"])) + 1))
+    parts = {"ended": ~rows["truncated"], "ran into the limit": rows["truncated"]}
+    parts = {name: rows["tokens"][chosen] for name, chosen in parts.items() if chosen.any()}
+    axes.hist(list(parts.values()), bins, stacked=True, color=COLOURS[: len(parts)], alpha=0.75, label=list(parts))
+    axes.set(xlabel="completion length (tokens)", ylabel="completions")
+    axes.legend(frameon=False, fontsize="small")

@@ -1,0 +1,208 @@
+"""Evaluates a policy on held-out problems: accuracy, pass@k, majority@k, rewards and lengths, with intervals.
+
+    python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--output FOLDER]
+
+checkpoint is a training run's folder (its newest checkpoint), one of its checkpoints (runs/NAME/checkpoints/80), or a
+Hugging Face folder or hub name; left out, or `base`, it is the model that the config starts from. What is asked and how
+comes from the config: task, evaluation, and rollout.max_completion_tokens, .stop and .prompts_per_step, which is how
+many problems are sampled at a time. An evaluation that was stopped goes on when the same command is given again.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from absl import app, flags, logging
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from recjax.analysis.samples import results
+from recjax.analysis.samples_figure import draw_evaluation
+from recjax.config import Config, TaskConfig
+from recjax.config_loading import load_config
+from recjax.rollout.prompts import Prompts, encode_problems
+from recjax.tasks.graders import task_name
+from recjax.tasks.grading import Grading
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Problem, Task
+from recjax.training.cache import keep_compiled_programs
+from recjax.training.evaluation import evaluated_rounds, sample_rows
+from recjax.training.run_folder import differences
+from recjax.training.trained import Subject, fingerprint, subject
+
+FLAGS = flags.FLAGS
+
+
+def main(argv: list[str]) -> None:
+    """Evaluates, writes the folder, prints the numbers."""
+    logging.set_verbosity(logging.WARNING)
+    keep_compiled_programs()
+    try:
+        checkpoint, overrides = split_arguments(argv[1:])
+        folder, numbers = evaluate(load_config(FLAGS.config, overrides), checkpoint, FLAGS.output)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    show(numbers)
+    print(f"folder: {folder}")
+
+
+def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The checkpoint, if one is named, and the overrides of the config.
+
+    Raises:
+        ValueError: several checkpoints, or the folder of a training run.
+    """
+    checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
+    overrides = [text for text in arguments if not text.startswith("checkpoint=")]
+    if len(checkpoints) > 1:
+        raise ValueError(f"checkpoint is given {len(checkpoints)} times; an evaluation is of one")
+    if any(text.startswith("output=") for text in overrides):
+        raise ValueError("output=… is the folder of a training run; name an evaluation's with --output FOLDER")
+    return (checkpoints[0] if checkpoints else None), overrides
+
+
+def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tuple[Path, dict[str, Any]]:
+    """Samples, measures and writes; returns the folder and what its results.json holds.
+
+    The random numbers are those of a run's first evaluation whatever the checkpoint is: two policies are compared on
+    the same problems with the same noise, and the same weights from two places give the same numbers.
+
+    Args:
+        checkpoint: as `recjax.training.trained.subject` takes it.
+        output: the folder; None: one under runs/evaluations with the names of model and task.
+    Raises:
+        ValueError: bad data, no such checkpoint, or a folder that holds something else.
+    """
+    task = load_task(config)
+    evaluated = subject(checkpoint, config)
+    prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, config.rollout.max_prompt_tokens)
+    name = re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{task_label(config.task)}")
+    folder = Path(output or f"runs/evaluations/{name}")
+    open_folder(folder, what_decides(config, evaluated))
+    if not (folder / "samples.parquet").is_file():
+        sample_rounds(config, evaluated, prompts, task, folder)
+    shutil.rmtree(folder / "rounds", ignore_errors=True)
+    rows = pd.read_parquet(folder / "samples.parquet")
+    numbers = {"model": evaluated.name, "task": task_label(config.task)} | results(rows)
+    if evaluated.run:
+        numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
+    (folder / "results.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    draw_evaluation(rows, numbers, f"{evaluated.name} on {task_label(config.task)}", folder / "evaluation.png")
+    return folder, numbers
+
+
+def task_label(task: TaskConfig) -> str:
+    """The task's name, with the generator or file that it names."""
+    if task.file:
+        return Path(task.file.evaluation or task.file.train).stem
+    return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task_name(task)
+
+
+def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
+    """Everything that the samples depend on; weights by what they are and not by where they are kept."""
+    rollout = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens", "stop")
+    evaluation = ("problems", "samples", "temperature", "top_k", "top_p")
+    return {
+        "model": evaluated.name,
+        "weights": fingerprint(evaluated.params),
+        "dtype": str(evaluated.policy.decoder.dtype),
+        "seed": config.seed,
+        "task": dataclasses.asdict(config.task),
+        "rollout": {name: getattr(config.rollout, name) for name in rollout},
+        "evaluation": {name: getattr(config.evaluation, name) for name in evaluation},
+    }
+
+
+def open_folder(folder: Path, decides: dict[str, Any]) -> None:
+    """Makes the folder with its config.yaml, or finds it as an earlier start of the same evaluation left it.
+
+    Raises:
+        ValueError: it holds another evaluation, or something that is none.
+    """
+    stored = folder / "config.yaml"
+    if stored.is_file():
+        changed = differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"})
+        if changed:
+            raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
+
+
+def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
+    """Samples what is missing, a file a round, and puts all rounds together as samples.parquet."""
+    size, count = config.rollout.prompts_per_step, len(prompts.texts)
+    (folder / "rounds").mkdir(exist_ok=True)
+    files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
+    begin = next((first for first, file in files.items() if not file.is_file()), count)
+    with (
+        Grading(config, task.reward) as grading,
+        tqdm(desc=evaluated.name, total=count, initial=begin, unit="problem") as bar,
+    ):
+        rounds = evaluated_rounds(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin)
+        for done in rounds:
+            rows = pd.DataFrame(sample_rows(done))
+            rows["parsed"] = [task.parse(text) for text in rows["completion"]]
+            _write_whole(rows, files[done.first])
+            bar.update(done.problems)
+    _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
+
+
+def _write_whole(rows: pd.DataFrame, file: Path) -> None:
+    """The file appears whole or not at all."""
+    partial = file.with_suffix(".partial")
+    rows.to_parquet(partial, index=False, compression="zstd")
+    os.replace(partial, file)
+
+
+def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
+    """How many problems are among those that a run trains on; None where the run's task cannot be read any more.
+
+    A run holds out as many problems as its own config says; asked for more, they are some that it has trained on.
+    """
+    try:
+        known = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
+    except ValueError:
+        return None
+    return sum((str(problem.prompt), problem.answer) in known for problem in problems)
+
+
+def show(numbers: dict[str, Any]) -> None:
+    """Prints every metric with its interval, accuracy by difficulty, and what to compare it with."""
+
+    def cells(estimate: dict) -> tuple[str, str]:
+        interval = "" if estimate["low"] is None else f"{estimate['low']:.3f} – {estimate['high']:.3f}"
+        return f"{estimate['value']:.3f}", interval
+
+    console = Console()
+    title = f"{numbers['model']} on {numbers['task']}: {numbers['problems']} problems × {numbers['samples']} samples"
+    table = Table("", "value", "95 % interval", title=title)
+    for name, estimate in numbers["metrics"].items():
+        table.add_row(name, *cells(estimate))
+    console.print(table)
+    if numbers["difficulty"]:
+        table = Table("difficulty", "problems", "accuracy", "95 % interval")
+        for label, estimate in numbers["difficulty"].items():
+            table.add_row(label, str(estimate["problems"]), *cells(estimate))
+        console.print(table)
+    constant = numbers["constant_answer"]
+    print(f"always answering {constant['answer']!r:.60} would be right on {constant['share']:.3f} of the problems")
+    if numbers.get("seen_in_training"):
+        print(f"warning: this run trains on {numbers['seen_in_training']} of these problems")
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_string("config", None, "YAML file of a training run; its task and settings are used.", required=True)
+    flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
+    sys.modules["__main__"].__doc__ = __doc__
+    app.run(main)

@@ -1,0 +1,316 @@
+"""What a run would be, with nothing trained and no weights read: sizes, memory, tokens and staleness, from shapes."""
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from recjax.algorithms import presets
+from recjax.config import Config, RegimeConfig
+from recjax.config_loading import load_config
+from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.policy import compute_dtype, scratch_config
+from recjax.models.tokenizers import character_tokenizer, load_tokenizer, model_folder
+from recjax.models.trainable import adapted, combine, in_compute_dtype, split
+from recjax.models.weights import read_config
+from recjax.rollout.prompts import encode_problems
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Task
+from recjax.training.schedule import expected_staleness
+from recjax.training.setup import characters
+
+GIB = 2**30
+
+
+class Item(NamedTuple):
+    """Some memory: what it holds, how that is counted, and how many bytes it is.
+
+    `phase` is "always", or the part of a step that needs it: "sample" or "update".
+    """
+
+    phase: str
+    name: str
+    formula: str
+    bytes: int
+
+
+class Model(NamedTuple):
+    """A decoder and its parameters as shapes: those that training changes, and those that it does not."""
+
+    decoder: Decoder
+    trained: dict
+    frozen: dict
+
+
+class DryRun(NamedTuple):
+    """What is known of a run before it starts; None where something could not be reached, which `notes` then says."""
+
+    model: Model | None
+    task: Task | None
+    prompt_tokens: int | None
+    memory: list[Item]
+    other_activations: int | None
+    checkpoint_bytes: int | None
+    staleness: list[int]
+    notes: list[str]
+
+
+def dry_run(config: Config) -> DryRun:
+    """Resolves and measures a run.
+
+    Raises:
+        ValueError: a config that could not run. What the network or an optional package would have to bring, and does
+            not, is no error.
+    """
+    notes = []
+
+    def reached(load: Callable):
+        try:
+            return load()
+        except ValueError as error:
+            if not isinstance(error.__cause__, OSError | ImportError):
+                raise
+            notes.append(str(error))
+            return None
+
+    task = reached(lambda: load_task(config))
+    model = reached(lambda: _model(config, task))
+    prompt_tokens = config.rollout.max_prompt_tokens
+    if task and prompt_tokens is None:
+        prompt_tokens = _longest_prompt(config, task, notes)
+    memory, other = [], None
+    if model:
+        memory = _held(model)
+        if prompt_tokens:
+            memory += _sampling(config, model.decoder, prompt_tokens)
+            update, other = _update(config, model, prompt_tokens)
+            memory += update
+        else:
+            notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
+    staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
+    checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
+    return DryRun(model, task, prompt_tokens, memory, other, checkpoint, staleness, notes)
+
+
+def _model(config: Config, task: Task | None) -> Model:
+    """The decoder from config.json, or from the task's characters."""
+    if config.model.path:
+        decoder_config = read_config(model_folder(config.model.path, ("config.json",)))
+    elif task:
+        alphabet = character_tokenizer(characters([*task.train, *task.evaluation]))
+        decoder_config = scratch_config(config.model.decoder, len(alphabet))
+    else:
+        raise ValueError("model.decoder has a vocabulary of the task's own characters") from OSError("no task")
+    if config.model.lora:
+        decoder_config = adapted(decoder_config, config.model.lora)
+    decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
+    return Model(decoder, *split(abstract_params(decoder_config), config.model))
+
+
+def _longest_prompt(config: Config, task: Task, notes: list[str]) -> int | None:
+    problems = [*task.train, *task.evaluation]
+    try:
+        tokenizer = (
+            load_tokenizer(config.model.path) if config.model.path else character_tokenizer(characters(problems))
+        )
+    except ValueError as error:
+        notes.append(f"length of prompts not known: {error}")
+        return None
+    return encode_problems(problems, tokenizer, None).tokens.shape[1]
+
+
+def count(params: dict) -> int:
+    """Numbers in a tree of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _in_compute_dtype(decoder: Decoder, params: dict) -> dict:
+    return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
+
+
+def _held(model: Model) -> list[Item]:
+    """What is there all the time. On a device without bfloat16 copies in float32 are no copies."""
+    trained, frozen, size = _bytes(model.trained), _bytes(model.frozen), model.decoder.dtype.itemsize
+    copy = _bytes(_in_compute_dtype(model.decoder, model.trained))
+    frozen_copy = _bytes(_in_compute_dtype(model.decoder, model.frozen)) if size < 4 else 0
+    items = [
+        Item("always", "weights as they were at the start", "4 B × parameters", trained + frozen),
+        Item("always", "trained parameters", "4 B × trained", trained),
+        Item("always", "Adam's two moments", "8 B × trained", 2 * trained),
+        Item("always", "sampler's copy", f"{size} B × trained", copy),
+        Item("always", "sampler's first copy", f"{size} B × trained", copy if size < 4 else 0),
+        Item("always", "frozen parameters to compute with", f"{size} B × frozen", frozen_copy),
+    ]
+    return [item for item in items if item.bytes]
+
+
+def _sampling(config: Config, decoder: Decoder, prompt_tokens: int) -> list[Item]:
+    shape, rollout = decoder.config, config.rollout
+    rows = rollout.prompts_per_step * max(rollout.group_size, config.evaluation.samples)
+    tokens = rollout.prompts_per_step * prompt_tokens + rows * rollout.max_completion_tokens
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
+    formula = (
+        f"2 × {shape.num_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {decoder.dtype.itemsize} B"
+        f" × ({rollout.prompts_per_step} × {prompt_tokens} + {rows} × {rollout.max_completion_tokens} tokens)"
+    )
+    scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
+    return [
+        Item("sample", "keys and values", formula, per_token * tokens),
+        Item("sample", "scores of the next token", scores, 2 * rows * shape.vocab_size * 4),
+    ]
+
+
+def _update(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], int]:
+    """Memory of the update, and its activations if model.remat were the other way round."""
+    rollout, shape = config.rollout, model.decoder.config
+    prompts = config.training.micro_batch_prompts or rollout.prompts_per_step
+    rows, time = prompts * rollout.group_size, rollout.max_completion_tokens
+    chunk = min(config.model.logprob_chunk, rows * time)
+    plain, recomputed = (_activations(config, model, prompts, prompt_tokens, remat) for remat in (False, True))
+    recomputed += plain // shape.num_layers
+    kept, other = (recomputed, plain) if config.model.remat else (plain, recomputed)
+    what = "kept by jax.vjp" + (", and one layer recomputed" if config.model.remat else "")
+    what += f": {prompts} prompts × {prompt_tokens} + {rows} completions × {time} tokens"
+    trained = _bytes(model.trained)
+    items = [
+        Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * trained),
+        Item("update", "activations", what, kept),
+        Item(
+            "update",
+            "chunk of vocabulary scores",
+            f"4 × {chunk} × {shape.vocab_size} × 4 B",
+            16 * chunk * shape.vocab_size,
+        ),
+    ]
+    return items, other
+
+
+def _activations(config: Config, model: Model, prompts: int, prompt_tokens: int, remat: bool) -> int:
+    """Bytes that the forward pass of a micro-batch keeps for the backward pass, parameters themselves left out.
+
+    They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may find a way to keep fewer.
+    """
+    decoder = model.decoder.clone(remat=remat)
+    rows, time = prompts * config.rollout.group_size, config.rollout.max_completion_tokens
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    shapes = [((prompts, prompt_tokens), (jnp.int32, bool)), ((rows, time), (jnp.int32, bool))]
+    asked = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtypes in shapes for dtype in dtypes]
+    frozen = _in_compute_dtype(decoder, model.frozen)
+
+    def residuals(trained, frozen, *asked):
+        def logprobs(trained):
+            params = combine(trained, frozen)
+            return completion_logprobs(decoder, params, *asked, sampling=sampling, chunk=config.model.logprob_chunk)
+
+        return jax.vjp(logprobs, trained)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(residuals, model.trained, frozen, *asked))
+    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((model.trained, frozen))}
+    return _bytes([leaf for leaf in kept if (leaf.shape, leaf.dtype) not in weights])
+
+
+def _checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
+    """One checkpoint: trained parameters, Adam's moments, the sampler's copy, and the batches drawn ahead."""
+    rollout = config.rollout
+    rows = rollout.prompts_per_step * rollout.group_size
+    # Token ids and masks of prompts; those and log-probabilities of completions.
+    batch = rollout.prompts_per_step * prompt_tokens * 5 + rows * rollout.max_completion_tokens * 9
+    sampler = _bytes(_in_compute_dtype(model.decoder, model.trained))
+    return 3 * _bytes(model.trained) + sampler + config.regime.sync_offset * batch
+
+
+def compact(staleness: list[int]) -> str:
+    """A schedule in few words: runs that rise by one as "0–19", equal runs next to each other counted."""
+    runs = []
+    for value in staleness:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], value)
+        else:
+            runs.append((value, value))
+    words = []
+    for (first, last), equal in itertools.groupby(runs):
+        times = len(list(equal))
+        words.append((f"{first}–{last}" if last > first else f"{first}") + (f" ×{times}" if times > 1 else ""))
+    return ", ".join(words)
+
+
+def first_steps(regime: RegimeConfig, steps: int) -> int:
+    """How many steps show the whole pattern of a regime."""
+    return min(2 * max(regime.sync_interval, regime.sync_offset) + 2, steps)
+
+
+def print_dry_run(path: str, overrides: list[str]) -> int:
+    """The exit status of a dry run: 0, or 2 for a config that could not run, with the reason on standard error."""
+    try:
+        config = load_config(path, overrides)
+        show(config, dry_run(config))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(config: Config, result: DryRun) -> None:
+    """Prints everything."""
+    console = Console(soft_wrap=True, highlight=False)
+    print_line = console.print
+    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
+    print_line(f"algorithm {config.algorithm.preset}")
+    for axis, options in resolved.items():
+        settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")
+        print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
+    if result.model:
+        trained, frozen = count(result.model.trained), count(result.model.frozen)
+        print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}")
+        why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
+        print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
+    _show_memory(console, config, result)
+    rollout, steps = config.rollout, config.training.steps
+    rows = rollout.prompts_per_step * rollout.group_size
+    prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number of"
+    completions = rows * rollout.max_completion_tokens
+    print_line(f"tokens a step: at most {prompts} of prompts, {completions:,} of completions; {rows} completions")
+    shown = result.staleness[: first_steps(config.regime, steps)]
+    mean, highest = np.mean(result.staleness), max(result.staleness)
+    print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
+    print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
+    if result.task:
+        problems = len(result.task.train)
+        print_line(
+            f"{problems:,} problems to train on, {len(result.task.evaluation):,} held out;"
+            f" {problems / rollout.prompts_per_step:.1f} steps an epoch,"
+            f" {steps * rollout.prompts_per_step / problems:.2f} epochs in {steps} steps"
+        )
+    for note in result.notes:
+        print_line(f"not known: {note}")
+
+
+def _show_memory(console: Console, config: Config, result: DryRun) -> None:
+    if not result.memory:
+        return
+    table = Table("when", "what", "GiB", "formula", title="memory of the device")
+    for item in result.memory:
+        table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
+    console.print(table)
+    always = sum(item.bytes for item in result.memory if item.phase == "always")
+    for phase in ("sample", "update"):
+        parts = [item.bytes for item in result.memory if item.phase == phase]
+        if parts:
+            console.print(f"in all, {phase}: {(always + sum(parts)) / GIB:.2f} GiB")
+    if result.other_activations is not None:
+        remedy = f"model.remat={str(not config.model.remat).lower()}"
+        console.print(f"activations with {remedy}: {result.other_activations / GIB:.3f} GiB")
+    checkpoints = config.training.keep_checkpoints
+    size = result.checkpoint_bytes / GIB
+    console.print(f"a checkpoint: {size:.2f} GiB on disk; {checkpoints} are kept, one more while it is written")
