@@ -4,7 +4,8 @@ Data: made by the generator `task.reasoning_gym.name` with its `options`, in a p
 some generators walk through sets. The same seed gives the same problems; no question comes twice, so none that is
 trained on is held out.
 Prompt: `template` with the question, as the user's message after the system prompt below, solved examples as earlier
-turns; with `chat` false as plain text, each example on the lines before with its answer after a space.
+turns; with `chat` false as plain text, each example on the lines before with its answer after a space. All questions
+have the same examples.
 Answer: the generator's; empty where it has none and only its scorer knows.
 Difficulty: what the generator says of the single problem, such as "num_terms 3"; None where it says nothing.
 Reward: `reasoning_gym`, parts accuracy, 1 where the package's own scorer gives the full score and 0 otherwise, and
@@ -37,7 +38,7 @@ from recjax.tasks.problems import Problem, chat
 SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."
 
 _LIMIT = 1_000_000  # problems of one seed: the package numbers them on from the seed
-_LABELS = 12  # a property with more values than this is no difficulty
+_LABELS = 12  # difficulties of one task at most
 
 
 def gym_problems(
@@ -62,6 +63,8 @@ def gym_problems(
     if len(entries) < asked:
         logging.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
     shots, entries = entries[: config.examples], entries[config.examples :]
+    if any(shot["answer"] is None for shot in shots):
+        raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
     labels = _difficulties(entries)
     problems = [
         Problem(
@@ -206,12 +209,13 @@ def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
     for each in metadata:
         if isinstance(each.get("difficulty"), Mapping):  # the ranges that each entry's own values were drawn from
             names |= dict.fromkeys(each["difficulty"])
-    kept = []
+    labels = [""] * len(entries)
     for name in names:
         values = [each.get(name) for each in metadata]
-        if all(isinstance(value, int | float | str) for value in values) and 1 < len(set(values)) <= _LABELS:
-            kept.append(name)
-    return [", ".join(f"{name} {each[name]}" for name in kept) or None for each in metadata]
+        if len(set(map(str, values))) > 1 and all(isinstance(value, int | float | str) for value in values):
+            finer = [f"{label}, {name} {value}" for label, value in zip(labels, values, strict=True)]
+            labels = finer if len(set(finer)) <= _LABELS else labels
+    return [label.removeprefix(", ") or None for label in labels]
 
 
 def _prompt(

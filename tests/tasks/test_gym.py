@@ -55,10 +55,17 @@ def test_chats_and_plain_prompts_show_solved_examples(in_this_process):
     assert not {shown[0], shown[2]} & {problem.prompt[-1]["content"] for problem in chats}
 
 
+def test_examples_need_answers(in_this_process):
+    with pytest.raises(ValueError, match="examples = 1: boxnet has no answers"):
+        gym_problems(task("boxnet", examples=1), 2, seed=0)
+
+
 def test_difficulty_is_what_tells_problems_apart(in_this_process):
     train, _ = gym_problems(task(options={"min_terms": 2, "max_terms": 3, "max_digits": 1}), 5, seed=0)
     for problem in train:
         assert problem.difficulty == f"num_terms {problem.columns['entry']['metadata']['num_terms']}"
+    train, _ = gym_problems(task(problems=100), 5, seed=0)
+    assert {problem.difficulty for problem in train} == {f"num_terms {terms}" for terms in range(2, 7)}
     train, _ = gym_problems(task("count_bits"), 5, seed=0)
     assert {problem.difficulty for problem in train} == {None}
 
