@@ -167,7 +167,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts():
 
 def test_a_weight_of_no_part_is_refused_at_the_start():
     with pytest.raises(
-        ValueError, match=r"task.reward_weights.fromat: the parts of gsm8k are accuracy, format, length"
+        ValueError, match=r"task.reward_weights.fromat: the reward gsm8k has the parts accuracy, format, length"
     ):
         load_reward("gsm8k", {"fromat": 0.5})
 
@@ -267,7 +267,7 @@ def test_a_faulty_function_is_named_with_its_row(function, message):
 
 
 def test_a_weight_of_no_part_is_refused_at_first_use():
-    with pytest.raises(ValueError, match=r"task.reward_weights.poilte: the parts of .*parts are brief, polite, length"):
+    with pytest.raises(ValueError, match=r"task.reward_weights.poilte: .*parts has the parts brief, polite, length"):
         scores_of(custom(parts, poilte=1.0), ["a"])
 
 
