@@ -52,10 +52,10 @@ class Grading:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the worker processes, whatever they are at."""
+        """Ends the worker processes, whatever they are at; a user's function that is at work ends by itself."""
         if self._server:
             _kill_group(self._server)
-        self._thread.shutdown(wait=self._server is not None, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(
         self,

@@ -146,7 +146,7 @@ def _is_right(given: str | None, answer: str, finished: bool) -> bool:
     given = _plain(given)
     if not given:
         return False
-    if re.fullmatch(r"[A-Za-z]{4,}(?: [A-Za-z]+)*", _words(gold)):
+    if re.fullmatch(r"(?=.*[A-Za-z]{4})[A-Za-z]+(?: [A-Za-z]+)*", _words(gold)):
         # math-verify takes letters for factors, of which the order is free.
         return _words(given) == _words(gold)
     bases = [match.group(1) for match in map(_SUBSCRIPT.search, (gold, given)) if match]

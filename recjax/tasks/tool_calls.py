@@ -1,6 +1,7 @@
 """Tool calls against the true ones: exactly one think block, then the calls as JSON, compared as a multiset."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -75,6 +76,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _number(text: str) -> int | float:
     value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large to be told from other numbers")
     return int(value) if value.is_integer() else value
 
 

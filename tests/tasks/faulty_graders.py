@@ -1,12 +1,13 @@
 """Row graders that misbehave, for the worker pool: a completion says what is to happen."""
 
+import ctypes
 import os
 import sys
 import time
 
 
 def grade(completion, answer, columns):
-    """accuracy 1 where the completion is the answer; "sleep", "exit", "kill", "memory" and "raise" do as they say."""
+    """accuracy 1 where the completion is the answer; others do as they say."""
     if completion == "sleep":
         time.sleep(1000)
     if completion == "spin":
@@ -16,6 +17,8 @@ def grade(completion, answer, columns):
         os._exit(3)
     if completion == "kill":
         os.kill(os.getpid(), 9)
+    if completion == "segfault":
+        ctypes.string_at(0)
     if completion == "memory":
         bytearray(8 * 2**30)
     if completion == "deep":
@@ -26,7 +29,7 @@ def grade(completion, answer, columns):
     if completion == "print":
         print("x" * 100_000)
     if completion == "modules":
-        return {"accuracy": float(not {"jax", "numpy", "recjax.train", "__mp_main__"} & {*sys.modules})}
+        return {"accuracy": float(not {"jax", "jaxlib", "recjax.train", "absl"} & {*sys.modules})}
     if completion == "column":
         return {"accuracy": float(columns["level"] == 3)}
     if completion == "pid":

@@ -1,0 +1,282 @@
+"""Grading: worker processes that hang, die and swell; parts and weights; rewards of the user's own."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
+from recjax.tasks.graders import GRADERS, Grader
+from recjax.tasks.grading import FAILURES, Grading, failure_counts
+from recjax.tasks.problems import Reward, load_reward
+
+CONFIG = dataclasses.replace(
+    Config(), grading=GradingConfig(seconds=1.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
+)
+
+
+def submitted(grading, completions, answers=None, columns=None):
+    count = len(completions)
+    return grading.submit(
+        ["p"] * count, completions, answers or ["a"] * count, columns or [{}] * count, np.arange(count) + 1
+    )
+
+
+def scores_of(reward, completions, config=CONFIG, **given):
+    with Grading(config, reward) as grading:
+        return submitted(grading, completions, **given).result(timeout=60)
+
+
+def custom(function, **weights):
+    return Reward(f"{__name__}:{function.__name__}", function, False, {"length": 0.0, **weights})
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    """An open grading of tests.tasks.faulty_graders."""
+    patch = pytest.MonkeyPatch()
+    patch.setitem(GRADERS, "faulty", Grader("tests.tasks.faulty_graders:grade", {"accuracy": 1.0}, "builtins:str"))
+    with Grading(CONFIG, load_reward("faulty")) as grading:
+        yield grading
+    patch.undo()
+
+
+def test_a_failure_costs_its_own_completion_and_is_counted(faulty):
+    said = ["a", "sleep", "spin", "exit", "kill", "memory", "deep", "raise", "print", "x" * 5_001, "b", "a", "segfault"]
+    why = [
+        "none",
+        "timeout",
+        "timeout",
+        "crash",
+        "crash",
+        "error",
+        "error",
+        "error",
+        "none",
+        "too_long",
+        "none",
+        "none",
+        "crash",
+    ]
+    for _ in range(2):  # the pool is whole again
+        scores = submitted(faulty, said).result(timeout=60)
+        assert [FAILURES[place] for place in scores.failures] == why
+        right = [text == "a" for text in said]
+        assert scores.rewards.tolist() == right == scores.accurate.tolist()
+    assert failure_counts(scores.failures) == {"timeout": 2, "crash": 3, "too_long": 1, "error": 3}
+
+
+def test_workers_stay_from_batch_to_batch(faulty):
+    first, second = (set(submitted(faulty, ["pid"] * 8).result().rewards) for _ in range(2))
+    assert first & second and os.getpid() not in first
+
+
+def test_workers_see_columns_and_no_jax(faulty):
+    scores = submitted(faulty, ["modules", "column", "column"], columns=[{}, {"level": 3}, {"level": 4}]).result()
+    assert scores.rewards.tolist() == [1, 1, 0]
+
+
+def test_graders_and_the_server_import_no_jax():
+    modules = ", ".join(f"recjax.tasks.{name}" for name in ("grading_server", "math_answers", "tool_calls"))
+    check = f"import sys, {modules}; assert not {{'jax', 'jaxlib', 'numpy'}} & {{*sys.modules}}"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def alive(group):
+    """Whether any process of a group runs; one that has ended and is not yet reaped does not."""
+    lines = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True).stdout.splitlines()
+    return any(line.split()[0] == str(group) and not line.split()[1].startswith("Z") for line in lines)
+
+
+def gone_within(group, seconds):
+    deadline = time.monotonic() + seconds
+    while alive(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not alive(group)
+
+
+def test_leaving_ends_every_process_at_once_even_while_one_hangs(faulty):
+    with pytest.raises(KeyboardInterrupt):
+        with Grading(CONFIG, load_reward("faulty")) as grading:
+            assert submitted(grading, ["a"]).result().rewards == [1]
+            group = grading._server.pid
+            assert alive(group)
+            submitted(grading, ["spin"] * 100)
+            raise KeyboardInterrupt
+    assert gone_within(group, 5)
+
+
+def test_a_killed_training_process_leaves_nothing_behind():
+    program = (
+        "from tests.tasks.test_grading import *\n"
+        "GRADERS['faulty'] = Grader('tests.tasks.faulty_graders:grade', {'accuracy': 1.0}, '')\n"
+        "with Grading(CONFIG, load_reward('faulty')) as grading:\n"
+        "    submitted(grading, ['a']).result()\n"
+        "    submitted(grading, ['spin'] * 100)\n"
+        "    print(grading._server.pid, flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    group = int(process.stdout.readline())
+    assert alive(group)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert gone_within(group, 5)
+
+
+def test_a_grading_process_that_dies_is_an_error_and_not_a_hang(faulty):
+    with Grading(CONFIG, load_reward("faulty")) as grading:
+        os.killpg(grading._server.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="grading process ended"):
+            submitted(grading, ["a"]).result(timeout=30)
+
+
+def test_real_answers_through_the_pool():
+    said = [
+        r"\boxed{\frac12}",
+        r"\boxed{2}",
+        r"\boxed{10^{10^{10^{10}}}}",
+        "\\boxed{" + "(" * 2000 + "}",
+        "\\boxed{" + "9" * 9000 + "}",
+    ]
+    scores = scores_of(load_reward("math"), said, answers=["0.5"] * 5)
+    assert scores.rewards.tolist() == [1, 0, 0, 0, 0]
+    assert FAILURES[scores.failures[4]] == "too_long"
+
+
+def test_the_reward_is_the_weighted_sum_of_its_parts():
+    said = ["<think>a</think><answer>5</answer>", "<answer>5</answer>", "<think>a</think><answer>6</answer>", "6"]
+    scores = scores_of(load_reward("gsm8k"), said, answers=["5"] * 4)
+    np.testing.assert_allclose(scores.rewards, [1.1, 0.9, 0.1, -0.1], rtol=1e-6)
+    assert scores.accurate.tolist() == [True, True, False, False]
+    weighted = scores_of(load_reward("gsm8k", {"format": 0.5, "length": -1.0}), said, answers=["5"] * 4)
+    np.testing.assert_allclose(weighted.rewards, [1.5 - 0.1, 0.5 - 0.2, 0.5 - 0.3, -0.5 - 0.4], rtol=1e-6)
+    assert weighted.accurate.tolist() == scores.accurate.tolist()
+    assert {name: values.tolist() for name, values in weighted.parts.items()} == {
+        "accuracy": [1, 1, 0, 0],
+        "format": [1, -1, 1, -1],
+        "length": pytest.approx([0.1, 0.2, 0.3, 0.4]),
+    }
+
+
+def test_a_weight_of_no_part_is_refused_at_the_start():
+    with pytest.raises(
+        ValueError, match=r"task.reward_weights.fromat: the reward gsm8k has the parts accuracy, format, length"
+    ):
+        load_reward("gsm8k", {"fromat": 0.5})
+
+
+def shares(prompts, completions, answers):
+    return [len(text) / 4 for text in completions]
+
+
+def parts(prompts, completions, answers):
+    return {"brief": np.array([1.0 / len(text) for text in completions]), "polite": [2] * len(completions)}
+
+
+def accuracy_and_style(prompts, completions, answers):
+    return {"accuracy": [float(text == "a") for text in completions], "style": [5] * len(completions)}
+
+
+async def judged(prompts, completions, answers):
+    async def one(text):
+        await asyncio.sleep(0.01 * len(text))
+        return len(text)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def with_columns(prompts, completions, answers, columns):
+    assert columns.keys() <= {"level", "hint"}
+    return [0.0 if level is None else level for level in columns["level"]]
+
+
+def with_options(prompts, completions, answers, *, scale=2.0):
+    return [scale] * len(completions)
+
+
+def test_functions_of_the_users_own():
+    assert scores_of(custom(shares), ["ab", "abcd"]).rewards.tolist() == [0.5, 1]
+    assert scores_of(custom(shares), ["ab", "abcd"]).accurate.tolist() == [False, True]
+    assert scores_of(custom(parts), ["ab", "abcd"]).rewards.tolist() == [2.5, 2.25]
+    assert scores_of(custom(parts, polite=0.5), ["ab", "abcd"]).rewards.tolist() == [1.5, 1.25]
+    assert scores_of(custom(accuracy_and_style), ["a", "b"]).accurate.tolist() == [True, False]
+    assert scores_of(custom(judged), ["ab", "a"]).rewards.tolist() == [2, 1]
+    rows = [{"level": 3}, {"hint": "h"}]
+    assert scores_of(custom(with_columns), ["a", "b"], columns=rows).rewards.tolist() == [3, 0]
+    assert scores_of(custom(with_options), ["a"]).rewards.tolist() == [2]
+    assert scores_of(custom(shares), ["ab"]).failures is None and failure_counts(None) == {}
+
+
+def test_success_is_the_reward_where_there_is_no_accuracy():
+    config = dataclasses.replace(CONFIG, task=TaskConfig(success=0.5))
+    assert scores_of(custom(shares), ["a", "ab"], config).accurate.tolist() == [False, True]
+
+
+def too_few(prompts, completions, answers):
+    return [1.0]
+
+
+def not_a_number(prompts, completions, answers):
+    return [1.0, np.nan]
+
+
+def none_of_them(prompts, completions, answers):
+    return [None, 1.0]
+
+
+def fails_on_b(prompts, completions, answers):
+    return [{"a": 1}[text] for text in completions]
+
+
+async def fails_on_b_async(prompts, completions, answers):
+    return fails_on_b(prompts, completions, answers)
+
+
+def fails_on_two(prompts, completions, answers):
+    if len(completions) > 1:
+        raise KeyError("oops")
+    return [1.0]
+
+
+def nan_part(prompts, completions, answers):
+    return {"style": [1.0, float("inf")]}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (too_few, "returned 1 rewards for 2 completions"),
+        (not_a_number, r"nan for completion 'b' \(row 1, answer 'a'\)"),
+        (none_of_them, "None.*must return numbers"),
+        (fails_on_b, "failed on row 1 with KeyError: 'b'; its completion is 'b'"),
+        (fails_on_b_async, "failed on row 1 with KeyError: 'b'; its completion is 'b'"),
+        (fails_on_two, "failed with KeyError: 'oops'; each row by itself passes"),
+        (nan_part, "part 'style', returned inf for completion 'b'"),
+    ],
+)
+def test_a_faulty_function_is_named_with_its_row(function, message):
+    with pytest.raises(ValueError, match=f"test_grading:{function.__name__}.*{message}"):
+        scores_of(custom(function), ["a", "b"])
+
+
+def test_a_weight_of_no_part_is_refused_at_first_use():
+    with pytest.raises(ValueError, match=r"task.reward_weights.poilte: .*parts has the parts brief, polite, length"):
+        scores_of(custom(parts, poilte=1.0), ["a"])
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such_function", "math:pi"])
+def test_a_reward_that_cannot_be_imported_is_named(name):
+    with pytest.raises(ValueError, match=name):
+        load_reward(name)
+
+
+def test_functions_in_this_process_start_no_other():
+    with Grading(CONFIG, custom(shares)) as grading:
+        assert submitted(grading, ["abcd"]).result().rewards == [1] and grading._server is None

@@ -1,0 +1,133 @@
+"""Rewards in a run: graded beside generation, in parts, and what becomes of truncated completions."""
+
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from recjax.config import TaskConfig
+from recjax.config_loading import load_config
+from recjax.experience.collect import to_learn_from
+from recjax.training import loop, schedule
+from recjax.training.metrics import read_metrics
+from tests.training.test_update import make_batch, step
+from tests.training.tiny_run import TINY, train, without_times
+
+DRAWN = threading.Condition()
+counts = {"drawn": 0, "graded": 0}
+
+
+def waits_for_the_next_draw(prompts, completions, answers):
+    """Grades training batches 1, 2, 4 and 5 only once the next one is drawn; batches −2 to 0 are evaluation's."""
+    with DRAWN:
+        counts["graded"] += 1
+        batch = counts["graded"] - 3
+        if batch in (1, 2, 4, 5):
+            assert DRAWN.wait_for(lambda: counts["drawn"] > batch, timeout=20), f"batch {batch} was waited for first"
+    return [text.count("1") for text in completions]
+
+
+def counts_ones(prompts, completions, answers):
+    """The same without waiting."""
+    return [text.count("1") for text in completions]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+@pytest.mark.parametrize("regime", ["regime.sync_interval=3", "regime.offline=true"])
+def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, regime):
+    draw = loop.draw
+
+    def counted(*args):
+        drawn = draw(*args)
+        with DRAWN:
+            counts["drawn"] += 1
+            DRAWN.notify_all()
+        return drawn
+
+    monkeypatch.setattr(loop, "draw", counted)
+    counts.update(drawn=0, graded=0)
+    # A checkpoint would wait for the grades of all that is drawn.
+    options = [regime, "training.steps=6", "evaluation.every=0", "training.checkpoint_every=6"]
+    overlapped = train(tiny("overlapped", *options, f"task.reward={__name__}:waits_for_the_next_draw"))
+    assert counts["drawn"] == 6
+
+    def not_early(step, queued, steps, regime):
+        return range(step + queued, step + regime.sync_offset + 1)
+
+    monkeypatch.setattr(schedule, "batches_to_draw", not_early)
+    in_turn = train(tiny("in_turn", *options, f"task.reward={__name__}:counts_ones"))
+    assert without_times(overlapped) == without_times(in_turn)
+
+
+def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny, monkeypatch):
+    options = ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4"]
+    straight = train(tiny("straight", *options))
+    for row in straight[1:]:
+        assert row["reward/accuracy"] == 0 and row["reward/format"] == -1
+        np.testing.assert_allclose(row["reward"], row["reward/length"] - 0.1, rtol=1e-5)
+        np.testing.assert_allclose(row["reward/length"], row["completion_length"] / 3, rtol=1e-5)
+        assert {row[f"grading/{reason}"] for reason in ("timeout", "crash", "too_long", "error")} == {0}
+    config = tiny("stopped", *options)
+    update = loop.update
+
+    def dies_at_step_five(state, *args, **named):
+        if len(read_metrics(Path(config.output) / "metrics.jsonl")) == 5:
+            raise KeyboardInterrupt
+        return update(state, *args, **named)
+
+    monkeypatch.setattr(loop, "update", dies_at_step_five)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.setattr(loop, "update", update)
+    assert without_times(train(config)) == without_times(straight)
+
+
+def test_truncated_completions_are_trained_on_masked_or_penalised(tiny):
+    options = ["training.steps=2", "evaluation.every=0"]
+    runs = {
+        "train": train(tiny("train", *options)),
+        "mask": train(tiny("mask", *options, "task.truncated=mask")),
+        "penalise": train(tiny("penalise", *options, "task.truncated=penalise", "task.truncated_reward=-1")),
+    }
+    first = {name: rows[1] for name, rows in runs.items()}
+    assert 0 < first["train"]["truncated"] < 1, "some of each kind, or there is nothing to see"
+    for name in ("reward/score", "accuracy", "completion_length", "truncated"):
+        assert len({row[name] for row in first.values()}) == 1, f"{name} is of what was drawn"
+    assert len({row["gradient_norm"] for row in first.values()}) == 3
+    assert first["mask"]["reward"] == first["train"]["reward"] > first["penalise"]["reward"]
+
+
+def test_masked_rows_are_as_if_never_drawn():
+    batch = make_batch(group=4)
+    cut = np.arange(len(batch.rewards)) % 4 == 1
+    masked = to_learn_from(batch._replace(truncated=cut), TaskConfig(truncated="mask"))
+    without = jax.tree.map(lambda x: x if len(x) == 4 else x[~cut], batch)
+    (params, metrics), (other_params, other_metrics) = step(masked), step(without)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), params, other_params)
+    np.testing.assert_allclose(metrics["loss"], other_metrics["loss"], rtol=1e-4, atol=1e-6)
+    untouched = to_learn_from(batch._replace(truncated=cut), TaskConfig())
+    assert not np.isclose(step(untouched)[1]["loss"], metrics["loss"])
+
+
+def test_penalised_rows_get_the_reward_and_lose_their_own():
+    batch = make_batch()
+    batch = batch._replace(truncated=batch.rewards == 2)
+    learned = to_learn_from(batch, TaskConfig(truncated="penalise", truncated_reward=-0.5))
+    np.testing.assert_array_equal(learned.rewards, np.where(batch.truncated, np.float32(-0.5), batch.rewards))
+    assert learned.rewards.dtype == np.float32 and learned.completion_mask is batch.completion_mask
+
+
+def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny):
+    options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=2"]
+    rows = train(tiny("run", *options, "rollout.prompts_per_step=1", "evaluation.every=0"))
+    assert rows[1]["truncated"] == 1 and rows[1]["loss"] == rows[1]["gradient_norm"] == 0
+    assert rows[1]["completion_length"] == 1
