@@ -141,11 +141,10 @@ def test_keys_and_values_are_those_of_the_sampler(tiny):
     assert memory(result)["keys and values"] == prompts + drawn_bytes
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny, remat):
+def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     shape = "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 256}"
     sizes = ["rollout.max_completion_tokens=48", "rollout.group_size=8", "training.micro_batch_prompts=2"]
-    config = tiny(f"model.decoder={shape}", f"model.remat={remat}", *sizes)
+    config = tiny(f"model.decoder={shape}", *sizes)
     setup, result = prepare(config), dry_run(config)
     optimizer = make_optimizer(config.optimizer, 7)
     state = TrainState(result.model.trained, jax.eval_shape(optimizer.init, result.model.trained))
