@@ -129,13 +129,13 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     """
     stored = folder / "config.yaml"
     if stored.is_file():
-        changed = differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"})
-        if changed:
+        if changed := differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
-    folder.mkdir(parents=True, exist_ok=True)
-    stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
 
 
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:

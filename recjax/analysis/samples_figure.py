@@ -54,7 +54,7 @@ def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> No
     axes.xaxis.set_major_locator(FixedLocator(list(chosen)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(fontsize="small", edgecolor="none")
 
 
 def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
@@ -66,9 +66,11 @@ def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> N
 
 
 def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
-    bins = np.histogram_bin_edges(rows["tokens"], bins=min(40, int(np.ptp(rows["tokens"])) + 1))
+    low, high = rows["tokens"].min(), rows["tokens"].max()
+    width = 1 + (high - low) // 40
+    bins = np.arange(low, high + width + 1, width) - 0.5  # of whole numbers of tokens each
     parts = {"ended": ~rows["truncated"], "ran into the limit": rows["truncated"]}
     parts = {name: rows["tokens"][chosen] for name, chosen in parts.items() if chosen.any()}
     axes.hist(list(parts.values()), bins, stacked=True, color=COLOURS[: len(parts)], alpha=0.75, label=list(parts))
     axes.set(xlabel="completion length (tokens)", ylabel="completions")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(fontsize="small", edgecolor="none")

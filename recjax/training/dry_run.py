@@ -66,8 +66,7 @@ def dry_run(config: Config) -> DryRun:
     """Resolves and measures a run.
 
     Raises:
-        ValueError: a config that could not run. What the network or an optional package would have to bring, and does
-            not, is no error.
+        ValueError: a config that could not run. What the network would have to bring, and does not, is no error.
     """
     notes = []
 
@@ -75,15 +74,17 @@ def dry_run(config: Config) -> DryRun:
         try:
             return load()
         except ValueError as error:
-            if not isinstance(error.__cause__, OSError | ImportError):
+            # Whatever the network could not bring comes as an OSError, with the remedy around it.
+            if not isinstance(error.__cause__, OSError):
                 raise
             notes.append(str(error))
             return None
 
     task = reached(lambda: load_task(config))
-    model = reached(lambda: _model(config, task))
+    # A decoder made from scratch has a vocabulary of the task's own characters.
+    model = reached(lambda: _model(config, task)) if config.model.path or task else None
     prompt_tokens = config.rollout.max_prompt_tokens
-    if task and prompt_tokens is None:
+    if model and task and prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, task, notes)
     memory, other = [], None
     if model:
@@ -103,11 +104,9 @@ def _model(config: Config, task: Task | None) -> Model:
     """The decoder from config.json, or from the task's characters."""
     if config.model.path:
         decoder_config = read_config(model_folder(config.model.path, ("config.json",)))
-    elif task:
+    else:
         alphabet = character_tokenizer(characters([*task.train, *task.evaluation]))
         decoder_config = scratch_config(config.model.decoder, len(alphabet))
-    else:
-        raise ValueError("model.decoder has a vocabulary of the task's own characters") from OSError("no task")
     if config.model.lora:
         decoder_config = adapted(decoder_config, config.model.lora)
     decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
@@ -149,7 +148,7 @@ def _held(model: Model) -> list[Item]:
         Item("always", "trained parameters", "4 B × trained", trained),
         Item("always", "Adam's two moments", "8 B × trained", 2 * trained),
         Item("always", "sampler's copy", f"{size} B × trained", copy),
-        Item("always", "sampler's first copy", f"{size} B × trained", copy if size < 4 else 0),
+        Item("always", "sampler's copy, as at the start", f"{size} B × trained", copy if size < 4 else 0),
         Item("always", "frozen parameters to compute with", f"{size} B × frozen", frozen_copy),
     ]
     return [item for item in items if item.bytes]
@@ -199,7 +198,7 @@ def _update(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item
 def _activations(config: Config, model: Model, prompts: int, prompt_tokens: int, remat: bool) -> int:
     """Bytes that the forward pass of a micro-batch keeps for the backward pass, parameters themselves left out.
 
-    They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may find a way to keep fewer.
+    They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may keep some more or fewer.
     """
     decoder = model.decoder.clone(remat=remat)
     rows, time = prompts * config.rollout.group_size, config.rollout.max_completion_tokens

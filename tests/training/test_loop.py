@@ -188,10 +188,18 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
     assert [row["step"] for row in rows if "evaluation/accuracy" in row] == [0, 3, 6, 7]
     for name in ("before", "after"):
         samples = [json.loads(line) for line in (output / "samples" / f"{name}.jsonl").read_text().splitlines()]
-        assert (
-            len(samples) == 10
-            and {"prompt", "completion", "answer", "reward", "accurate", "truncated"} == samples[0].keys()
-        )
+        columns = {
+            "problem",
+            "prompt",
+            "completion",
+            "answer",
+            "difficulty",
+            "reward",
+            "accurate",
+            "truncated",
+            "tokens",
+        }
+        assert len(samples) == 10 and samples[0].keys() == columns
     assert (output / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert list((output / "tensorboard").glob("events*")) and list((output / "checkpoints").iterdir())
     assert load_config(output / "config.yaml") == config

@@ -1,0 +1,235 @@
+"""Dry runs: what they foretell is what a run has, and they read no weights."""
+
+import json
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.algorithms import presets
+from recjax.config import RegimeConfig
+from recjax.config_loading import load_config
+from recjax.experience.records import Batch
+from recjax.models import policy
+from recjax.models.logprobs import Sampling
+from recjax.models.trainable import split
+from recjax.rollout import sampler
+from recjax.training.dry_run import compact, count, dry_run, first_steps, print_dry_run, show
+from recjax.training.schedule import batches_to_draw, is_sync
+from recjax.training.setup import prepare
+from recjax.training.update import TrainState, make_optimizer, update
+from tests.models.test_published import PUBLISHED
+from tests.training.tiny_run import TINY
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from overrides to a config of the tiny run."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return lambda *overrides: load_config(tmp_path / "tiny.yaml", [f"output={tmp_path / 'run'}", *overrides])
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Whoever reads or makes weights fails."""
+
+    def fail(*args):
+        raise AssertionError("a dry run must not touch weights")
+
+    monkeypatch.setattr(policy, "load_pretrained", fail)
+    monkeypatch.setattr(policy, "init_params", fail)
+
+
+def published(folder, name):
+    """Overrides for a model of which there is only config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name][1]))
+    return ["model.decoder=null", f"model.path={folder}"]
+
+
+def memory(result):
+    return {item.name: item.bytes for item in result.memory}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-1.5B-Instruct", "Llama-3.1-8B", "Qwen2.5-7B-Instruct"])
+def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path, no_weights, capsys, name):
+    options = ["rollout.max_prompt_tokens=64", "model.dtype=bfloat16", "algorithm.preset=red_weight"]
+    config = tiny(*published(tmp_path / "model", name), *options)
+    result = dry_run(config)
+    assert count(result.model.trained) == PUBLISHED[name][0] and count(result.model.frozen) == 0
+    found = memory(result)
+    assert found["trained parameters"] == 4 * PUBLISHED[name][0]
+    assert 2 * PUBLISHED[name][0] <= found["sampler's copy"] <= 2.01 * PUBLISHED[name][0]  # norms stay float32
+    show(config, result)
+    printed = capsys.readouterr().out
+    assert f"parameters {PUBLISHED[name][0]:,}" in printed and "weight: exp_advantage" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path, no_weights, capsys):
+    config = tiny(*published(tmp_path / "model", "Qwen2.5-1.5B-Instruct"))
+    result = dry_run(config)
+    assert result.prompt_tokens is None and {item.phase for item in result.memory} == {"always"}
+    show(config, result)
+    printed = capsys.readouterr().out
+    assert "holds no tokenizer" in printed and "set rollout.max_prompt_tokens" in printed
+    assert "71 problems to train on" in printed and "in all" not in printed
+
+
+def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights, monkeypatch, capsys):
+    def unreachable(*args, **options):
+        raise OSError("no network here")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    config = tiny("model.decoder=null", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "regime.sync_interval=3")
+    result = dry_run(config)
+    assert result.model is None and len(result.notes) == 1
+    show(config, result)
+    printed = capsys.readouterr().out
+    assert "not known: model 'Qwen/Qwen2.5-1.5B-Instruct' is no local folder" in printed
+    assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of completions" in printed
+
+
+@pytest.mark.parametrize("options", [[], ["model.lora={rank: 2}"], ["model.freeze=[embedding]"]])
+def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
+    config = tiny(*options)
+    result, setup = dry_run(config), prepare(config)
+    trained, frozen = split(setup.initial_params, config.model)
+    assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
+        lambda leaf: leaf.shape, (result.model.trained, result.model.frozen)
+    )
+    moments = make_optimizer(config.optimizer, 7).init(trained)
+    found, size = memory(result), sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+    assert found["trained parameters"] == found["sampler's copy"] == size
+    assert found["weights as they were at the start"] == size + sum(x.nbytes for x in jax.tree.leaves(frozen))
+    assert 0 <= sum(leaf.nbytes for leaf in jax.tree.leaves(moments)) - found["Adam's two moments"] <= 8
+    assert result.prompt_tokens == setup.train.tokens.shape[1]
+    assert "frozen parameters to compute with" not in found
+    half = memory(dry_run(tiny(*options, "model.dtype=bfloat16")))
+    assert ("frozen parameters to compute with" in half) == bool(options)
+    assert half["sampler's copy"] == half["sampler's copy, as at the start"] < found["sampler's copy"]
+
+
+def test_keys_and_values_are_those_of_the_sampler(tiny):
+    config = tiny("evaluation.samples=6")  # more rows than training has
+    result = dry_run(config)
+    decoder = result.model.decoder
+    tokens = jnp.zeros((4, result.prompt_tokens), jnp.int32)
+    _, cache = jax.eval_shape(
+        lambda params: decoder.apply({"params": params}, tokens, tokens, tokens == 0), result.model.trained
+    )
+    prompts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    loop = jax.make_jaxpr(
+        lambda params: sampler.sample(
+            decoder,
+            params,
+            tokens,
+            tokens == 0,
+            jax.random.key(0),
+            group_size=6,
+            max_tokens=3,
+            sampling=Sampling(),
+            stop_ids=(1,),
+        )
+    )(result.model.trained)
+    shape = decoder.config
+    drawn = f"[{shape.num_layers},24,{shape.num_kv_heads},3,{shape.head_dim}]"
+    assert f"f32{drawn}" in str(loop)
+    drawn_bytes = 2 * 4 * shape.num_layers * 24 * shape.num_kv_heads * 3 * shape.head_dim
+    assert memory(result)["keys and values"] == prompts + drawn_bytes
+
+
+def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
+    shape = "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 256}"
+    sizes = ["rollout.max_completion_tokens=48", "rollout.group_size=8", "training.micro_batch_prompts=2"]
+    config = tiny(f"model.decoder={shape}", *sizes)
+    setup, result = prepare(config), dry_run(config)
+    optimizer = make_optimizer(config.optimizer, 7)
+    state = TrainState(result.model.trained, jax.eval_shape(optimizer.init, result.model.trained))
+    prompts, rows = (4, result.prompt_tokens), (32, 48)
+    kinds = {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool), "completions": (rows, jnp.int32)}
+    kinds |= {"completion_mask": (rows, bool), "behaviour_logprobs": (rows, jnp.float32)}
+    kinds |= {"rewards": (rows[:1], jnp.float32), "group_ids": (rows[:1], jnp.int32)}
+    kinds |= {name: (rows[:1], jnp.int32) for name in Batch._fields if name not in kinds and name != "reward_parts"}
+    batch = Batch(**{name: jnp.zeros(*kind) for name, kind in kinds.items()}, reward_parts={})
+    compiled = update.lower(
+        state,
+        {},
+        None,
+        batch,
+        jax.random.key(0),
+        decoder=setup.policy.decoder,
+        algorithm=presets.build_algorithm(config.algorithm.preset, {}),
+        optimizer=optimizer,
+        sampling=Sampling(),
+        chunk=config.model.logprob_chunk,
+        micro_batches=2,
+    ).compile()
+    planned = compiled.memory_analysis().temp_size_in_bytes
+    foretold = sum(item.bytes for item in result.memory if item.phase == "update")
+    assert 0.6 < foretold / planned < 1.4
+
+
+def test_activations_grow_with_what_they_are_of(tiny):
+    def activations(*options):
+        return memory(dry_run(tiny(*options)))["activations"]
+
+    plain = activations()
+    assert activations("training.micro_batch_prompts=1") < plain / 2
+    assert activations("rollout.max_completion_tokens=6") > 1.4 * plain
+    deep = "model.decoder.num_layers=4"
+    result = dry_run(tiny(deep))
+    assert activations(deep, "model.remat=true") == result.other_activations < activations(deep) / 2
+
+
+@pytest.mark.parametrize("regime", [RegimeConfig(m, n) for m in (1, 3, 20) for n in (0, 2, 10)])
+def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime):
+    options = [f"regime.sync_interval={regime.sync_interval}", f"regime.sync_offset={regime.sync_offset}"]
+    staleness = dry_run(tiny("training.steps=60", *options)).staleness
+    version, queue = 0, []
+    for step, foretold in enumerate(staleness, start=1):
+        version = step - 1 if is_sync(step, regime) else version
+        queue += [version for _ in batches_to_draw(step, regime)]
+        assert foretold == step - 1 - queue.pop(0)
+    assert len(staleness) == 60
+    assert first_steps(regime, 60) == min(2 * max(regime.sync_interval, regime.sync_offset) + 2, 60)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "words"),
+    [
+        ([0, 0, 0, 0], "0 ×4"),
+        ([0, 1, 2, 0, 1, 2, 0], "0–2 ×2, 0"),
+        ([0, 1, 2, 2, 2], "0–2, 2 ×2"),
+        ([5], "5"),
+        ([0, 1, 2, 10, 11, 10], "0–2, 10–11, 10"),
+    ],
+)
+def test_compact_words(staleness, words):
+    assert compact(staleness) == words
+
+
+def test_checkpoints_hold_the_queue_too(tiny):
+    plain, ahead = dry_run(tiny()), dry_run(tiny("regime.sync_offset=3"))
+    size = memory(plain)["trained parameters"]
+    assert plain.checkpoint_bytes == 4 * size
+    np.testing.assert_equal(ahead.checkpoint_bytes - plain.checkpoint_bytes, 3 * (4 * 4 * 5 + 16 * 3 * 9))
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("traning.steps=3", "did you mean 'training'"),
+        ("model.freeze=[attic]", "model.freeze: 'attic' is in none of the paths"),
+        ("evaluation.problems=81", "evaluation.problems = 81"),
+        ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
+    ],
+)
+def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, override, reason):
+    tiny()
+    path = str(tmp_path / "tiny.yaml")
+    assert print_dry_run(path, ["output=x", override]) == 2
+    assert reason in capsys.readouterr().err
+    assert print_dry_run(path, ["output=x"]) == 0
