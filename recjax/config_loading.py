@@ -51,9 +51,8 @@ def _named_task(text: str, source: str) -> dict[str, dict]:
     name, colon, generator = text.partition(":")
     if name == "reasoning_gym" and generator:
         return {name: {"name": generator}}
-    if colon or name not in set(TASKS) - {"reasoning_gym"}:
-        names = [*TASKS, "reasoning_gym:GENERATOR"]
-        names.remove("reasoning_gym")
+    names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
+    if text not in names or colon:
         near = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}, or a block"
         raise ValueError(f"{source}: task = {text!r} names no task; {hint}")

@@ -43,7 +43,7 @@ def test_questions_that_come_again_are_left_out(in_this_process):
 
 
 def test_chats_and_plain_prompts_show_solved_examples(in_this_process):
-    chats, _ = gym_problems(task("gcd", examples=2, template="Q: {question}"), 2, seed=0)
+    chats, held_out = gym_problems(task("gcd", examples=2, template="Q: {question}"), 2, seed=0)
     assert [turn["role"] for turn in chats[0].prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert chats[0].prompt[0]["content"] == SYSTEM_PROMPT and chats[0].prompt[1]["content"].startswith("Q: Find")
     plain, _ = gym_problems(task("gcd", examples=2, template="{question} =", chat=False), 2, seed=0)
@@ -52,7 +52,7 @@ def test_chats_and_plain_prompts_show_solved_examples(in_this_process):
         question, answer = shown[place].removeprefix("Q: "), shown[place + 1]
         assert f"{question} = {parse(answer)}\n" in plain[0].prompt
     assert plain[0].prompt.endswith(shown[-1].removeprefix("Q: ") + " =")
-    assert not {shown[0], shown[2]} & {problem.prompt[-1]["content"] for problem in chats}
+    assert not {shown[0], shown[2]} & {problem.prompt[-1]["content"] for problem in [*chats, *held_out]}
 
 
 def test_examples_need_answers(in_this_process):
