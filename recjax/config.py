@@ -169,6 +169,7 @@ class RolloutConfig:
     prompts_per_step: int = at_least(1, 16)
     group_size: int = at_least(1, 8)
     max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
+    long_prompts: str = "refuse"  # those beyond max_prompt_tokens: refuse | drop, with their number logged
     max_completion_tokens: int = at_least(1, 16)
     temperature: float = at_least(0, 1.0)
     top_k: int = at_least(0, 0)  # 0: all tokens

@@ -46,6 +46,11 @@ def check(config: Config) -> None:
         for name, unset in (("top_k", 0), ("top_p", 1)):
             remedy = "is not read at evaluation.temperature = 0; remove it"
             require(getattr(config.evaluation, name) == unset, f"evaluation.{name}", remedy)
+    treatments = ("refuse", "drop")
+    require(config.rollout.long_prompts in treatments, "rollout.long_prompts", f"takes {', '.join(treatments)}")
+    remedy = "needs rollout.max_prompt_tokens, beyond which prompts are dropped; set that, or remove it"
+    bounded = config.rollout.long_prompts == "refuse" or config.rollout.max_prompt_tokens is not None
+    require(bounded, "rollout.long_prompts", remedy)
     for name in ("clip_norm", "epsilon"):
         require(getattr(config.optimizer, name) > 0, f"optimizer.{name}", "must be above 0")
     for name in ("beta1", "beta2"):

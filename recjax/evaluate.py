@@ -36,6 +36,7 @@ from recjax.tasks.problems import Problem, Task
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.evaluation import evaluated_rounds, sample_rows
 from recjax.training.run_folder import differences
+from recjax.training.setup import without_long_prompts
 from recjax.training.trained import Subject, fingerprint, subject
 
 FLAGS = flags.FLAGS
@@ -83,6 +84,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     """
     task = load_task(config)
     evaluated = subject(checkpoint, config)
+    task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, config.rollout.max_prompt_tokens)
     name = re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{task_label(config.task)}")
     folder = Path(output or f"runs/evaluations/{name}")
@@ -108,7 +110,7 @@ def task_label(task: TaskConfig) -> str:
 
 def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
     """Everything that the samples depend on; weights by what they are and not by where they are kept."""
-    rollout = ("prompts_per_step", "max_prompt_tokens", "max_completion_tokens", "stop")
+    rollout = ("prompts_per_step", "max_prompt_tokens", "long_prompts", "max_completion_tokens", "stop")
     evaluation = ("problems", "samples", "temperature", "top_k", "top_p")
     return {
         "model": evaluated.name,

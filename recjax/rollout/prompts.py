@@ -29,6 +29,16 @@ class Prompts(NamedTuple):
         return Prompts(self.tokens[indices], self.mask[indices], texts, problems)
 
 
+def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
+    """The problems whose rendered prompts have at most `max_tokens` tokens."""
+    lengths = map(len, encode_prompts(tokenizer, [_text(problem, tokenizer) for problem in problems]))
+    return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
+
+
+def _text(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
+    return problem.prompt if isinstance(problem.prompt, str) else render_chat(tokenizer, problem.prompt)
+
+
 def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> Prompts:
     """Renders, tokenises and pads prompts.
 
@@ -37,17 +47,15 @@ def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerB
     Raises:
         ValueError: a prompt without tokens, outside the vocabulary, or longer than `max_tokens`.
     """
-    texts = [
-        problem.prompt if isinstance(problem.prompt, str) else render_chat(tokenizer, problem.prompt)
-        for problem in problems
-    ]
+    texts = [_text(problem, tokenizer) for problem in problems]
     encoded = encode_prompts(tokenizer, texts)
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):
         if max_tokens is not None and len(ids) > max_tokens:
             raise ValueError(
                 f"prompt {text!r:.80} has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens};"
-                f" the longest has {longest}: raise the limit, or take the prompt out of the data"
+                f" the longest has {longest}: raise the limit, or leave such prompts out with"
+                " rollout.long_prompts=drop"
             )
     tokens = np.zeros((len(encoded), max_tokens or longest), np.int32)
     mask = np.zeros(tokens.shape, bool)

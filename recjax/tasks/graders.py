@@ -27,7 +27,7 @@ GRADERS = {
     "math": Grader(f"{_MATH}:math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
     "guru_math": Grader(f"{_MATH}:guru_math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
     "tool_calls": Grader(f"{_TOOLS}:tool_calls", {"accuracy": 1.0}, f"{_TOOLS}:parse_calls"),
-    "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 0.0, "score": 1.0}, f"{_GYM}:parse"),
+    "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 1.0, "score": 0.0}, f"{_GYM}:parse"),
 }
 
 

@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
+from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config
+from recjax.config import Config, RolloutConfig
 from recjax.models.policy import Policy, load_policy
 from recjax.models.trainable import with_adapters
-from recjax.rollout.prompts import Prompts, encode_problems
+from recjax.rollout.prompts import Prompts, encode_problems, fitting
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem, Reward
+from recjax.tasks.problems import Problem, Reward, Task
 from recjax.training.warm_start import warm_start
 
 
@@ -31,8 +33,9 @@ def prepare(config: Config) -> Setup:
     """Loads the task and the initial policy, made by a warm start where the config has one."""
     started = time.perf_counter()
     task = load_task(config)
+    policy, params = load_policy(config, characters([*task.train, *task.evaluation]))
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
     problems = [*task.train, *task.evaluation]
-    policy, params = load_policy(config, characters(problems))
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
@@ -43,6 +46,28 @@ def prepare(config: Config) -> Setup:
         decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
         policy = policy._replace(decoder=decoder)
     return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started)
+
+
+def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
+    """The task as `rollout.long_prompts` says: all of it, or what fits; how much does not is logged.
+
+    Raises:
+        ValueError: too little is left.
+    """
+    if rollout.long_prompts == "refuse":
+        return task
+    train, evaluation = (
+        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
+    )
+    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
+    limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
+    if len(train) < rollout.prompts_per_step or not evaluation:
+        raise ValueError(
+            f"{limit} leaves {len(train)} train and {len(evaluation)} held-out problems of {len(task.train)} and"
+            f" {len(task.evaluation)}, too few; raise it"
+        )
+    logging.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
+    return task._replace(train=train, evaluation=evaluation)
 
 
 def characters(problems: Sequence[Problem]) -> str:

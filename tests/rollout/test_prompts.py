@@ -1,11 +1,15 @@
 """Prompts as arrays, and which of them each batch asks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from recjax.config import RolloutConfig
 from recjax.models.tokenizers import character_tokenizer
-from recjax.rollout.prompts import batch_indices, encode_problems
-from recjax.tasks.problems import Problem
+from recjax.rollout.prompts import batch_indices, encode_problems, fitting
+from recjax.tasks.problems import Problem, Task
+from recjax.training.setup import without_long_prompts
 
 TOKENIZER = character_tokenizer("0123456789+=")
 PROBLEMS = [Problem("1+1=", "2"), Problem("10+10=", "20"), Problem("9=", "9")]
@@ -26,6 +30,18 @@ def test_a_prompt_beyond_the_limit_is_refused_with_its_length():
     assert encode_problems(PROBLEMS, TOKENIZER, 8).tokens.shape == (3, 8)
     with pytest.raises(ValueError, match=r"'10\+10=' has 6 tokens.*max_prompt_tokens = 5"):
         encode_problems(PROBLEMS, TOKENIZER, 5)
+
+
+def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():
+    assert fitting(PROBLEMS, TOKENIZER, 5) == [PROBLEMS[0], PROBLEMS[2]]
+    assert fitting(PROBLEMS, TOKENIZER, 6) == PROBLEMS  # the limit itself fits
+
+    task = Task(PROBLEMS[:2], PROBLEMS[2:], None)
+    drop = RolloutConfig(prompts_per_step=1, max_prompt_tokens=4, long_prompts="drop")
+    assert without_long_prompts(task, TOKENIZER, drop)[:2] == (PROBLEMS[:1], PROBLEMS[2:])
+    assert without_long_prompts(task, TOKENIZER, RolloutConfig(max_prompt_tokens=4)) is task
+    with pytest.raises(ValueError, match="max_prompt_tokens = 3 leaves 0 train and 1 held-out problems of 2 and 1"):
+        without_long_prompts(task, TOKENIZER, dataclasses.replace(drop, max_prompt_tokens=3))
 
 
 def test_every_problem_comes_once_an_epoch_in_an_order_of_its_own():
