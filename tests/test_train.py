@@ -27,7 +27,7 @@ def config(tmp_path):
 
 def test_help_lists_flags_and_config_keys():
     shown = command("--help")
-    for part in ("--config", "--[no]overwrite", "optimizer.learning_rate", "regime.sync_interval", "key=value"):
+    for part in ("--config", "--[no]overwrite", "--[no]dry_run", "optimizer.learning_rate", "regime.sync_interval", "key=value"):
         assert part in shown.stdout + shown.stderr
 
 
@@ -48,6 +48,14 @@ def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_
     again = command("--config", str(config), *own)
     assert again.returncode != 0 and "finished run of 2 steps" in again.stderr and "Traceback" not in again.stderr
     assert command("--config", str(config), *own, "--overwrite").returncode == 0
+
+
+def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
+    done = command("--config", str(config), "--dry_run", f"output={tmp_path / 'run'}", "regime.sync_interval=2")
+    assert done.returncode == 0, done.stderr
+    for part in ("parameters ", "keys and values", "staleness of steps 1 to 6: 0–1 ×3", "a checkpoint: "):
+        assert part in done.stdout
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
