@@ -27,7 +27,8 @@ def config(tmp_path):
 
 def test_help_lists_flags_and_config_keys():
     shown = command("--help")
-    for part in ("--config", "--[no]overwrite", "--[no]dry_run", "optimizer.learning_rate", "regime.sync_interval", "key=value"):
+    flags = ("--config", "--[no]overwrite", "--[no]dry_run")
+    for part in (*flags, "optimizer.learning_rate", "regime.sync_interval", "key=value"):
         assert part in shown.stdout + shown.stderr
 
 
