@@ -99,10 +99,8 @@ def append(folder: str | Path, rows: Sequence[Experience]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         parts = part_files(folder)
-        new = frozenset(table["id"].to_pylist())
-        for part in parts:
-            if taken := new & part_ids(part):
-                raise ValueError(f"{part} has a row with id {min(taken)!r} already; ids are unique in a store")
+        if taken := ids(folder).intersection(table["id"].to_pylist()):
+            raise ValueError(f"{folder} has a row with id {min(taken)!r} already; ids are unique in a store")
         number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
         path = folder / f"part-{number:08d}.parquet"
         write_part(table, path)
@@ -146,16 +144,25 @@ def part_files(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob("part-*.parquet"))
 
 
-def part_ids(part: Path) -> frozenset[str]:
-    """The row ids of a part file."""
-    status = part.stat()
-    return _part_ids(part, status.st_ino, status.st_mtime_ns)
+def ids(folder: str | Path) -> set[str]:
+    """The ids of a store's rows; none where there is no store yet.
+
+    Raises:
+        ValueError: a file stands where the folder should, or a part cannot be read or is of another version.
+    """
+    if Path(folder).is_file():
+        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
+    found = set()
+    for part in part_files(folder):
+        status = part.stat()
+        found |= _part_ids(part, status.st_ino, status.st_mtime_ns)
+    return found
 
 
 @functools.cache
 def _part_ids(part: Path, inode: int, modified: int) -> frozenset[str]:
     # Kept, because every append asks for them; a part that was rewritten has another inode.
-    return frozenset(pq.read_table(part, columns=["id"], partitioning=None)["id"].to_pylist())
+    return frozenset(_table(part, ["id"])["id"].to_pylist())
 
 
 @contextlib.contextmanager
@@ -174,8 +181,16 @@ def read_part(part: Path) -> pa.Table:
     Raises:
         ValueError: as `read`.
     """
+    table = _table(part, None)
+    check_schema(table.schema, SCHEMA, str(part))
+    table = table.select(SCHEMA.names).cast(SCHEMA)
+    check_rows(table, str(part))
+    return table
+
+
+def _table(part: Path, columns: list[str] | None) -> pa.Table:
     try:
-        table = pq.read_table(part, partitioning=None)
+        table = pq.read_table(part, columns=columns, partitioning=None)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{part} cannot be read ({error}); move it away, or bring it back from a copy") from error
     found = (table.schema.metadata or {}).get(_VERSION_KEY)
@@ -185,9 +200,6 @@ def read_part(part: Path) -> pa.Table:
             f"{part}: this recjax reads experience of version {VERSION!r}, and the file is {was}; read it with the"
             " recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
         )
-    check_schema(table.schema, SCHEMA, str(part))
-    table = table.select(SCHEMA.names).cast(SCHEMA)
-    check_rows(table, str(part))
     return table
 
 
