@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,18 +84,24 @@ class Experience(NamedTuple):
     top_p: float | None = None
 
 
-def append(folder: str | Path, rows: Sequence[Experience]) -> Path:
+def _place(row: int) -> str:
+    return f"rows to append: row {row}"
+
+
+def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int], str] = _place) -> Path:
     """Adds rows to a store, which is made where there is none; returns the new part file.
 
     The part is written beside its place, forced to disk and renamed: a writer killed at any time leaves a store that
     reads as if it had never begun. Several processes may append at one time.
 
+    Args:
+        place: what error messages call each row, by its number.
     Raises:
         ValueError: a row that `read` would refuse, or an id that the store has; nothing is written.
     """
     folder = Path(folder)
-    table = to_table(rows)
-    check_rows(table, "rows to append")
+    table = to_table(rows, place)
+    check_rows(table, place)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         parts = part_files(folder)
@@ -184,7 +190,7 @@ def read_part(part: Path) -> pa.Table:
     table = _table(part, None)
     check_schema(table.schema, SCHEMA, str(part))
     table = table.select(SCHEMA.names).cast(SCHEMA)
-    check_rows(table, str(part))
+    check_rows(table, lambda row: f"{part}: row {row}")
     return table
 
 
@@ -229,7 +235,7 @@ def _umask() -> int:
     return mask
 
 
-def to_table(rows: Sequence[Experience]) -> pa.Table:
+def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -> pa.Table:
     """Rows as an Arrow table of the store's schema.
 
     Raises:
@@ -247,7 +253,7 @@ def to_table(rows: Sequence[Experience]) -> pa.Table:
         except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
             index = _first_misfit(values, field.type)
             raise ValueError(
-                f"rows to append: row {index}: column {field.name}: {values[index]!r:.80} is not {field.type} ({error})"
+                f"{place(index)}: column {field.name}: {values[index]!r:.80} is not {field.type} ({error})"
             ) from error
     return pa.table(columns, schema=SCHEMA)
 

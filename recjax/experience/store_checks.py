@@ -1,6 +1,6 @@
 """What a store's rows must not say; every refusal names file, row, column, value and reason."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,12 @@ def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
             raise ValueError(f"{place}: column {field.name} has the type {field.type}; a store's is {wanted}")
 
 
-def check_rows(table: pa.Table, place: str) -> None:
+def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
     """Refuses a table with a bad row.
 
     Args:
         table: of the store's schema.
-        place: the file, for the message.
+        place: what the message calls a row, by its number.
     Raises:
         ValueError: with the first bad row of the first rule broken, its column, value and the reason.
     """
@@ -41,7 +41,7 @@ def check_rows(table: pa.Table, place: str) -> None:
         if bad.any():
             row = int(np.argmax(bad))
             value = table[column][row].as_py()
-            raise ValueError(f"{place}: row {row}: column {column}: {value!r:.80}: {reason}")
+            raise ValueError(f"{place(row)}: column {column}: {value!r:.80}: {reason}")
 
 
 Rule = tuple[str, np.ndarray, str]
