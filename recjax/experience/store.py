@@ -168,7 +168,7 @@ def ids(folder: str | Path) -> set[str]:
 @functools.cache
 def _part_ids(part: Path, inode: int, modified: int) -> frozenset[str]:
     # Kept, because every append asks for them; a part that was rewritten has another inode.
-    return frozenset(_table(part, ["id"])["id"].to_pylist())
+    return frozenset(read_columns(part, ["id"])["id"].to_pylist())
 
 
 @contextlib.contextmanager
@@ -187,14 +187,19 @@ def read_part(part: Path) -> pa.Table:
     Raises:
         ValueError: as `read`.
     """
-    table = _table(part, None)
+    table = read_columns(part)
     check_schema(table.schema, SCHEMA, str(part))
     table = table.select(SCHEMA.names).cast(SCHEMA)
     check_rows(table, lambda row: f"{part}: row {row}")
     return table
 
 
-def _table(part: Path, columns: list[str] | None) -> pa.Table:
+def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
+    """Columns of a part file, or all of them, of which nothing is checked but the version.
+
+    Raises:
+        ValueError: the file cannot be read, or is of another version.
+    """
     try:
         table = pq.read_table(part, columns=columns, partitioning=None)
     except (pa.ArrowInvalid, OSError) as error:
@@ -243,11 +248,11 @@ def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -
     """
     if not rows:
         raise ValueError("there are no rows to append; a part of a store has at least one")
-    parts = [row.reward_parts for row in rows]
-    changed = {"reward_parts": [None if each is None else _as_pairs(each) for each in parts]}
     columns = []
     for field in SCHEMA:
-        values = changed.get(field.name) or [getattr(row, field.name) for row in rows]
+        values = [getattr(row, field.name) for row in rows]
+        if field.name == "reward_parts":
+            values = [reward_pairs(parts) for parts in values]
         try:
             columns.append(pa.array(values, field.type, from_pandas=False))
         except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
@@ -258,9 +263,9 @@ def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -
     return pa.table(columns, schema=SCHEMA)
 
 
-def _as_pairs(parts: dict[str, float]) -> list[dict[str, Any]]:
-    # Pairs and not a map: `datasets` has no maps.
-    return [{"name": name, "value": value} for name, value in parts.items()]
+def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:
+    """Reward parts as the store holds them: pairs and not a map, because `datasets` has no maps."""
+    return None if parts is None else [{"name": name, "value": value} for name, value in parts.items()]
 
 
 def _first_misfit(values: Sequence[Any], kind: pa.DataType) -> int:

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.experience import store
@@ -45,6 +45,7 @@ def test_rows_come_out_as_they_went_in(tmp_path):
     text=st.text(),
     seed=st.integers(0, 99),
 )
+@settings(max_examples=30, deadline=None)
 def test_any_rows_come_out_as_they_went_in(tmp_path_factory, lengths, rewards, text, seed):
     folder = tmp_path_factory.mktemp("store")
     rows = [make_row(seed + i, length=n, reward=rewards[i], completion=text) for i, n in enumerate(lengths)]
