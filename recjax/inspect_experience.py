@@ -8,7 +8,6 @@ A group carries signal when its rewards differ: group-relative algorithms learn 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -18,37 +17,13 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Column, Table
 
+from recjax.experience.groups import groups_of, is_whole, reward_spread
 from recjax.experience.store import Experience, read
 
 matplotlib.use("Agg")
 FLAGS = flags.FLAGS
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#E69F00", "#000000"]
 GREY = "#777777"
-
-
-class Group(NamedTuple):
-    """Completions that are compared with each other."""
-
-    rows: list[Experience]
-
-    @property
-    def pending(self) -> bool:
-        """Whether a reward is still to come."""
-        return any(row.reward is None for row in self.rows)
-
-    @property
-    def spread(self) -> float:
-        """Highest less lowest of the rewards that are there."""
-        rewards = [row.reward for row in self.rows if row.reward is not None]
-        return max(rewards) - min(rewards) if rewards else 0.0
-
-
-def groups_of(rows: Sequence[Experience]) -> list[Group]:
-    """The groups, in the order of their first rows."""
-    groups: dict[str, list[Experience]] = {}
-    for row in rows:
-        groups.setdefault(row.group_id, []).append(row)
-    return [Group(members) for members in groups.values()]
 
 
 def length(row: Experience) -> int | None:
@@ -60,7 +35,7 @@ def summary(rows: Sequence[Experience]) -> dict[str, str]:
     """What there is to say of rows, by name; a group is taken as the rows that are among them."""
     groups, scored = groups_of(rows), [row.reward for row in rows if row.reward is not None]
     sizes = [len(group.rows) for group in groups]
-    whole = [group for group in groups if not group.pending]
+    whole = [group for group in groups if is_whole(group)]
     accurate = [row.accurate for row in rows if row.accurate is not None]
     versions = [row.policy_version for row in rows if row.policy_version is not None]
     lengths = [tokens for row in rows if (tokens := length(row)) is not None]
@@ -70,7 +45,7 @@ def summary(rows: Sequence[Experience]) -> dict[str, str]:
         "group size": _span(sizes),
         "pending rows": str(len(rows) - len(scored)),
         "groups with a pending row": str(len(groups) - len(whole)),
-        "whole groups with signal": f"{sum(group.spread > 0 for group in whole)} of {len(whole)}",
+        "whole groups with signal": f"{sum(reward_spread(group) > 0 for group in whole)} of {len(whole)}",
         "groups of several sources": str(sum(len({row.source for row in group.rows}) > 1 for group in groups)),
         "reward": f"{np.mean(scored):.3f} ({min(scored):g} to {max(scored):g})" if scored else "none yet",
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
@@ -121,7 +96,10 @@ def draw_figure(rows: Sequence[Experience], title: str, path: Path) -> None:
     def per_source(value):
         return [[value(row) for row in members] for members in sources.values()]
 
-    spreads, group_sizes = [group.spread for group in groups if not group.pending], [len(each.rows) for each in groups]
+    spreads, group_sizes = (
+        [reward_spread(group) for group in groups if is_whole(group)],
+        [len(each.rows) for each in groups],
+    )
     histogram(rewards, per_source(lambda row: row.reward), "reward", False, colours)
     histogram(signal, [spreads], "highest − lowest reward of whole groups", False, [GREY])
     histogram(sizes, [group_sizes], "rows in a group", True, [GREY])

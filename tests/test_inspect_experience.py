@@ -3,7 +3,8 @@
 from rich.console import Console
 
 from recjax.experience import store
-from recjax.inspect_experience import by_source, draw_figure, groups_of, sampled, show, summary
+from recjax.experience.groups import groups_of
+from recjax.inspect_experience import by_source, draw_figure, sampled, show, summary
 from tests.experience.rows import make_row, text_row
 
 # Group 0: whole, with signal, of two sources; 1: whole, no signal; 2: a row is pending, and the others differ.
