@@ -62,9 +62,10 @@ def test_rows_say_what_was_drawn(tiny, generated):
 def recomputed(policy, params, row, sampling):
     """log π of a row's tokens by a full forward pass."""
     prompt, completion = (jnp.array(tokens)[None] for tokens in (row.prompt_tokens, row.completion_tokens))
-    masks = (jnp.ones(tokens.shape, bool) for tokens in (prompt, completion))
-    arguments = (policy.decoder, params, prompt, next(masks), completion, next(masks))
-    return completion_logprobs(*arguments, sampling=sampling, chunk=64)[0][0]
+    ones = [jnp.ones(tokens.shape, bool) for tokens in (prompt, completion)]
+    arguments = (policy.decoder, params, prompt, ones[0], completion, ones[1])
+    logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+    return logprobs(*arguments, sampling=sampling, chunk=64)[0][0]
 
 
 def test_recorded_log_probs_are_those_of_the_policy(tiny, generated):
