@@ -28,7 +28,7 @@ def feedback(folder: str | Path, file: str | Path) -> Given:
     if not path.is_file():
         raise ValueError(f"--file {str(file)!r}: there is no such file")
     entries, places = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             places.append(f"{path}: line {number}")
             try:

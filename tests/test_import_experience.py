@@ -56,6 +56,14 @@ def test_every_format_says_the_same(tmp_path, ending):
     assert len({row.id for row in rows}) == 3
 
 
+def test_a_line_ends_where_json_lines_end(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({**PLAIN[0], "completion": "a\u2028b"}, ensure_ascii=False) + "\r\n[]\n"
+    )
+    with pytest.raises(ValueError, match="line 2: a row must be an object"):
+        imported([tmp_path / "a.jsonl"], Columns(), TIME)
+
+
 def test_chats_end_in_their_completion(tmp_path):
     said = {"role": "assistant", "content": "4", "tool_calls": None}
     rows = [

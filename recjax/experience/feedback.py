@@ -48,6 +48,7 @@ def give_rewards(
         ValueError: an entry that cannot be used, an unknown id, two rewards for a row, or a row that has another
             reward already; nothing is written.
     """
+    existing_parts(folder)  # before the lock, which would make a folder where there is none
     with locked(folder):
         parts = existing_parts(folder)
         rows, groups = {}, {}

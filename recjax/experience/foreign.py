@@ -92,7 +92,8 @@ def imported(
 def _read(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
     """Rows of a file and where they stand: by line from 1, in Parquet by row from 0."""
     if file.suffix == ".jsonl":
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        # Not splitlines, which also splits at characters that JSON may hold as they are, such as U+2028.
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
                 try:
                     yield f"line {number}", json.loads(line)

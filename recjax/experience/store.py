@@ -102,6 +102,7 @@ def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int]
     folder = Path(folder)
     table = to_table(rows, place)
     check_rows(table, place)
+    _refuse_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         parts = part_files(folder)
@@ -156,13 +157,17 @@ def ids(folder: str | Path) -> set[str]:
     Raises:
         ValueError: a file stands where the folder should, or a part cannot be read or is of another version.
     """
-    if Path(folder).is_file():
-        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
+    _refuse_file(Path(folder))
     found = set()
     for part in part_files(folder):
         status = part.stat()
         found |= _part_ids(part, status.st_ino, status.st_mtime_ns)
     return found
+
+
+def _refuse_file(folder: Path) -> None:
+    if folder.is_file():
+        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
 
 
 @functools.cache

@@ -122,6 +122,8 @@ def test_what_leaves_is_counted_by_reason():
     assert buffer.left["capacity"] == 1 and [x.group.id for x in buffer.entries] == ["group 3", "group 4"]
     buffer, drawn = draw(buffer, 1, 5, 0, limits)
     assert buffer.left["used_up"] == len(drawn) == len(buffer.entries) == 1
+    aged = add(EMPTY, [make_group(5, version=4)], 5, limits)
+    assert [len(draw(aged, 1, step, 0, limits)[1]) for step in (5, 8, 9)] == [1, 1, 0]
     # Another model's rows do not grow old.
     kept = add(EMPTY, [make_group(4, version=None)], 5, limits)
     assert [group.id for group in draw(kept, 1, 99, 0, limits)[1]] == ["group 4"]

@@ -100,6 +100,12 @@ def test_a_bad_line_changes_nothing(folder, tmp_path, entry, reason):
     assert all(map(same, store.read(folder), ROWS))
 
 
+def test_where_there_is_no_store_none_is_made(tmp_path):
+    with pytest.raises(ValueError, match="holds no experience"):
+        give_rewards(tmp_path / "none", [{"id": "row 0", "reward": 1}])
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_killed_feedback_leaves_rows_whole_and_is_given_again(folder, tmp_path):
     entries = [{"id": f"row {i}", "reward": i} for i in range(6)]
     script = (

@@ -234,6 +234,9 @@ def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message
 def test_what_is_no_store_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no experience"):
         store.read(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; a store is a folder"):
+        store.append(tmp_path / "file", ROWS)
     with pytest.raises(ValueError, match="no rows"):
         store.append(tmp_path, [])
     with pytest.raises(ValueError, match="row 1: column reward: 'high' is not double"):
