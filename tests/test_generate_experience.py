@@ -132,9 +132,14 @@ def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, t
     assert all(map(same, without_time(rows)[:48], without_time(generated)))
 
 
-def test_a_runs_checkpoint_draws(tiny, tmp_path):
+def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
     config = load_config(tiny[1], [f"output={tmp_path / 'run'}", "training.steps=2", "training.checkpoint_every=1"])
-    train(config)
+    first = train(config)[1]
+    # Batch 1 of the initial policy is what the run trained on first.
+    generate(config, tmp_path / "initial", 1, None, None, "initial")
+    rows = store.read(tmp_path / "initial")
+    np.testing.assert_allclose(first["reward"], np.mean([row.reward for row in rows]), rtol=1e-6)
+    assert first["completion_length"] == np.mean([len(row.completion_tokens) for row in rows])
     for step, version in ((1, 1), (None, 2)):
         generate(config, tmp_path / "s", 1, str(tmp_path / "run"), step, "run")
         rows = [row for row in store.read(tmp_path / "s") if row.policy_version == version]
