@@ -52,6 +52,7 @@ setup(
         "test": [
             "beartype>=0.20",
             "chex>=0.1.90",
+            "duckdb>=1.2",
             "gguf>=0.17",
             "hypothesis>=6.100",
             "peft>=0.17",

@@ -1,0 +1,302 @@
+"""The experience store: a folder of Parquet part files, one row a completion, whoever produced it.
+
+`part-00000000.parquet`, `part-00000001.parquet` … are read in this order. A part appears whole or not at all. The
+columns are described in docs/experience.md.
+"""
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock
+
+from recjax.experience.store_checks import check_rows, check_schema
+
+VERSION = "1"
+_VERSION_KEY = b"recjax.experience.version"
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("group_id", pa.string()),
+        ("source", pa.string()),
+        ("prompt", pa.string()),
+        ("messages", pa.list_(_MESSAGE)),
+        ("completion", pa.string()),
+        ("answer", pa.string()),
+        ("tokenizer", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("completion_tokens", pa.list_(pa.int32())),
+        ("completion_mask", pa.list_(pa.bool_())),
+        ("behaviour_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.list_(_PART)),
+        ("accurate", pa.bool_()),
+        ("truncated", pa.bool_()),
+        ("policy_version", pa.int32()),
+        ("temperature", pa.float64()),
+        ("top_k", pa.int32()),
+        ("top_p", pa.float64()),
+        ("time", pa.timestamp("us", tz="UTC")),
+    ],
+    metadata={_VERSION_KEY: VERSION.encode()},
+)
+
+
+class Experience(NamedTuple):
+    """One completion: a row of a store, its fields the columns. None is null: not known, or not there yet.
+
+    Exactly one of `prompt` (text) and `messages` (a chat) is given. `tokenizer` names the vocabulary that the tokens
+    are of. completion_mask is True at tokens that the behaviour policy drew; behaviour_logprobs are under the
+    distribution that drew them, which temperature, top_k and top_p describe. A row without a reward is pending.
+    policy_version counts the optimiser updates of the weights that drew the row; None: of another model.
+    """
+
+    id: str
+    group_id: str
+    source: str
+    completion: str
+    time: datetime
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    answer: str | None = None
+    tokenizer: str | None = None
+    prompt_tokens: np.ndarray | None = None
+    completion_tokens: np.ndarray | None = None
+    completion_mask: np.ndarray | None = None
+    behaviour_logprobs: np.ndarray | None = None
+    reward: float | None = None
+    reward_parts: dict[str, float] | None = None
+    accurate: bool | None = None
+    truncated: bool = False
+    policy_version: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+def _place(row: int) -> str:
+    return f"rows to append: row {row}"
+
+
+def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int], str] = _place) -> Path:
+    """Adds rows to a store, which is made where there is none; returns the new part file.
+
+    The part is written beside its place, forced to disk and renamed: a writer killed at any time leaves a store that
+    reads as if it had never begun. Several processes may append at one time.
+
+    Args:
+        place: what error messages call each row, by its number.
+    Raises:
+        ValueError: a row that `read` would refuse, or an id that the store has; nothing is written.
+    """
+    folder = Path(folder)
+    table = to_table(rows, place)
+    check_rows(table, place)
+    _refuse_file(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        parts = part_files(folder)
+        if taken := ids(folder).intersection(table["id"].to_pylist()):
+            raise ValueError(f"{folder} has a row with id {min(taken)!r} already; ids are unique in a store")
+        number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
+        path = folder / f"part-{number:08d}.parquet"
+        write_part(table, path)
+    return path
+
+
+def read(folder: str | Path) -> list[Experience]:
+    """All rows of a store in the order they were appended, every one of them checked.
+
+    Raises:
+        ValueError: no store there, one of another version, or a bad row, with file, row, column and reason.
+    """
+    rows, seen = [], {}
+    for part in existing_parts(folder):
+        table = read_part(part)
+        for index, name in enumerate(table["id"].to_pylist()):
+            if name in seen:
+                raise ValueError(f"{part}: row {index}: id {name!r} is also that of {seen[name]}; ids are unique")
+            seen[name] = f"{part.name}, row {index}"
+        rows.extend(to_rows(table))
+    return rows
+
+
+def existing_parts(folder: str | Path) -> list[Path]:
+    """The part files of a store, in order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parts = part_files(folder)
+    if not parts:
+        raise ValueError(
+            f"{str(folder)!r} holds no experience (no part-*.parquet); python -m recjax.generate_experience and"
+            " python -m recjax.import_experience make such a folder"
+        )
+    return parts
+
+
+def part_files(folder: str | Path) -> list[Path]:
+    """The part files of a folder, in order; none where it is empty or missing."""
+    return sorted(Path(folder).glob("part-*.parquet"))
+
+
+def ids(folder: str | Path) -> set[str]:
+    """The ids of a store's rows; none where there is no store yet.
+
+    Raises:
+        ValueError: a file stands where the folder should, or a part cannot be read or is of another version.
+    """
+    _refuse_file(Path(folder))
+    found = set()
+    for part in part_files(folder):
+        status = part.stat()
+        found |= _part_ids(part, status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def _refuse_file(folder: Path) -> None:
+    if folder.is_file():
+        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
+
+
+@functools.cache
+def _part_ids(part: Path, inode: int, modified: int) -> frozenset[str]:
+    # Kept, because every append asks for them; a part that was rewritten has another inode.
+    return frozenset(read_columns(part, ["id"])["id"].to_pylist())
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Holds the lock that every writer of the store takes; it falls open when its holder dies."""
+    with FileLock(Path(folder) / ".lock"):
+        # Whoever was writing these is dead.
+        for unfinished in Path(folder).glob(".part-*"):
+            unfinished.unlink()
+        yield
+
+
+def read_part(part: Path) -> pa.Table:
+    """A part file's table, checked.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    table = read_columns(part)
+    check_schema(table.schema, SCHEMA, str(part))
+    table = table.select(SCHEMA.names).cast(SCHEMA)
+    check_rows(table, lambda row: f"{part}: row {row}")
+    return table
+
+
+def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
+    """Columns of a part file, or all of them, of which nothing is checked but the version.
+
+    Raises:
+        ValueError: the file cannot be read, or is of another version.
+    """
+    try:
+        table = pq.read_table(part, columns=columns, partitioning=None)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{part} cannot be read ({error}); move it away, or bring it back from a copy") from error
+    found = (table.schema.metadata or {}).get(_VERSION_KEY)
+    if found != VERSION.encode():
+        was = f"of version {found.decode()!r}" if found else "not marked as one"
+        raise ValueError(
+            f"{part}: this recjax reads experience of version {VERSION!r}, and the file is {was}; read it with the"
+            " recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
+        )
+    return table
+
+
+def write_part(table: pa.Table, path: Path) -> None:
+    """Writes a part file, or replaces it, in one indivisible step that survives a loss of power."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -> pa.Table:
+    """Rows as an Arrow table of the store's schema.
+
+    Raises:
+        ValueError: no rows, or a value that is not of its column's type.
+    """
+    if not rows:
+        raise ValueError("there are no rows to append; a part of a store has at least one")
+    columns = []
+    for field in SCHEMA:
+        values = [getattr(row, field.name) for row in rows]
+        if field.name == "reward_parts":
+            values = [reward_pairs(parts) for parts in values]
+        try:
+            columns.append(pa.array(values, field.type, from_pandas=False))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
+            index = _first_misfit(values, field.type)
+            raise ValueError(
+                f"{place(index)}: column {field.name}: {values[index]!r:.80} is not {field.type} ({error})"
+            ) from error
+    return pa.table(columns, schema=SCHEMA)
+
+
+def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:
+    """Reward parts as the store holds them: pairs and not a map, because `datasets` has no maps."""
+    return None if parts is None else [{"name": name, "value": value} for name, value in parts.items()]
+
+
+def _first_misfit(values: Sequence[Any], kind: pa.DataType) -> int:
+    for index, value in enumerate(values):
+        try:
+            pa.array([value], kind, from_pandas=False)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError):
+            return index
+    return 0
+
+
+def to_rows(table: pa.Table) -> Iterator[Experience]:
+    """The rows of a checked table; token columns as NumPy arrays."""
+    columns = {field.name: _values(table[field.name]) for field in SCHEMA}
+    columns["reward_parts"] = [
+        None if pairs is None else {pair["name"]: pair["value"] for pair in pairs} for pairs in columns["reward_parts"]
+    ]
+    names = list(columns)
+    for values in zip(*columns.values(), strict=True):
+        yield Experience(**dict(zip(names, values, strict=True)))
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    if not (pa.types.is_list(column.type) and pa.types.is_primitive(column.type.value_type)):
+        return column.to_pylist()
+    array = pa.concat_arrays(column.chunks)
+    flat, ends = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
+    present = array.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[start:end] if here else None for start, end, here in zip(ends[:-1], ends[1:], present, strict=True)]

@@ -1,0 +1,155 @@
+"""What a store's rows must not say; every refusal names file, row, column, value and reason."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_NEEDED = ("id", "group_id", "source", "completion", "truncated", "time")
+_ROUNDING = 1e-5  # nats by which a recorded log-probability may exceed 0
+
+
+def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
+    """Refuses missing and unknown columns, and those of another type.
+
+    Raises:
+        ValueError: with the column.
+    """
+    for name in expected.names:
+        if name not in found.names:
+            raise ValueError(f"{place}: column {name} is missing; write the file again with recjax.experience.store")
+    for field in found:
+        if field.name not in expected.names:
+            raise ValueError(f"{place}: column {field.name} is not one of a store's; they are {expected.names}")
+        if field.type != expected.field(field.name).type:
+            wanted = expected.field(field.name).type
+            raise ValueError(f"{place}: column {field.name} has the type {field.type}; a store's is {wanted}")
+
+
+def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
+    """Refuses a table with a bad row.
+
+    Args:
+        table: of the store's schema.
+        place: what the message calls a row, by its number.
+    Raises:
+        ValueError: with the first bad row of the first rule broken, its column, value and the reason.
+    """
+    for column, bad, reason in _rules(table):
+        if bad.any():
+            row = int(np.argmax(bad))
+            value = table[column][row].as_py()
+            raise ValueError(f"{place(row)}: column {column}: {value!r:.80}: {reason}")
+
+
+Rule = tuple[str, np.ndarray, str]
+
+
+def _rules(table: pa.Table) -> Iterator[Rule]:
+    """Column, which rows are bad, and why; a rule may rely on those before it."""
+    for name in _NEEDED:
+        yield name, _is_null(table[name]), "must be given in every row"
+    for name in ("id", "group_id", "source", "tokenizer", "prompt"):
+        yield name, _filled(pc.equal(table[name], ""), False), "must not be empty"
+    yield "id", _repeats(table["id"].to_pylist()), "is the id of an earlier row; ids are unique"
+    yield "prompt", ~(_is_null(table["prompt"]) ^ _is_null(table["messages"])), "give one of prompt and messages"
+    yield from _token_rules(table)
+    yield from _logprob_rules(table)
+    yield from _reward_rules(table)
+    messages = table["messages"].to_pylist()
+    bad = [turns is not None and not (turns and all(map(_whole, turns))) for turns in messages]
+    yield "messages", np.array(bad), "takes one message or more, each with role and content"
+    yield from _number_rules(table)
+
+
+def _token_rules(table: pa.Table) -> Iterator[Rule]:
+    lengths = {name: _lengths(table[name]) for name in ("completion_tokens", "completion_mask", "prompt_tokens")}
+    tokens = lengths["completion_tokens"]
+    for name in ("prompt_tokens", "completion_tokens"):
+        yield name, lengths[name] == 0, "holds no token; a prompt and a completion each have at least one"
+        yield name, _any_item(table[name], lambda x: ~(x >= 0)), "token ids are whole numbers, 0 or more"
+        unnamed = (lengths[name] > 0) & _is_null(table["tokenizer"])
+        yield name, unnamed, "tokens mean nothing without the column tokenizer, which is null"
+    yield "completion_mask", lengths["completion_mask"] != tokens, "must be as long as completion_tokens"
+    yield "completion_mask", _any_item(table["completion_mask"], np.isnan), "holds a null; it takes true and false"
+    drawn = _any_item(table["completion_mask"], lambda x: x == 1)
+    yield "completion_mask", (tokens > 0) & ~drawn, "is false everywhere: the policy drew no token of this row"
+
+
+def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
+    column = table["behaviour_logprobs"]
+    lengths, tokens = _lengths(column), _lengths(table["completion_tokens"])
+    yield "behaviour_logprobs", (lengths >= 0) & (lengths != tokens), "must be null or as long as completion_tokens"
+    # Lengths agree by now; what stands at tokens that were not drawn is nobody's concern.
+    given = pc.is_valid(column)
+    logprobs, drawn = (_items(table.filter(given)[name])[1] for name in ("behaviour_logprobs", "completion_mask"))
+    rows = np.repeat(np.arange(len(table)), np.maximum(lengths, 0))
+    bad = (drawn == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
+    reason = "log-probabilities of drawn tokens are finite and at most 0; where they are not known, give null"
+    yield "behaviour_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
+
+
+def _reward_rules(table: pa.Table) -> Iterator[Rule]:
+    pending = _is_null(table["reward"])
+    yield "reward", ~(np.isfinite(_numbers(table["reward"])) | pending), "must be finite, or null while it is pending"
+    yield "reward_parts", pending & ~_is_null(table["reward_parts"]), "has parts of a reward that is not there"
+    bad = [parts is not None and not _sound(parts) for parts in table["reward_parts"].to_pylist()]
+    yield "reward_parts", np.array(bad), "takes pairs of a name, each once, and a finite value"
+
+
+def _number_rules(table: pa.Table) -> Iterator[Rule]:
+    def unless(name: str, fits: Any) -> np.ndarray:
+        return ~(fits(_numbers(table[name])) | _is_null(table[name]))
+
+    yield "policy_version", unless("policy_version", lambda x: x >= 0), "counts updates: 0 or more, or null"
+    finite = unless("temperature", lambda x: (x >= 0) & np.isfinite(x))
+    yield "temperature", finite, "must be a finite number, 0 or more, or null"
+    yield "top_k", unless("top_k", lambda x: x >= 0), "must be 0 (all tokens) or more, or null"
+    yield "top_p", unless("top_p", lambda x: (x > 0) & (x <= 1)), "must be above 0 and at most 1, or null"
+
+
+def _is_null(column: pa.ChunkedArray) -> np.ndarray:
+    return pc.is_null(column).to_numpy()
+
+
+def _filled(column: pa.ChunkedArray, value: Any) -> np.ndarray:
+    return pc.fill_null(column, value).to_numpy()
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """A column of numbers; NaN where it is null."""
+    return _filled(column.cast(pa.float64()), np.nan)
+
+
+def _lengths(column: pa.ChunkedArray) -> np.ndarray:
+    """Items of each row's list; -1 where it is null."""
+    return _filled(pc.list_value_length(column), -1)
+
+
+def _items(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and value of every item of a column of lists; NaN where an item is null."""
+    rows = np.repeat(np.arange(len(column)), np.maximum(_lengths(column), 0))
+    return rows, _numbers(pc.list_flatten(column))
+
+
+def _any_item(column: pa.ChunkedArray, fits: Any) -> np.ndarray:
+    """The rows of which any item fits."""
+    rows, values = _items(column)
+    return np.isin(np.arange(len(column)), rows[fits(values)])
+
+
+def _repeats(values: list[str]) -> np.ndarray:
+    first = {value: len(values) - 1 - place for place, value in enumerate(reversed(values))}
+    return np.array([first[value] != place for place, value in enumerate(values)])
+
+
+def _whole(message: dict | None) -> bool:
+    return bool(message) and bool(message["role"]) and message["content"] is not None
+
+
+def _sound(parts: list[dict]) -> bool:
+    names = [part["name"] for part in parts if part and part["name"]]
+    values = [part["value"] for part in parts if part and part["value"] is not None]
+    return len({*names}) == len(values) == len(parts) and bool(np.isfinite(values).all())

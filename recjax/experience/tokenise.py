@@ -1,0 +1,82 @@
+"""Texts of a store's rows as tokens of a policy."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recjax.experience.store import Experience
+from recjax.models.policy import Policy
+from recjax.models.tokenizers import encode_prompts, render_chat
+
+
+def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells one vocabulary from another: a digest of every token and its id."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
+
+def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
+    """The rows with tokens of the policy's vocabulary in every one of them; tokens that are there stay.
+
+    A prompt becomes tokens as it does for sampling: chats through the model's template, the begin-of-sequence token
+    once if the tokenizer uses one. A completion gets the first of the policy's stop tokens at its end, unless the row
+    is truncated: then it was cut off and did not end. All of its tokens count as drawn by whoever wrote it.
+
+    Raises:
+        ValueError: tokens of another vocabulary, text that the tokenizer does not know, or a completion without tokens,
+            with the row's id.
+    """
+    name = tokenizer_name(policy.tokenizer)
+    for row in rows:
+        if row.tokenizer not in (None, name):
+            raise ValueError(
+                f"row {row.id!r} of source {row.source!r} has tokens of another vocabulary ({row.tokenizer}) than this"
+                f" policy's ({name}); train the model that they are of, or import the texts without tokens"
+            )
+    unprompted = [place for place, row in enumerate(rows) if row.prompt_tokens is None]
+    texts = {place: prompt_text(rows[place], policy.tokenizer) for place in unprompted}
+    # A group shares its prompt: each text is encoded once.
+    known = {text: _prompt_tokens(policy.tokenizer, text, rows[place]) for place, text in texts.items()}
+    done = list(rows)
+    for place, row in enumerate(rows):
+        changes = {}
+        if row.prompt_tokens is None:
+            changes["prompt_tokens"] = known[texts[place]]
+        if row.completion_tokens is None:
+            tokens = _completion_tokens(row, policy)
+            changes |= {"completion_tokens": tokens, "completion_mask": np.ones(len(tokens), bool)}
+        done[place] = row._replace(tokenizer=name, **changes)
+    return done
+
+
+def prompt_text(row: Experience, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as the model sees it.
+
+    Raises:
+        ValueError: a chat that the tokenizer's template refuses.
+    """
+    return row.prompt if row.messages is None else render_chat(tokenizer, row.messages)
+
+
+def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experience) -> np.ndarray:
+    try:
+        return np.array(encode_prompts(tokenizer, [text])[0], np.int32)
+    except ValueError as error:
+        raise ValueError(f"row {row.id!r} of source {row.source!r}: {error}") from error
+
+
+def _completion_tokens(row: Experience, policy: Policy) -> np.ndarray:
+    try:
+        tokens = policy.tokenizer.encode(row.completion, add_special_tokens=False)
+    except Exception as error:
+        # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+        raise ValueError(
+            f"row {row.id!r} of source {row.source!r}: completion {row.completion!r:.80} has text outside the policy's"
+            " vocabulary; leave the row out, or train a model that knows it"
+        ) from error
+    tokens = [*tokens, *([] if row.truncated else policy.stop_ids[:1])]
+    if not tokens:
+        raise ValueError(f"row {row.id!r} of source {row.source!r}: the completion was cut off before its first token")
+    return np.array(tokens, np.int32)

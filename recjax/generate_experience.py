@@ -1,0 +1,163 @@
+"""Rolls a policy out into an experience store.
+
+    python -m recjax.generate_experience --config F --output STORE --steps N [key=value ...]
+    python -m recjax.generate_experience --run runs/NAME [--step S] --output STORE --steps N [key=value ...]
+
+With --config it is the config's initial policy (model.path=FOLDER model.decoder=null for a Hugging Face folder, after a
+warm start if the config has one), with --run a run's checkpoint, the newest or that of --step. Prompts, sampling and
+rewards are as in training; a step is rollout.prompts_per_step prompts with rollout.group_size completions each. The
+same command goes on where it was stopped, with the rows that it would have written then; a larger --steps adds to them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+
+from recjax.config import Config
+from recjax.config_loading import load_config
+from recjax.experience import store
+from recjax.experience.collect import draw, scored
+from recjax.experience.rows import rows_of_batch
+from recjax.experience.tokenise import tokenizer_name
+from recjax.models.logprobs import Sampling
+from recjax.models.trainable import in_compute_dtype
+from recjax.rollout.prompts import batch_indices, encode_problems
+from recjax.tasks.loading import load_task
+from recjax.training.cache import keep_compiled_programs
+from recjax.training.metrics import progress_bar
+from recjax.training.setup import Setup, prepare
+from recjax.training.trained import run_config, run_params
+
+FLAGS = flags.FLAGS
+
+
+def generate(config: Config, folder: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
+    """Draws batches 1 to `steps` into the store, those that it holds already left out.
+
+    Args:
+        config: of the prompts, sampling and rewards, and of the policy where `run` is None.
+        run: folder of a training run whose checkpoint is the policy.
+        step: of the checkpoint; None: the newest.
+        source: name of these rows in the store.
+    Returns:
+        The number of batches drawn now.
+    Raises:
+        ValueError: no such checkpoint, or a task or a store that cannot be read.
+    """
+    known = store.ids(folder)
+    setup, version = _setup(config, run, step)
+    name = _name(config, run, version)
+    done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
+    missing = [number for number in range(1, steps + 1) if number not in done]
+    with progress_bar("generate", steps, initial=steps - len(missing)) as bar:
+        for number in missing:
+            rows = drawn_rows(config, setup, version, number, f"{name}/{number:06d}", source)
+            store.append(folder, rows)
+            bar.set_postfix(reward=f"{sum(row.reward for row in rows) / len(rows):.2f}", refresh=False)
+            bar.update()
+    return len(missing)
+
+
+def drawn_rows(
+    config: Config, setup: Setup, version: int, number: int, name: str, source: str
+) -> list[store.Experience]:
+    """Batch `number`, as an offline run with this config would draw it.
+
+    Args:
+        setup: the policy, what it is asked, and how it is rewarded.
+        version: optimiser updates that the policy has had.
+        name: of the batch; see `rows_of_batch`.
+    """
+    rollout, policy = config.rollout, setup.policy
+    prompts = setup.train.take(batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed))
+    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
+    params, limit = setup.initial_params, rollout.max_completion_tokens
+    drawn = draw(policy, params, prompts, key, rollout.group_size, limit, sampling)
+    batch, texts = scored(policy, prompts, drawn, setup.reward, config.task.success, version)
+    return rows_of_batch(
+        batch,
+        texts,
+        prompts,
+        name=name,
+        source=source,
+        tokenizer=tokenizer_name(policy.tokenizer),
+        sampling=sampling,
+        time=datetime.now(UTC),
+    )
+
+
+def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, int]:
+    """What draws, with parameters in the dtype that they compute in, and the optimiser updates that it has had."""
+    if run is None:
+        setup, version = prepare(config), 0
+    else:
+        # The run's own config says what the policy is; that of the command, what it is asked.
+        version, policy, params = run_params(Path(run), run_config(Path(run)), step)
+        task = load_task(config)
+        train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
+        setup = Setup(policy, jax.tree.map(jnp.asarray, params), train, train.take(np.arange(0)), task.reward, 0.0)
+    params = in_compute_dtype(setup.policy.decoder, setup.initial_params, copy=False)
+    return setup._replace(initial_params=params), version
+
+
+def _name(config: Config, run: str | None, version: int) -> str:
+    """A digest of everything that the rows depend on."""
+    depends_on: dict[str, Any] = dataclasses.asdict(config)
+    held_out = depends_on["evaluation"]["problems"]
+    keys = ("seed", "model", "task", "warm_start", "rollout")
+    depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
+    if run:
+        depends_on["run"] = (Path(run) / "config.yaml").read_text(encoding="utf-8")
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_flags(config: str | None, run: str | None, step: int | None, overrides: list[str]) -> tuple[Config, str]:
+    """The config, and what its rows' source is called unless --source says otherwise.
+
+    Raises:
+        ValueError: flags that contradict each other, or a config that is refused.
+    """
+    if (config is None) == (run is None):
+        found = "found both" if run else "found neither"
+        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {found}")
+    if run is None:
+        if step is not None:
+            raise ValueError(f"--step {step} is not read with --config, which has no checkpoints; remove it")
+        return load_config(config, overrides), "initial"
+    run_config(Path(run))
+    return load_config(Path(run) / "config.yaml", overrides), Path(run).name
+
+
+def main(argv: list[str]) -> None:
+    """Reads the flags, generates, says what the store holds."""
+    logging.set_verbosity(logging.WARNING)
+    keep_compiled_programs()
+    try:
+        config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
+        new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    rows = len(store.ids(FLAGS.output))
+    print(f"{FLAGS.output}: {new} batches new, {FLAGS.steps - new} there before; {rows} rows in all")
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_string("config", None, "YAML file, as of a training run; its initial policy draws.")
+    flags.DEFINE_string("run", None, "Folder of a training run, finished or not; a checkpoint of it draws.")
+    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
+    flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
+    flags.DEFINE_integer("steps", None, "Batches that the store is to hold of this.", required=True, lower_bound=1)
+    flags.DEFINE_string("source", None, "Name of these rows; default: initial, or the run's folder name.")
+    sys.modules["__main__"].__doc__ = __doc__
+    app.run(main)

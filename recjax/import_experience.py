@@ -1,0 +1,91 @@
+"""Brings completions from elsewhere into an experience store.
+
+    python -m recjax.import_experience --input FILE [--input FILE ...] --output STORE [--source NAME] [column flags]
+
+Files are JSON Lines, CSV or Parquet. A row has a prompt (text or a list of messages) and a completion, or OpenAI-style
+messages whose last one, the assistant's, is the completion; a reward, or none while it is pending; and, if they are
+known, answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and logprobs. Rows with equal prompts are
+a group unless --group_column says otherwise. A malformed row is refused with its place before anything is written, and
+so is a file that the store has already.
+"""
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from absl import app, flags
+
+from recjax.experience import store
+from recjax.experience.foreign import Columns, Imported, imported
+from recjax.experience.tokenise import tokenizer_name
+from recjax.models.logprobs import Sampling
+from recjax.models.tokenizers import load_tokenizer
+
+FLAGS = flags.FLAGS
+
+
+def import_files(
+    files: Sequence[str | Path],
+    folder: str | Path,
+    columns: Columns,
+    source: str | None = None,
+    tokenizer: str | None = None,
+    sampling: Sampling | None = None,
+) -> Imported:
+    """Appends the rows of files to a store, all of them or none.
+
+    Args:
+        columns, source, sampling: as for `foreign.imported`.
+        tokenizer: folder or hub name of the vocabulary that columns of tokens are of.
+    Raises:
+        ValueError: a file or row that cannot be used, rows that the store has already, or flags that nothing reads.
+    """
+    vocabulary = load_tokenizer(tokenizer) if tokenizer else None
+    name = tokenizer_name(vocabulary) if vocabulary else None
+    found = imported(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
+    if vocabulary:
+        if all(row.tokenizer is None for row in found.rows):
+            raise ValueError(f"--tokenizer {tokenizer!r} is not read: no row has tokens; remove it")
+        size = len(vocabulary)
+        for row, place in zip(found.rows, found.places, strict=True):
+            if max([*(row.prompt_tokens or []), *(row.completion_tokens or [])], default=0) >= size:
+                raise ValueError(f"{place}: a token id is {size} or more, beyond the vocabulary of {tokenizer}")
+    store.append(folder, found.rows, found.places.__getitem__)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    """Imports the files and says what came of them."""
+    try:
+        if argv[1:]:
+            raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
+        names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
+        sampling = None
+        if FLAGS.temperature is not None:
+            sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+        elif (FLAGS.top_k, FLAGS.top_p) != (0, 1.0):
+            raise ValueError("--top_k and --top_p are not read without --temperature; give it, or remove them")
+        found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    groups = len({row.group_id for row in found.rows})
+    pending = sum(row.reward is None for row in found.rows)
+    print(f"{FLAGS.output}: {len(found.rows)} rows in {groups} groups, {pending} of them pending")
+    if found.left_aside:
+        print(f"columns left aside: {', '.join(found.left_aside)}")
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_multi_string("input", None, "File to import: .jsonl, .csv or .parquet.", required=True)
+    flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
+    flags.DEFINE_string("source", None, "Name of these rows; default: each file's name without its ending.")
+    for field, default in Columns._field_defaults.items():
+        flags.DEFINE_string(f"{field}_column", default, f"Column of the {field}.")
+    flags.DEFINE_string("tokenizer", None, "Folder or hub name of the model that columns of tokens are of.")
+    flags.DEFINE_float("temperature", None, "What the completions were drawn with.", lower_bound=0)
+    flags.DEFINE_integer("top_k", 0, "Likewise; 0: all tokens.", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "Likewise; 1: no cut.", lower_bound=0, upper_bound=1)
+    sys.modules["__main__"].__doc__ = __doc__
+    app.run(main)

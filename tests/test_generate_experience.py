@@ -1,0 +1,164 @@
+"""Generated experience: what an offline run would draw, to the bit, however often it was stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax import generate_experience
+from recjax.config_loading import load_config
+from recjax.experience import store
+from recjax.experience.tokenise import tokenised
+from recjax.generate_experience import generate, read_flags
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.training.setup import prepare
+from recjax.training.trained import run_params
+from tests.experience.rows import same
+from tests.training.tiny_run import TINY, train
+
+SETTINGS = ["rollout.temperature=0.7", "rollout.top_k=6"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The tiny config, its file, and its setup."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.yaml"
+    path.write_text(TINY)
+    config = load_config(path, SETTINGS)
+    return config, path, prepare(config)
+
+
+@pytest.fixture(scope="module")
+def generated(tiny, tmp_path_factory):
+    """Three batches of the initial policy."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert generate(tiny[0], folder, 3, None, None, "initial") == 3
+    return store.read(folder)
+
+
+def without_time(rows):
+    return [row._replace(time=None) for row in rows]
+
+
+def test_rows_say_what_was_drawn(tiny, generated):
+    config, _, setup = tiny
+    assert len(generated) == 3 * 4 * 4 and len({row.group_id for row in generated}) == 12
+    texts = [problem.prompt for problem in setup.train.problems]
+    for row in generated:
+        assert row.prompt in texts and row.answer == str(eval(row.prompt[:-1]))
+        assert row.reward == np.float32(sum(character.isdigit() for character in row.completion) / 3)
+        ended = row.completion_tokens[-1] in setup.policy.stop_ids
+        assert ended != row.truncated
+        assert (row.temperature, row.top_k, row.top_p, row.policy_version) == (0.7, 6, 1.0, 0)
+    assert {row.prompt for row in generated[:16]} != {row.prompt for row in generated[16:32]}
+
+
+def recomputed(policy, params, row, sampling):
+    """log π of a row's tokens by a full forward pass."""
+    prompt, completion = (jnp.array(tokens)[None] for tokens in (row.prompt_tokens, row.completion_tokens))
+    ones = [jnp.ones(tokens.shape, bool) for tokens in (prompt, completion)]
+    arguments = (policy.decoder, params, prompt, ones[0], completion, ones[1])
+    logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+    return logprobs(*arguments, sampling=sampling, chunk=64)[0][0]
+
+
+def test_recorded_log_probs_are_those_of_the_policy(tiny, generated):
+    setup = tiny[2]
+    for row in generated[:3]:
+        logprobs = recomputed(setup.policy, setup.initial_params, row, Sampling(0.7, 6))
+        np.testing.assert_allclose(logprobs, row.behaviour_logprobs, atol=1e-5)
+
+
+def test_texts_alone_become_the_same_tokens(tiny, generated):
+    _, _, setup = tiny
+    bare = [
+        row._replace(
+            tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None, behaviour_logprobs=None
+        )
+        for row in generated
+        if row.completion or not row.truncated
+    ]
+    again = tokenised(bare, setup.policy)
+    kept = [row for row in generated if row.completion or not row.truncated]
+    assert {row.truncated for row in kept} == {True, False}
+    for ours, theirs in zip(again, kept, strict=True):
+        assert same(ours, theirs._replace(behaviour_logprobs=None))
+    untouched = tokenised(kept, setup.policy)
+    assert all(map(same, untouched, kept))
+
+
+def test_rows_of_another_vocabulary_are_refused(tiny, generated):
+    with pytest.raises(
+        ValueError, match=r"row '.*/00001' of source 'initial' has tokens of another vocabulary \(other\)"
+    ):
+        tokenised([generated[0], generated[1]._replace(tokenizer="other")], tiny[2].policy)
+    with pytest.raises(ValueError, match="outside the policy's vocabulary"):
+        tokenised([generated[0]._replace(completion="ж", completion_tokens=None)], tiny[2].policy)
+    with pytest.raises(ValueError, match="of source 'initial': prompt 0, 'ж'.*outside the tokenizer's vocabulary"):
+        tokenised([generated[0]._replace(prompt="ж", prompt_tokens=None)], tiny[2].policy)
+
+
+def test_a_larger_number_of_steps_goes_on(tiny, generated, tmp_path):
+    config = tiny[0]
+    assert [generate(config, tmp_path, steps, None, None, "initial") for steps in (1, 3, 2)] == [1, 2, 0]
+    assert all(map(same, without_time(store.read(tmp_path)), without_time(generated)))
+    # Another temperature is other experience, and stands beside it.
+    generate(load_config(tiny[1], ["rollout.temperature=0.5"]), tmp_path, 1, None, None, "cold")
+    assert [row.source for row in store.read(tmp_path)] == ["initial"] * 48 + ["cold"] * 16
+
+
+def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, tmp_path):
+    command = [sys.executable, "-m", "recjax.generate_experience", "--config", str(tiny[1]), *SETTINGS]
+    command += ["--output", str(tmp_path), "--steps"]
+    process = subprocess.Popen([*command, "1000"], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(store.part_files(tmp_path)) < 1 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = len(store.part_files(tmp_path))
+    steps = max(3, before + 1)
+    done = subprocess.run([*command, str(steps)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{steps - before} batches new, {before} there before; {16 * steps} rows in all" in done.stdout
+    rows = store.read(tmp_path)
+    assert len(rows) == 16 * steps
+    assert all(map(same, without_time(rows)[:48], without_time(generated)))
+
+
+def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
+    config = load_config(tiny[1], [f"output={tmp_path / 'run'}", "training.steps=2", "training.checkpoint_every=1"])
+    first = train(config)[1]
+    # Batch 1 of the initial policy is what the run trained on first.
+    generate(config, tmp_path / "initial", 1, None, None, "initial")
+    rows = store.read(tmp_path / "initial")
+    np.testing.assert_allclose(first["reward"], np.mean([row.reward for row in rows]), rtol=1e-6)
+    assert first["completion_length"] == np.mean([len(row.completion_tokens) for row in rows])
+    for step, version in ((1, 1), (None, 2)):
+        generate(config, tmp_path / "s", 1, str(tmp_path / "run"), step, "run")
+        rows = [row for row in store.read(tmp_path / "s") if row.policy_version == version]
+        assert len(rows) == 16
+        _, policy, params = run_params(tmp_path / "run", config, version)
+        row = max(rows, key=lambda row: len(row.completion_tokens))
+        logprobs = recomputed(policy, jax.tree.map(jnp.asarray, params), row, Sampling())
+        np.testing.assert_allclose(logprobs, row.behaviour_logprobs, atol=1e-5)
+
+
+def test_flags_that_contradict_each_other_are_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match="exactly one of --config.*found neither"):
+        read_flags(None, None, None, [])
+    with pytest.raises(ValueError, match="found both"):
+        read_flags("a", "b", None, [])
+    with pytest.raises(ValueError, match="--step 3 is not read with --config"):
+        read_flags(str(tiny[1]), None, 3, [])
+    with pytest.raises(ValueError, match="holds no config.yaml"):
+        read_flags(None, str(tmp_path), None, [])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        generate_experience.generate(tiny[0], tmp_path / "file", 1, None, None, "x")

@@ -1,0 +1,202 @@
+"""Imported experience: every format says the same, and a bad row is refused before anything is written."""
+
+import csv
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import pandas as pd
+import pytest
+
+from recjax.experience import store
+from recjax.experience.foreign import Columns, imported
+from recjax.experience.tokenise import tokenizer_name
+from recjax.import_experience import import_files
+from recjax.models.logprobs import Sampling
+from recjax.models.tokenizers import character_tokenizer
+
+USER = {"role": "user", "content": "2+2?"}
+PLAIN = [
+    {"prompt": "1+1=", "completion": "2", "reward": 1.0, "answer": "2", "truncated": False},
+    {"prompt": "1+1=", "completion": "", "reward": 0.0, "answer": "2", "truncated": False},
+    {"prompt": 'say "a, b"\nplease', "completion": "a, b", "reward": None, "answer": "3", "truncated": True},
+]
+TIME = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def write(path, rows):
+    """Rows in the format that the path's ending names."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    elif path.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_every_format_says_the_same(tmp_path, ending):
+    import_files([write(tmp_path / f"gpt.{ending}", PLAIN)], tmp_path / "s", Columns())
+    rows = store.read(tmp_path / "s")
+    for row, given in zip(rows, PLAIN, strict=True):
+        said = {"prompt": row.prompt, "completion": row.completion, "reward": row.reward, "answer": row.answer}
+        assert said | {"truncated": row.truncated} == given
+        assert (row.source, row.policy_version, row.completion_tokens, row.behaviour_logprobs) == (
+            "gpt",
+            None,
+            None,
+            None,
+        )
+    assert rows[0].group_id == rows[1].group_id != rows[2].group_id
+    assert len({row.id for row in rows}) == 3
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({**PLAIN[0], "completion": "a\u2028b"}, ensure_ascii=False) + "\r\n[]\n"
+    )
+    with pytest.raises(ValueError, match="line 2: a row must be an object"):
+        imported([tmp_path / "a.jsonl"], Columns(), TIME)
+
+
+def test_chats_end_in_their_completion(tmp_path):
+    said = {"role": "assistant", "content": "4", "tool_calls": None}
+    rows = [
+        {"messages": [USER, said], "reward": 1},
+        {"messages": [USER], "completion": "4", "reward": 1},
+        {"prompt": [USER], "completion": [said], "reward": 1},
+    ]
+    found = imported([write(tmp_path / "a.jsonl", rows)], Columns(), TIME)
+    assert {(row.completion, row.reward, row.group_id) for row in found.rows} == {("4", 1.0, found.rows[0].group_id)}
+    assert all(row.messages == [USER] and row.prompt is None for row in found.rows)
+
+
+def test_columns_have_any_name_and_files_share_groups(tmp_path):
+    ours = [{"q": "a", "a": "b", "score": 2, "case": 7, "key": "x", "mood": 1, "why": {"kind": 1.5}}]
+    theirs = [{"q": "a", "a": "c", "score": 3, "case": 7, "key": "y"}]
+    columns = Columns(prompt="q", completion="a", reward="score", group="case", id="key", reward_parts="why")
+    files = [write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("ours", ours), ("theirs", theirs))]
+    found = imported(files, columns, TIME)
+    assert [(row.id, row.source, row.reward) for row in found.rows] == [("x", "ours", 2), ("y", "theirs", 3)]
+    assert found.rows[0].group_id == found.rows[1].group_id and found.rows[0].group_id.endswith("/7")
+    assert found.rows[0].reward_parts == {"kind": 1.5} and found.left_aside == ["mood"]
+    assert {row.source for row in imported(files, columns, TIME, source="both").rows} == {"both"}
+
+
+def test_parquet_parts_that_a_row_lacks_are_no_parts(tmp_path):
+    rows = [{**PLAIN[0], "reward_parts": {"a": 1.0}}, {**PLAIN[1], "reward_parts": {"b": 2.0}}, PLAIN[2]]
+    found = imported([write(tmp_path / "a.parquet", rows)], Columns(), TIME)
+    assert [row.reward_parts for row in found.rows] == [{"a": 1.0}, {"b": 2.0}, None]
+
+
+def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_path):
+    character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
+    row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [4, 1], "logprobs": [-0.5, -0.25]}
+    files, columns = [write(tmp_path / "a.jsonl", [row])], Columns()
+    import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7))
+    (stored,) = store.read(tmp_path / "s")
+    assert stored.completion_tokens.tolist() == [4, 1] and stored.completion_mask.all()
+    assert stored.behaviour_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
+    assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
+    assert (stored.temperature, stored.top_k, stored.top_p) == (0.7, 0, 1.0)
+    with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
+        import_files(files, tmp_path / "t", columns)
+    with pytest.raises(ValueError, match="line 1: logprobs: .*give its --temperature"):
+        import_files(files, tmp_path / "t", columns, None, str(tmp_path / "model"))
+    beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [4, 6]}])
+    with pytest.raises(ValueError, match="line 1: a token id is 6 or more"):
+        import_files([beyond], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
+    plain = write(tmp_path / "c.jsonl", PLAIN)
+    with pytest.raises(ValueError, match="--tokenizer .* is not read"):
+        import_files([plain], tmp_path / "t", columns, None, str(tmp_path / "model"))
+    assert not (tmp_path / "t").exists()
+
+
+BAD = {
+    "syntax": ('{"prompt": "x", ', "not valid JSON"),
+    "no object": ("[1, 2]", "object with named columns"),
+    "no prompt": ({"completion": "x"}, "found neither; the row has 'completion'"),
+    "two prompts": ({"prompt": "x", "messages": [USER], "completion": "x"}, "found both"),
+    "empty prompt": ({"prompt": "", "completion": "x"}, "prompt: '': takes text"),
+    "no completion": ({"prompt": "x"}, "completion: None: takes text"),
+    "user's last word": ({"messages": [USER, USER]}, "messages: .*the last .* is the assistant's"),
+    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*two messages or more"),
+    "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: .*role and content"),
+    "tool calls": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, "'tool_calls'"),
+    "reward text": ({**PLAIN[0], "reward": "good"}, "reward: 'good': takes finite numbers"),
+    "reward truth": ({**PLAIN[0], "reward": True}, "reward: True: takes finite numbers"),
+    "reward NaN": ({**PLAIN[0], "reward": float("nan")}, "reward: nan: takes finite numbers"),
+    "parts": ({**PLAIN[0], "reward_parts": {"a": "b"}}, "reward_parts: .*takes finite numbers"),
+    "parts alone": ({**PLAIN[0], "reward": None, "reward_parts": {"a": 1}}, "reward_parts: .*not there"),
+    "answer": ({**PLAIN[0], "answer": ["2"]}, "answer: .*text or a number"),
+    "truncated": ({**PLAIN[0], "truncated": "no"}, "truncated: 'no': takes true and false"),
+    "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
+    "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
+    "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "logprobs: .*need the ids"),
+    "log-probs short": ({**PLAIN[0], "tokens": [1, 2], "logprobs": [-1.0]}, "behaviour_logprobs: .*as long as"),
+    "log-probs positive": ({**PLAIN[0], "tokens": [1], "logprobs": [1.0]}, "behaviour_logprobs: .*at most 0"),
+    "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
+    "no tokens": ({**PLAIN[0], "tokens": []}, "completion_tokens: .*no token"),
+    "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "beyond the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
+    row, reason = BAD[name]
+    character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
+    good = {**PLAIN[0], "tokens": [2, 1], "logprobs": [-1.0, -1.0]}
+    path = write(tmp_path / "bad.jsonl", [good, "", row, good])
+    with pytest.raises(ValueError, match=f"bad.jsonl: line 3: .*{reason}"):
+        import_files([path], tmp_path / "s", Columns(), None, str(tmp_path / "model"), Sampling())
+    assert not store.part_files(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "x", "give .jsonl, .csv or .parquet"),
+        ("a.jsonl", "\n", "no rows"),
+        ("a.parquet", "no parquet", "a.parquet: .*magic"),
+        ("a.csv", "prompt,completion\na,b,c\n", "line 2: more or fewer cells than the 2 columns"),
+        ("a.csv", "prompt,completion,reward\na,b\n", "line 2: more or fewer cells"),
+        ("a.csv", "prompt,completion,reward\na,b,high\n", "line 2: reward: 'high' is neither"),
+        ("a.csv", 'prompt,completion\na,"b\n', "a.csv: line 1: unexpected end"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        imported([tmp_path / name], Columns(), TIME)
+    with pytest.raises(ValueError, match="no such file"):
+        imported([tmp_path / "none.jsonl"], Columns(), TIME)
+
+
+def test_a_column_that_is_named_must_be_there(tmp_path):
+    path = write(tmp_path / "a.jsonl", PLAIN)
+    for column in ("reward", "group", "id"):
+        with pytest.raises(ValueError, match=f"--{column}_column 'score'|score: None"):
+            imported([path], Columns()._replace(**{column: "score"}), TIME)
+
+
+def test_the_same_file_is_imported_once(tmp_path):
+    path = write(tmp_path / "a.jsonl", PLAIN)
+    import_files([path], tmp_path / "s", Columns())
+    with pytest.raises(ValueError, match="has a row with id .* already"):
+        import_files([path], tmp_path / "s", Columns())
+    assert len(store.read(tmp_path / "s")) == 3
+
+
+def test_the_command(tmp_path):
+    path = write(tmp_path / "a.csv", [{**row, "mood": 1} for row in PLAIN])
+    command = [sys.executable, "-m", "recjax.import_experience", "--input", path, "--output", str(tmp_path / "s")]
+    done = subprocess.run([*command, "--source", "claude"], capture_output=True, text=True)
+    assert "3 rows in 2 groups, 1 of them pending\ncolumns left aside: mood" in done.stdout, done.stderr
+    assert store.read(tmp_path / "s")[0].source == "claude"
+    done = subprocess.run([*command, "--reward_column", "score"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has it")

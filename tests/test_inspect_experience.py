@@ -1,0 +1,66 @@
+"""What the inspection says is what is there."""
+
+from rich.console import Console
+
+from recjax.experience import store
+from recjax.experience.groups import groups_of
+from recjax.inspect_experience import by_source, draw_figure, sampled, show, summary
+from tests.experience.rows import make_row, text_row
+
+# Group 0: whole, with signal, of two sources; 1: whole, no signal; 2: a row is pending, and the others differ.
+ROWS = [
+    make_row(0, group=0, reward=0.0, length=1, truncated=True, policy_version=3),
+    make_row(1, group=0, reward=1.0, length=5, policy_version=7),
+    *(make_row(i, group=1, reward=0.5) for i in (3, 4, 5)),
+    *(make_row(i, group=2, reward=reward, reward_parts=None) for i, reward in ((6, 0.0), (7, 1.0), (8, None))),
+    text_row(9, group=0, reward=1.0),
+]
+
+
+def test_numbers_of_a_store_done_by_hand():
+    assert summary(ROWS) == {
+        "rows": "9",
+        "groups": "3",
+        "group size": "3",
+        "pending rows": "1",
+        "groups with a pending row": "1",
+        "whole groups with signal": "1 of 2",
+        "groups of several sources": "1",
+        "reward": "0.562 (0 to 1)",
+        "accurate": "0.500",
+        "policy versions": "0 to 7",
+        "rows of other models": "1",
+        "with behaviour log-probs": "8",
+        "tokenised": "8",
+        "completion tokens": "3.0 (1 to 5)",
+        "truncated": "0.111",
+    }
+
+
+def test_parts_of_a_store_add_up():
+    for name in ("rows", "pending rows", "with behaviour log-probs", "tokenised", "rows of other models"):
+        assert sum(int(summary(rows)[name]) for rows in by_source(ROWS).values()) == int(summary(ROWS)[name])
+    assert sum(len(group.rows) for group in groups_of(ROWS)) == len(ROWS)
+    assert summary([ROWS[7]])["reward"] == "none yet"
+    assert summary([ROWS[8]])["completion tokens"] == summary([ROWS[8]])["accurate"] == "not known"
+
+
+def test_samples_follow_from_the_seed():
+    assert sampled(ROWS, 4, 0) == sampled(ROWS, 4, 0) != sampled(ROWS, 4, 1)
+    assert [row.id for row in sampled(ROWS, 99, 0)] == [row.id for row in ROWS]
+    assert len({row.id for row in sampled(ROWS, 4, 0)}) == 4
+
+
+def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
+    chat = text_row(9, prompt=None, messages=[{"role": "user", "content": "[bold]2+2?"}], reward=None)
+    for number, rows in enumerate((ROWS, [chat], ROWS[3:4])):
+        store.append(tmp_path / str(number), rows)
+        rows = store.read(tmp_path / str(number))
+        console = Console(record=True, width=200)
+        show(rows, rows, console)
+        text = console.export_text()
+        for row in rows:
+            asked = row.prompt or row.messages[0]["content"]
+            assert all(said in text for said in (row.id, repr(row.completion), asked))
+        draw_figure(rows, "a store", tmp_path / "figures" / f"{number}.png")
+        assert (tmp_path / "figures" / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
