@@ -31,10 +31,11 @@ from recjax.experience.tokenise import tokenizer_name
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.prompts import batch_indices, encode_problems
+from recjax.tasks.grading import Grading
 from recjax.tasks.loading import load_task
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.metrics import progress_bar
-from recjax.training.setup import Setup, prepare
+from recjax.training.setup import Setup, prepare, without_long_prompts
 from recjax.training.trained import run_config, run_params
 
 FLAGS = flags.FLAGS
@@ -58,9 +59,12 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     name = _name(config, run, version)
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
-    with progress_bar("generate", steps, initial=steps - len(missing)) as bar:
+    with (
+        Grading(config, setup.reward) as grading,
+        progress_bar("generate", steps, initial=steps - len(missing)) as bar,
+    ):
         for number in missing:
-            rows = drawn_rows(config, setup, version, number, f"{name}/{number:06d}", source)
+            rows = drawn_rows(config, setup, grading, version, number, f"{name}/{number:06d}", source)
             store.append(folder, rows)
             bar.set_postfix(reward=f"{sum(row.reward for row in rows) / len(rows):.2f}", refresh=False)
             bar.update()
@@ -68,12 +72,13 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
 
 
 def drawn_rows(
-    config: Config, setup: Setup, version: int, number: int, name: str, source: str
+    config: Config, setup: Setup, grading: Grading, version: int, number: int, name: str, source: str
 ) -> list[store.Experience]:
     """Batch `number`, as an offline run with this config would draw it.
 
     Args:
-        setup: the policy, what it is asked, and how it is rewarded.
+        setup: the policy, and what it is asked.
+        grading: open.
         version: optimiser updates that the policy has had.
         name: of the batch; see `rows_of_batch`.
     """
@@ -83,7 +88,7 @@ def drawn_rows(
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
     params, limit = setup.initial_params, rollout.max_completion_tokens
     drawn = draw(policy, params, prompts, key, rollout.group_size, limit, sampling)
-    batch, texts = scored(policy, prompts, drawn, setup.reward, config.task.success, version)
+    batch, texts = scored(policy, prompts, drawn, grading, version)
     return rows_of_batch(
         batch,
         texts,
@@ -103,7 +108,7 @@ def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, in
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
-        task = load_task(config)
+        task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
         setup = Setup(policy, jax.tree.map(jnp.asarray, params), train, train.take(np.arange(0)), task.reward, 0.0)
     params = in_compute_dtype(setup.policy.decoder, setup.initial_params, copy=False)
