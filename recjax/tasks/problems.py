@@ -27,8 +27,8 @@ class Problem(NamedTuple):
 class Reward(NamedTuple):
     """What completions are worth: a sum of named parts, each times its weight.
 
-    name is what `task.reward` says, with `function` behind it. A `per_row` function grades one row, in a worker
-    process, as recjax.tasks.graders says; any other takes the batch, as recjax.tasks.custom says. A part that `weights`
+    name is what `task.reward` says, with `function` behind it. A `per_row` function is one of recjax.tasks.graders and
+    grades one row, in a worker process; any other takes the batch, as recjax.tasks.custom says. A part that `weights`
     does not name weighs 1.
     """
 
