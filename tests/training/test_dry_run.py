@@ -191,7 +191,7 @@ def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime):
     version, queue = 0, []
     for step, foretold in enumerate(staleness, start=1):
         version = step - 1 if is_sync(step, regime) else version
-        queue += [version for _ in batches_to_draw(step, regime)]
+        queue += [version for _ in batches_to_draw(step, len(queue), 60, regime)]
         assert foretold == step - 1 - queue.pop(0)
     assert len(staleness) == 60
     assert first_steps(regime, 60) == min(2 * max(regime.sync_interval, regime.sync_offset) + 2, 60)
