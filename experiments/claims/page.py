@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from absl import app, flags
 
@@ -132,13 +133,15 @@ def smollm2_table(table: pd.DataFrame) -> str:
     rows = []
     for algorithm in dict.fromkeys(table["algorithm"]):
         run = table[table["algorithm"] == algorithm].set_index("step")
-        young = run.loc[1:EARLY]
+        accuracies = run["evaluation/accuracy"].reindex(steps)
+        divergence = run["evaluation/initial_kl"].dropna().iloc[-1]
+        sample_size = run.loc[1:EARLY, "effective_sample_size"].mean()
         rows.append(
             [
                 NAMES[algorithm],
-                *(f"{run['evaluation/accuracy'][step]:.3f}" for step in steps),
-                f"{run['evaluation/initial_kl'][steps[-1]]:.2f}",
-                f"{young['effective_sample_size'].mean():.2f}",
+                *("–" if np.isnan(accuracy) else f"{accuracy:.3f}" for accuracy in accuracies),
+                f"{divergence:.2f}",
+                f"{sample_size:.2f}",
             ]
         )
     header = ["held-out accuracy", *(f"step {step}" for step in steps), "KL(π ‖ π₀) at the end", "early sample size"]
