@@ -20,6 +20,9 @@ CONFIG = dataclasses.replace(
     Config(), grading=GradingConfig(seconds=1.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
 )
 
+# Real graders import and parse, which on a busy machine takes its time.
+PATIENT = dataclasses.replace(CONFIG, grading=GradingConfig(seconds=20.0, max_characters=5_000))
+
 
 def submitted(grading, completions, answers=None, columns=None):
     count = len(completions)
@@ -145,17 +148,17 @@ def test_real_answers_through_the_pool():
         "\\boxed{" + "(" * 2000 + "}",
         "\\boxed{" + "9" * 9000 + "}",
     ]
-    scores = scores_of(load_reward("math"), said, answers=["0.5"] * 5)
+    scores = scores_of(load_reward("math"), said, PATIENT, answers=["0.5"] * 5)
     assert scores.rewards.tolist() == [1, 0, 0, 0, 0]
     assert FAILURES[scores.failures[4]] == "too_long"
 
 
 def test_the_reward_is_the_weighted_sum_of_its_parts():
     said = ["<think>a</think><answer>5</answer>", "<answer>5</answer>", "<think>a</think><answer>6</answer>", "6"]
-    scores = scores_of(load_reward("gsm8k"), said, answers=["5"] * 4)
+    scores = scores_of(load_reward("gsm8k"), said, PATIENT, answers=["5"] * 4)
     np.testing.assert_allclose(scores.rewards, [1.1, 0.9, 0.1, -0.1], rtol=1e-6)
     assert scores.accurate.tolist() == [True, True, False, False]
-    weighted = scores_of(load_reward("gsm8k", {"format": 0.5, "length": -1.0}), said, answers=["5"] * 4)
+    weighted = scores_of(load_reward("gsm8k", {"format": 0.5, "length": -1.0}), said, PATIENT, answers=["5"] * 4)
     np.testing.assert_allclose(weighted.rewards, [1.5 - 0.1, 0.5 - 0.2, 0.5 - 0.3, -0.5 - 0.4], rtol=1e-6)
     assert weighted.accurate.tolist() == scores.accurate.tolist()
     assert {name: values.tolist() for name, values in weighted.parts.items()} == {
