@@ -34,7 +34,7 @@ from recjax.tasks.grading import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.training.cache import keep_compiled_programs
-from recjax.training.evaluation import evaluated_rounds, sample_rows
+from recjax.training.evaluation import evaluated_rounds, sample_rows, warn_of_ungraded
 from recjax.training.run_folder import differences
 from recjax.training.setup import without_long_prompts
 from recjax.training.trained import Subject, fingerprint, subject
@@ -93,6 +93,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
         sample_rounds(config, evaluated, prompts, task, folder)
     shutil.rmtree(folder / "rounds", ignore_errors=True)
     rows = pd.read_parquet(folder / "samples.parquet")
+    warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": task_label(config.task)} | results(rows)
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)

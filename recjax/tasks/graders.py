@@ -20,7 +20,7 @@ class Grader(NamedTuple):
     parse: str
 
 
-_MATH, _TOOLS, _GYM = "recjax.tasks.math_answers", "recjax.tasks.tool_calls", "recjax.tasks.gym"
+_MATH, _TOOLS, _GYM = "recjax.tasks.math_answers", "recjax.tasks.tool_calls", "recjax.tasks.gym_grading"
 
 GRADERS = {
     "gsm8k": Grader(f"{_MATH}:gsm8k", {"accuracy": 1.0, "format": 0.1}, f"{_MATH}:parse_tagged"),

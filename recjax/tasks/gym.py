@@ -13,19 +13,15 @@ score, what it gives. A completion's answer is what follows its last <answer>, u
 the tag it is the whole completion, since a model shown plain examples answers as they do.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import functools
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,69 +88,11 @@ def check_gym(config: ReasoningGymTask) -> None:
                 f"task.reasoning_gym.options.{option} = {value!r}: {config.name} takes {', '.join(sorted(known))}"
             )
     try:
-        _generator(config.name, config.options)
+        generator(config.name, config.options)
     except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"task.reasoning_gym.options = {dict(config.options)}: {config.name}: {error}") from error
     if "{question}" not in config.template:
         raise ValueError(f"task.reasoning_gym.template = {config.template!r} must hold {{question}}")
-
-
-def parse(completion: str) -> str | None:
-    """The answer of a completion; None where it gives none."""
-    _, tag, after = completion.rpartition("<answer>")
-    answer = (after.partition("</answer>")[0] if tag else completion).strip()
-    return answer or None
-
-
-def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """The package's score of a completion, and whether it is the full one.
-
-    Args:
-        answer: the generator's.
-        columns: a problem's, from `gym_problems`.
-    """
-    given, entry = parse(completion), columns["entry"]
-    generator = entry["metadata"].get("source_dataset", columns["generator"])
-    score = 0.0
-    if given is not None and _may_be_run(given, generator):
-        scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
-        # Some scorers raise at an answer that they cannot read.
-        with contextlib.suppress(Exception):
-            if _TOO_KIND.get(generator, _no_check)(given, answer):
-                score = float(scorer.score_answer(given, entry))
-    return {"accuracy": float(score >= 1), "score": score}
-
-
-# Scorers that run an answer as Python: as a list, or as a formula.
-_RUN_AS_LIST = set("binary_matrix n_queens spiral_matrix string_insertion".split())
-_RUN_AS_FORMULA = set(
-    "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split()
-)
-_FORMULA_WORDS = set(
-    "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split()
-)
-
-
-def _may_be_run(answer: str, generator: str) -> bool:
-    """False where the package would run the answer as Python, and it is more than a list or a formula."""
-    if generator in _RUN_AS_LIST:
-        return "(" not in answer
-    if generator in _RUN_AS_FORMULA:
-        words = set(re.findall(r"[^\W\d]\w+", answer))
-        return words <= _FORMULA_WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
-    return True
-
-
-def _no_check(given: str, answer: str) -> bool:
-    return True
-
-
-# Scorers that give wrong answers the full score, "0" to every coin_flip, and what must hold beside it.
-_TOO_KIND: dict[str, Callable[[str, str], bool]] = {
-    "coin_flip": lambda given, answer: abs(Fraction(given) - Fraction(answer)) <= 1e-4,
-    "complex_arithmetic": lambda given, answer: "nan" not in given.lower(),
-    "game_of_life_halting": lambda given, answer: given == answer,
-}
 
 
 def _package() -> ModuleType:
@@ -165,17 +103,12 @@ def _package() -> ModuleType:
     return reasoning_gym
 
 
-def _generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
+def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
     """A data set of the package."""
     if name == "composite" and isinstance(options.get("datasets"), list):
         specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
         options = {"datasets": [specification(**part) for part in options["datasets"]]}
     return _package().create_dataset(name, **options, **size_and_seed)
-
-
-@functools.cache
-def _cached_generator(name: str, options: str) -> Any:
-    return _generator(name, json.loads(options))
 
 
 def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str, Any]]:
@@ -198,7 +131,7 @@ def _in_a_process(order: str, made: str) -> None:
 
 def _make(order: str, made: str) -> None:
     name, options, count, seed = json.loads(Path(order).read_text(encoding="utf-8"))
-    data = _generator(name, options, size=count, seed=seed)
+    data = generator(name, options, size=count, seed=seed)
     Path(made).write_bytes(pickle.dumps([data[index] for index in range(count)]))
 
 

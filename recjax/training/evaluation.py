@@ -1,12 +1,14 @@
 """Sampled accuracy on held-out problems."""
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
 
 from recjax.config import Config
 from recjax.experience.collect import Collected, draw, scored
@@ -14,7 +16,7 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions
-from recjax.tasks.grading import Grading
+from recjax.tasks.grading import FAILURES, Grading
 
 _initial_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
@@ -70,6 +72,7 @@ def sample_rows(done: Round) -> list[dict]:
     batch, texts = done.collected
     group = len(texts) // done.problems
     lengths = batch.completion_mask.sum(-1)
+    failures = np.zeros(len(texts), int) if batch.failures is None else batch.failures
     rows = []
     for row, text in enumerate(texts):
         problem = done.asked.problems[row // group]
@@ -83,11 +86,27 @@ def sample_rows(done: Round) -> list[dict]:
                 "reward": float(batch.rewards[row]),
                 **{f"reward/{name}": float(values[row]) for name, values in batch.reward_parts.items()},
                 "accurate": bool(batch.accurate[row]),
+                "ungraded": FAILURES[failures[row]] if failures[row] else None,
                 "truncated": bool(batch.truncated[row]),
                 "tokens": int(lengths[row]),
             }
         )
     return rows
+
+
+def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
+    """Says how many completions could not be graded and so count as wrong, if any."""
+    reasons = list(reasons)
+    found = Counter(reason for reason in reasons if isinstance(reason, str))
+    if found:
+        counts = ", ".join(f"{reason} {count}" for reason, count in found.items())
+        logging.warning(
+            "%d of %d held-out completions could not be graded and count as wrong: %s; see grading.seconds and"
+            " grading.max_characters",
+            found.total(),
+            len(reasons),
+            counts,
+        )
 
 
 class Evaluation(NamedTuple):
@@ -135,6 +154,7 @@ def evaluate(
             divergence += float((batch.behaviour_logprobs - np.asarray(initial)[:kept])[batch.completion_mask].sum())
             tokens += int(batch.completion_mask.sum())
         samples += sample_rows(done)
+    warn_of_ungraded(sample["ungraded"] for sample in samples)
     rewards = np.array([sample["reward"] for sample in samples])
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / tokens

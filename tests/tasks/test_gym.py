@@ -6,9 +6,11 @@ import json
 import pytest
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.gym import SYSTEM_PROMPT, _make, check_gym, grade, gym_problems, parse
+from recjax.tasks.gym import SYSTEM_PROMPT, _make, check_gym, gym_problems
 
 gym = pytest.importorskip("reasoning_gym")
+
+from recjax.tasks.gym_grading import grade, parse  # noqa: E402  (imports the package)
 
 COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "gcd")]}
 

@@ -1,0 +1,80 @@
+"""How completions of reasoning_gym's problems are scored: by the package, with what its scorers lack.
+
+Imports the package at once, unlike `recjax.tasks.gym`: the grading processes import this file before they fork workers,
+so that no completion's time limit pays for it.
+"""
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import reasoning_gym  # noqa: F401  (see above)
+
+from recjax.tasks.gym import generator as make_generator
+
+
+def parse(completion: str) -> str | None:
+    """The answer of a completion; None where it gives none."""
+    _, tag, after = completion.rpartition("<answer>")
+    answer = (after.partition("</answer>")[0] if tag else completion).strip()
+    return answer or None
+
+
+def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
+    """The package's score of a completion, and whether it is the full one.
+
+    Args:
+        answer: the generator's.
+        columns: a problem's, from `gym_problems`.
+    """
+    given, entry = parse(completion), columns["entry"]
+    generator = entry["metadata"].get("source_dataset", columns["generator"])
+    score = 0.0
+    if given is not None and _may_be_run(given, generator):
+        scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
+        # Some scorers raise at an answer that they cannot read.
+        with contextlib.suppress(Exception):
+            if _TOO_KIND.get(generator, _no_check)(given, answer):
+                score = float(scorer.score_answer(given, entry))
+    return {"accuracy": float(score >= 1), "score": score}
+
+
+# Scorers that run an answer as Python: as a list, or as a formula.
+_RUN_AS_LIST = set("binary_matrix n_queens spiral_matrix string_insertion".split())
+_RUN_AS_FORMULA = set(
+    "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split()
+)
+_FORMULA_WORDS = set(
+    "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split()
+)
+
+
+def _may_be_run(answer: str, generator: str) -> bool:
+    """False where the package would run the answer as Python, and it is more than a list or a formula."""
+    if generator in _RUN_AS_LIST:
+        return "(" not in answer
+    if generator in _RUN_AS_FORMULA:
+        words = set(re.findall(r"[^\W\d]\w+", answer))
+        return words <= _FORMULA_WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
+    return True
+
+
+def _no_check(given: str, answer: str) -> bool:
+    return True
+
+
+# Scorers that give wrong answers the full score, "0" to every coin_flip, and what must hold beside it.
+_TOO_KIND: dict[str, Callable[[str, str], bool]] = {
+    "coin_flip": lambda given, answer: abs(Fraction(given) - Fraction(answer)) <= 1e-4,
+    "complex_arithmetic": lambda given, answer: "nan" not in given.lower(),
+    "game_of_life_halting": lambda given, answer: given == answer,
+}
+
+
+@functools.cache
+def _cached_generator(name: str, options: str) -> Any:
+    return make_generator(name, json.loads(options))
