@@ -112,13 +112,20 @@ def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> An
 
 
 def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str, Any]]:
-    """Up to `count` entries with different questions."""
+    """Up to `count` entries with different questions, in the order in which the generator first asks them.
+
+    Frequent questions so stand early: among those held out, which are then as the generator asks and not what it rarely
+    does.
+    """
     with tempfile.TemporaryDirectory() as folder:
         order, made = Path(folder) / "order", Path(folder) / "made"
         order.write_text(json.dumps([config.name, config.options, count, seed]), encoding="utf-8")
         _in_a_process(str(order), str(made))
         entries = pickle.loads(made.read_bytes())
-    return list({entry["question"]: entry for entry in reversed(entries)}.values())[::-1]
+    different: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        different.setdefault(entry["question"], entry)
+    return list(different.values())
 
 
 def _in_a_process(order: str, made: str) -> None:

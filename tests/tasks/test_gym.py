@@ -40,6 +40,9 @@ def test_questions_that_come_again_are_left_out(in_this_process):
     train, held_out = gym_problems(small, 5, seed=0)
     questions = [problem.prompt[-1]["content"] for problem in [*train, *held_out]]
     assert len(held_out) == 5 and len(set(questions)) == len(questions) < 200
+    made = gym.create_dataset("gcd", size=205, seed=0, max_value=4)
+    first = list(dict.fromkeys(made[index]["question"] for index in range(205)))
+    assert [problem.prompt[-1]["content"] for problem in [*held_out, *train]] == first
     with pytest.raises(ValueError, match=r"evaluation.problems = 100: .*'gcd' gives \d+ different"):
         gym_problems(small, 100, seed=0)
 

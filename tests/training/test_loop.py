@@ -197,7 +197,10 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
             "reward",
             "accurate",
             "truncated",
+            "ungraded",
             "tokens",
+            "reward/length",
+            "reward/score",
         }
         assert len(samples) == 10 and samples[0].keys() == columns
     assert (output / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
