@@ -67,6 +67,7 @@ def draw_curves(
             for index, line in enumerate(drawn):
                 chosen = table[(table[lines] == line) & (table[columns] == place)]
                 _draw_band(axes, chosen, metric, index, names.get(line, line))
+        for axes in of_metric:  # once all are drawn: panels of a row share their limits
             _finish(axes, metric)
         of_metric[0].set_ylabel(LABELS.get(metric, metric))
     for column, axes in enumerate(panels[0]):
