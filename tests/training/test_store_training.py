@@ -14,6 +14,7 @@ from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
 from recjax.training import loop
 from recjax.training.checkpoint import Snapshot
+from recjax.training.dry_run import dry_run, show
 from recjax.training.metrics import batch_metrics, read_metrics
 from recjax.training.setup import prepare
 from tests.experience.rows import make_row, text_row
@@ -45,10 +46,9 @@ def tiny(tmp_path):
 def bare(rows):
     """The rows as another program's: texts, rewards and groups."""
     tokens = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
-    unknown = dict(
-        behaviour_logprobs=None, policy_version=None, accurate=None, temperature=None, top_k=None, top_p=None
-    )
-    return [row._replace(**tokens, **unknown, source="other") for row in rows if row.completion or not row.truncated]
+    drawn_by = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    said = [row for row in rows if row.completion or not row.truncated]
+    return [row._replace(**tokens, **drawn_by, accurate=None, source="other") for row in said]
 
 
 @pytest.fixture
@@ -151,7 +151,8 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     found = prepare(config).stored
     assert len(found.groups) == 4 * STEPS - 2
     assert {row.group_id for row in rows[:8]}.isdisjoint(group.id for group in found.groups)
-    assert [train(config)[0][name] for name in LEFT_OUT] == [2, 3, 5]
+    first = train(config)[0]
+    assert [first[name] for name in LEFT_OUT] == [2, 3, 5]
 
 
 def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path):
@@ -161,10 +162,8 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
         folder = tmp_path / message.replace("/", "")[:40]
         if of is not None:
             store.append(folder, of)
-        given = (
-            [] if any(option.startswith("experience.store") for option in options) else [f"experience.store={folder}"]
-        )
-        config = tiny("run", *given, *options)
+        # Later overrides win.
+        config = tiny("run", f"experience.store={folder}", *options)
         with pytest.raises(ValueError, match=message):
             prepare(config)
         assert not Path(config.output).exists()
@@ -194,6 +193,13 @@ def test_settings_that_contradict_a_store_are_refused(tiny):
         tiny("run", "experience.store=somewhere", "experience.missing_logprobs=ignore")
     with pytest.raises(ValueError, match="experience.store has no value"):
         tiny("run", "experience.missing_logprobs=initial")
+
+
+def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
+    config = tiny("run", "experience.store=somewhere")
+    show(config, dry_run(config))
+    printed = capsys.readouterr().out
+    assert "staleness" not in printed and "not known: sizes of the batches in somewhere" in printed
 
 
 def test_rows_that_fill_a_batch_up_are_in_no_mean():
