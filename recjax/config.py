@@ -187,6 +187,14 @@ class RegimeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExperienceConfig:
+    """Batches from elsewhere; groups are as large as they are there, whatever rollout.group_size says."""
+
+    store: str = omegaconf.MISSING  # folder; every batch comes from it
+    missing_logprobs: str = "error"  # where a store has no behaviour log-probs: error | unneeded | initial | current
+
+
+@dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
     """A preset, and changes to any of its axes: `name` and options of the axis function."""
 
@@ -258,6 +266,7 @@ class Config:
     warm_start: WarmStartConfig | None = None
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     regime: RegimeConfig = dataclasses.field(default_factory=RegimeConfig)
+    experience: ExperienceConfig | None = None  # absent: the policy draws its own
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)

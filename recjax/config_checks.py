@@ -1,11 +1,12 @@
 """What a config must not say: values out of range, contradictions, and settings that nothing would read."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from recjax.algorithms import presets
-from recjax.config import TASKS, Config, GradingConfig, schema_keys
+from recjax.config import TASKS, Config, GradingConfig, RegimeConfig, schema_keys
 from recjax.models.decoder import PROJECTIONS
 from recjax.tasks.graders import GRADERS, reward_name
 from recjax.tasks.gym import check_gym
@@ -107,6 +108,17 @@ def check(config: Config) -> None:
                 getattr(config.regime, name) == unset,
                 f"regime.{name}",
                 "is not read when regime.offline is true, where the sampler never gets new weights; remove one of them",
+            )
+    if config.experience:
+        choices = ("error", "unneeded", "initial", "current")
+        known = config.experience.missing_logprobs in choices
+        require(known, "experience.missing_logprobs", f"takes {', '.join(choices)}")
+        for name, unset in dataclasses.asdict(RegimeConfig()).items():
+            require(
+                getattr(config.regime, name) == unset,
+                f"regime.{name}",
+                f"is not read beside experience.store = {config.experience.store!r}, from which every batch comes;"
+                " remove one of them",
             )
     micro = config.training.micro_batch_prompts
     require(

@@ -104,7 +104,8 @@ def drawn_rows(
 def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, int]:
     """What draws, with parameters in the dtype that they compute in, and the optimiser updates that it has had."""
     if run is None:
-        setup, version = prepare(config), 0
+        # A config may name the store that this is to make.
+        setup, version = prepare(dataclasses.replace(config, experience=None)), 0
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)

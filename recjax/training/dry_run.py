@@ -96,6 +96,9 @@ def dry_run(config: Config) -> DryRun:
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
     staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
+    if config.experience:
+        staleness = []
+        notes.append(f"sizes of the batches in {config.experience.store}; those above are of rollout's groups")
     checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
     return DryRun(model, task, prompt_tokens, memory, other, checkpoint, staleness, notes)
 
@@ -280,10 +283,11 @@ def show(config: Config, result: DryRun) -> None:
     prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number of"
     completions = rows * rollout.max_completion_tokens
     print_line(f"tokens a step: at most {prompts} of prompts, {completions:,} of completions; {rows} completions")
-    shown = result.staleness[: first_steps(config.regime, steps)]
-    mean, highest = np.mean(result.staleness), max(result.staleness)
-    print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
-    print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
+    if result.staleness:
+        shown = result.staleness[: first_steps(config.regime, steps)]
+        mean, highest = np.mean(result.staleness), max(result.staleness)
+        print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
+        print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
     if result.task:
         problems = len(result.task.train)
         print_line(

@@ -1,5 +1,6 @@
 """The picture of a run: what it learned and how far off-policy it was."""
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -26,7 +27,8 @@ def draw_training(rows: list[dict[str, float]], title: str, path: Path) -> None:
     steps = [row["step"] for row in trained]
 
     def series(name):
-        return [row[name] for row in trained]
+        # Without behaviour log-probs there is no ratio, and without policy versions no staleness.
+        return [row.get(name, math.nan) for row in trained]
 
     accuracy.plot(steps, series("accuracy"), color=BLUE, alpha=0.35, lw=1, label="train batch (behaviour policy)")
     held_out = [row["evaluation/accuracy"] for row in evaluated]

@@ -1,4 +1,4 @@
-"""The loop: sample → queue, scored meanwhile → update → log, with evaluation and checkpoints."""
+"""The loop: next batch → update → log, with evaluation and checkpoints. A batch is drawn, or comes from a store."""
 
 import json
 import math
@@ -15,15 +15,24 @@ from tqdm import tqdm
 from recjax.algorithms import diagnostics, presets
 from recjax.config import Config
 from recjax.experience.collect import Pending, draw, finished, submitted, to_learn_from
+from recjax.experience.records import Batch
+from recjax.experience.stored import stored_batch
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, in_compute_dtype, split
 from recjax.rollout.prompts import batch_indices
-from recjax.tasks.grading import Grading, failure_counts
+from recjax.tasks.grading import Grading
 from recjax.training import checkpoint, schedule
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.figures import draw_training
-from recjax.training.metrics import MetricsWriter, PhaseSeconds, peak_memory_bytes, progress_bar, read_metrics
+from recjax.training.metrics import (
+    MetricsWriter,
+    PhaseSeconds,
+    batch_metrics,
+    peak_memory_bytes,
+    progress_bar,
+    read_metrics,
+)
 from recjax.training.setup import Setup
 from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
 
@@ -61,9 +70,15 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
         logging.warning("%d devices are there; this version trains on one of them", jax.device_count())
     if restored:
         logging.info("going on from the checkpoint of step %d", restored.step)
-    nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0}
+    stored = setup.stored
+    nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": stored and stored.digest}
     snapshot = restored or Snapshot(0, state, initial_behaviour, 0, [], nothing_done)
     step, state, behaviour_params, version, queue, progress = snapshot
+    if stored and progress["store"] != stored.digest:
+        raise ValueError(
+            f"experience.store = {config.experience.store!r} is not what it was when this run began, and its batches"
+            f" would be others; put its rows back, or give another output than {str(output)!r}"
+        )
     phases, wall_before = PhaseSeconds(progress["seconds"]), progress["wall_seconds"] + setup.seconds
     phases.totals["prepare"] += setup.seconds
     writer = MetricsWriter(output, keep_through=step if restored else -1)
@@ -85,6 +100,26 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
             drawn = draw(policy, params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling)
             return submitted(policy, prompts, drawn, grading, version)
 
+    def batch_from_policy() -> Batch:
+        nonlocal behaviour_params, version
+        # What is drawn is scored in the background; the oldest batch is trained on.
+        if schedule.is_sync(step, config.regime):
+            behaviour_params, version = in_compute_dtype(policy.decoder, state.params, copy=True), step - 1
+        numbers = schedule.batches_to_draw(step, len(queue), config.training.steps, config.regime)
+        queue.extend(drawn_batch(number) for number in numbers)
+        with phases.phase("score"):
+            batch = finished(queue.pop(0))
+        staleness = diagnostics.staleness(step, batch.policy_version)
+        if (staleness != schedule.expected_staleness(step, config.regime)).any():
+            raise AssertionError(f"step {step}: staleness {staleness} is not what the regime says")
+        return batch
+
+    def batch_from_store() -> Batch:
+        with phases.phase("sample"):
+            return stored_batch(stored, config, policy, combine(state.params, frozen), step)
+
+    next_batch = batch_from_store if stored else batch_from_policy
+
     def save_checkpoint() -> None:
         with phases.phase("score"):
             queue[:] = map(finished, queue)
@@ -93,31 +128,24 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
             checkpoint.save(manager, Snapshot(step, state, behaviour_params, version, queue, progress))
 
     if not restored:
-        writer.write({"step": 0, **evaluated("before")})
+        left_out = stored.left_out if stored else {}
+        counts = {f"experience/left_out/{reason}": count for reason, count in left_out.items()}
+        writer.write({"step": 0, **evaluated("before"), **counts})
         save_checkpoint()
 
     bar = progress_bar(config.algorithm.preset, config.training.steps, initial=step)
     while step < config.training.steps:
         step += 1
-        # --- Sync and sample; what is drawn is scored in the background.
-        if schedule.is_sync(step, config.regime):
-            behaviour_params, version = in_compute_dtype(policy.decoder, state.params, copy=True), step - 1
-        numbers = schedule.batches_to_draw(step, len(queue), config.training.steps, config.regime)
-        queue += [drawn_batch(number) for number in numbers]
-
-        # --- Update on the oldest batch.
-        with phases.phase("score"):
-            batch = finished(queue.pop(0))
+        batch = next_batch()
         learned = to_learn_from(batch, config.task)
-        staleness = diagnostics.staleness(step, batch.policy_version)
-        if (staleness != schedule.expected_staleness(step, config.regime)).any():
-            raise AssertionError(f"step {step}: staleness {staleness} is not what the regime says")
+
+        # --- Update. It reads no parts of the reward, which differ from batch to batch where sources do.
         with phases.phase("update"):
             state, metrics = update(
                 state,
                 frozen,
                 reference_params,
-                learned,
+                learned._replace(reward_parts={}),
                 jax.random.fold_in(drop_key, step),
                 decoder=policy.decoder,
                 algorithm=algorithm,
@@ -130,17 +158,10 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
         _require_finite(metrics, step, manager)
 
         # --- Evaluate, log, checkpoint.
-        tokens = int(batch.completion_mask.sum())
-        progress["tokens"] += tokens
+        progress["tokens"] += int(batch.completion_mask.sum())
         row = {
             "step": step,
-            "reward": float(learned.rewards.mean()),
-            **{f"reward/{part}": float(values.mean()) for part, values in batch.reward_parts.items()},
-            **{f"grading/{reason}": count for reason, count in failure_counts(batch.failures).items()},
-            "accuracy": float(batch.accurate.mean()),
-            "completion_length": tokens / len(batch.rewards),
-            "truncated": float(batch.truncated.mean()),
-            "staleness": float(staleness.mean()),
+            **batch_metrics(step, batch, learned),
             "learning_rate": float(learning_rate(step - 1)),
             **metrics,
         }
@@ -195,11 +216,13 @@ def _show(bar: tqdm, row: dict[str, float]) -> None:
     shown = {
         "reward": f"{row['reward']:.2f}",
         "accuracy": f"{row['accuracy']:.2f}",
-        "stale": f"{row['staleness']:.0f}",
-        "ratio": f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}",
-        "clip": f"{row['clip_fraction/all']:.2f}",
         "tok/s": f"{row['tokens_per_second']:.0f}",
     }
+    if "staleness" in row:
+        shown["stale"] = f"{row['staleness']:.0f}"
+    if "ratio/q01" in row:
+        shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
+        shown["clip"] = f"{row['clip_fraction/all']:.2f}"
     if "evaluation/accuracy" in row:
         bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
     bar.set_postfix(shown, refresh=False)

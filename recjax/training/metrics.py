@@ -10,8 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+from recjax.algorithms.diagnostics import staleness
+from recjax.experience.records import Batch
+from recjax.experience.rows import FOREIGN
+from recjax.tasks.grading import failure_counts
 
 
 class MetricsWriter:
@@ -46,6 +52,30 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
+
+
+def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, float]:
+    """What the rows of a batch say, those that only fill it up, which have no token, left out.
+
+    Args:
+        step: at which the batch is trained on, from 1.
+        batch: as it was drawn.
+        learned: as the update sees it; the reward is of this one.
+    Returns:
+        Means over rows, of each part of the reward over the rows that have it. Staleness is of rows with a policy
+        version, and not there without any.
+    """
+    real = batch.completion_mask.any(-1)
+    versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
+    return {
+        "reward": float(learned.rewards[real].mean()),
+        **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
+        **{f"grading/{reason}": count for reason, count in failure_counts(batch.failures).items()},
+        "accuracy": float(batch.accurate[real].mean()),
+        "completion_length": float(batch.completion_mask.sum() / real.sum()),
+        "truncated": float(batch.truncated[real].mean()),
+        **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
+    }
 
 
 def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:

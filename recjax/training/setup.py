@@ -10,8 +10,9 @@ from absl import logging
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
+from recjax.experience.stored import Stored, load_stored, with_chosen_logprobs
 from recjax.models.policy import Policy, load_policy
-from recjax.models.trainable import with_adapters
+from recjax.models.trainable import in_compute_dtype, with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems, fitting
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Reward, Task
@@ -19,7 +20,10 @@ from recjax.training.warm_start import warm_start
 
 
 class Setup(NamedTuple):
-    """What a run works with, none of which changes while it runs; `seconds` is what it took to make."""
+    """What a run works with, none of which changes while it runs; `seconds` is what it took to make.
+
+    `stored` is what batches are taken from; None: the policy draws them.
+    """
 
     policy: Policy
     initial_params: dict
@@ -27,10 +31,15 @@ class Setup(NamedTuple):
     evaluation: Prompts
     reward: Reward
     seconds: float
+    stored: Stored | None = None
 
 
 def prepare(config: Config) -> Setup:
-    """Loads the task and the initial policy, made by a warm start where the config has one."""
+    """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
+
+    Raises:
+        ValueError: a task, model or store that cannot be read or does not fit the rest.
+    """
     started = time.perf_counter()
     task = load_task(config)
     policy, params = load_policy(config, characters([*task.train, *task.evaluation]))
@@ -39,13 +48,16 @@ def prepare(config: Config) -> Setup:
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
+    stored = load_stored(config, policy) if config.experience else None
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:
         key = jax.random.fold_in(jax.random.key(config.seed), 4)
         decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
         policy = policy._replace(decoder=decoder)
-    return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started)
+    if stored:
+        stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
+    return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started, stored)
 
 
 def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:

@@ -41,7 +41,7 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
     """
     bare = dataclasses.replace(config.model, lora=None, freeze=[])
     if checkpoint in (None, "base"):
-        policy, params = prepare(dataclasses.replace(config, model=bare))[:2]
+        policy, params = prepare(dataclasses.replace(config, model=bare, experience=None))[:2]
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
         return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), None)
     folder = Path(checkpoint)
@@ -102,7 +102,7 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
     lora = config.model.lora
     step = _checkpoint_step(run, step)
     if lora or config.model.freeze:
-        setup = prepare(config)
+        setup = prepare(dataclasses.replace(config, experience=None))
         policy = setup.policy
         like, constant = split(jax.device_get(setup.initial_params), config.model)
     else:

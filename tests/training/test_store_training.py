@@ -1,0 +1,232 @@
+"""Training from a store alone: what an offline run would learn, whoever wrote it, and nothing that nobody chose."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience import store, stored
+from recjax.experience.groups import Group
+from recjax.experience.rows import Shape, batch_of_groups
+from recjax.experience.stored import load_stored
+from recjax.experience.tokenise import tokenizer_name
+from recjax.generate_experience import generate
+from recjax.training import loop
+from recjax.training.checkpoint import Snapshot
+from recjax.training.dry_run import dry_run, show
+from recjax.training.metrics import batch_metrics, read_metrics
+from recjax.training.setup import prepare
+from tests.experience.rows import make_row, text_row
+from tests.training.tiny_run import TINY, train, without_times
+
+STEPS = 7
+LEFT_OUT = [f"experience/left_out/{name}" for name in ("pending_groups", "pending_rows", "rows_beside_pending")]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A store of every batch that an offline tiny run draws."""
+    folder = tmp_path_factory.mktemp("drawn")
+    (folder / "tiny.yaml").write_text(TINY)
+    # The command works with the config of the training that is to read the store.
+    config = load_config(folder / "tiny.yaml", [f"experience.store={folder / 'store'}"])
+    assert generate(config, folder / "store", STEPS, None, None, "initial") == STEPS
+    return folder / "store"
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+def bare(rows):
+    """The rows as another program's: texts, rewards and groups."""
+    tokens = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
+    drawn_by = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    said = [row for row in rows if row.completion or not row.truncated]
+    return [row._replace(**tokens, **drawn_by, accurate=None, source="other") for row in said]
+
+
+@pytest.fixture
+def texts(drawn, tmp_path):
+    """A store of the same completions as texts alone, of groups that have lost different numbers of rows."""
+    store.append(tmp_path / "texts", bare(store.read(drawn)[3:]))
+    return tmp_path / "texts"
+
+
+def without_store_keys(rows):
+    return [{name: row[name] for name in row if name not in LEFT_OUT} for row in without_times(rows)]
+
+
+def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, drawn, monkeypatch):
+    monkeypatch.setattr(stored, "groups_at", lambda groups, count, batch, seed: groups[count * (batch - 1) :][:count])
+    from_store = train(tiny("store", f"experience.store={drawn}"))
+    offline = train(tiny("offline", "regime.offline=true"))
+    assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
+    assert without_store_keys(from_store) == without_store_keys(offline)
+    assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
+
+
+def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):
+    store.append(tmp_path / "one", store.read(drawn)[:16])
+    saved, save = [], loop.checkpoint.save
+
+    def kept(manager, snapshot: Snapshot):
+        saved.append(np.concatenate([np.ravel(x) for x in loop.jax.tree.leaves(snapshot.state.params)]))
+        save(manager, snapshot)
+
+    monkeypatch.setattr(loop.checkpoint, "save", kept)
+    options = ["training.steps=1", "evaluation.every=0"]
+    rows = train(tiny("store", f"experience.store={tmp_path / 'one'}", *options))
+    offline = train(tiny("offline", "regime.offline=true", *options))
+    (start, after), (other_start, other_after) = saved[:2], saved[2:]
+    assert np.array_equal(start, other_start) and not np.array_equal(after, start)
+    # Only the order of sums differs; Adam's first step is the gradient's sign, near 0 too.
+    np.testing.assert_allclose(after, other_after, atol=2e-4)
+    for name in ("loss", "gradient_norm", "reward", "accuracy", "truncated", "completion_length", "ratio/q99"):
+        np.testing.assert_allclose(rows[1][name], offline[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_texts_train_what_reads_no_log_probs(tiny, texts):
+    options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
+    config = tiny("run", *options, "training.steps=3", "evaluation.every=0")
+    rows = train(config)
+    assert all(row["gradient_norm"] > 0 for row in rows[1:])
+    for name in ("ratio/q01", "behaviour_kl/k3", "effective_sample_size", "clip_fraction/all", "staleness"):
+        assert name not in rows[1]
+    assert (Path(config.output) / "figures" / "training.png").is_file()
+    # Groups are ragged; means are of the rows that are there.
+    found = prepare(config).stored
+    assert len({len(group.rows) for group in found.groups}) > 1
+    groups = stored.groups_at(found.groups, 4, 1, config.seed)
+    rewards = [row.reward for group in groups for row in group.rows]
+    np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
+    np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
+
+
+def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, texts):
+    options = [f"experience.store={texts}", "training.steps=4", "evaluation.every=0"]
+    initial = train(tiny("initial", *options, "experience.missing_logprobs=initial"))[1:]
+    current = train(tiny("current", *options, "experience.missing_logprobs=current"))[1:]
+    for rows in (initial[:1], current):
+        for row in rows:
+            np.testing.assert_allclose([row["ratio/q01"], row["ratio/max"]], 1, atol=1e-5)
+    assert initial[-1]["ratio/max"] > 1.001
+    np.testing.assert_allclose(initial[0]["loss"], current[0]["loss"], rtol=1e-5)
+
+
+def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(tiny, texts, monkeypatch):
+    options = [f"experience.store={texts}", "experience.missing_logprobs=current"]
+    straight = train(tiny("straight", *options))
+    update, calls = loop.update, []
+
+    def dies_at_step_five(*args, **named):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*args, **named)
+
+    monkeypatch.setattr(loop, "update", dies_at_step_five)
+    config = tiny("stopped", *options)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.setattr(loop, "update", update)
+    assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4
+    added = store.append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])
+    with pytest.raises(ValueError, match=r"experience.store = .*texts' is not what it was when this run began"):
+        train(config)
+    added.unlink()
+    assert without_times(train(config)) == without_times(straight)
+
+
+def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
+    rows = store.read(drawn)
+    waiting = [row._replace(reward=None, reward_parts=None) if i in (0, 1, 6) else row for i, row in enumerate(rows)]
+    store.append(tmp_path / "late", waiting)
+    config = tiny("run", f"experience.store={tmp_path / 'late'}", "training.steps=1", "evaluation.every=0")
+    found = prepare(config).stored
+    assert len(found.groups) == 4 * STEPS - 2
+    assert {row.group_id for row in rows[:8]}.isdisjoint(group.id for group in found.groups)
+    first = train(config)[0]
+    assert [first[name] for name in LEFT_OUT] == [2, 3, 5]
+
+
+def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path):
+    rows = store.read(drawn)
+
+    def refused(message, *options, of=None):
+        folder = tmp_path / f"store {len(list(tmp_path.iterdir()))}"
+        if of is not None:
+            store.append(folder, of)
+        # Later overrides win.
+        config = tiny("run", f"experience.store={folder}", *options)
+        with pytest.raises(ValueError, match=message):
+            prepare(config)
+        assert not Path(config.output).exists()
+
+    pending = [row._replace(reward=None, reward_parts=None) for row in rows]
+    refused("experience.store = '.*' holds no experience")
+    refused("experience.store = .*: all 28 groups wait for rewards; python -m recjax.feedback", of=pending)
+    some = [*rows[:12], *pending[12:]]
+    few = r"there are 3 groups with all their rewards \(25 wait for some\), fewer than rollout.prompts_per_step = 4"
+    refused(few, of=some)
+    lacking = "rows have no behaviour log-probs, the first .* of source 'other'; say in experience.missing_logprobs"
+    refused(lacking, f"experience.store={texts}")
+    unneeded = "experience.missing_logprobs = 'unneeded', but this algorithm reads behaviour log-probs"
+    refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
+    refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
+    refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
+    forced = [row._replace(completion_mask=np.arange(len(row.completion_tokens)) < 1) for row in rows]
+    refused("tokens that its policy did not draw", of=forced)
+
+
+def test_settings_that_contradict_a_store_are_refused(tiny):
+    for setting in ("regime.offline=true", "regime.sync_interval=2", "regime.sync_offset=1"):
+        key = setting.split("=")[0]
+        with pytest.raises(ValueError, match=f"{key} = .* is not read beside experience.store = 'somewhere'"):
+            tiny("run", "experience.store=somewhere", setting)
+    with pytest.raises(ValueError, match="missing_logprobs = 'ignore': takes error, unneeded, initial, current"):
+        tiny("run", "experience.store=somewhere", "experience.missing_logprobs=ignore")
+    with pytest.raises(ValueError, match="experience.store has no value"):
+        tiny("run", "experience.missing_logprobs=initial")
+
+
+def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
+    config = tiny("run", "experience.store=somewhere")
+    show(config, dry_run(config))
+    printed = capsys.readouterr().out
+    assert "staleness" not in printed and "not known: sizes of the batches in somewhere" in printed
+
+
+def test_rows_that_fill_a_batch_up_are_in_no_mean():
+    rows = [make_row(i, length=2 + i, reward=1.0 + i, reward_parts=None, accurate=True) for i in range(3)]
+    parts = [{"correct": 1.0}, {"correct": 3.0}, None]
+    rows = [
+        row._replace(reward_parts=part, truncated=True, policy_version=version)
+        for row, part, version in zip(rows, parts, (0, 2, None), strict=True)
+    ]
+    batch = batch_of_groups([Group("g", tuple(rows))], Shape(2, 5, 4, 6))
+    assert len(batch.rewards) == 10
+    assert batch_metrics(6, batch, batch) == {
+        "reward": 2,
+        "reward/correct": 2,
+        "accuracy": 1,
+        "completion_length": 3,
+        "truncated": 1,
+        "staleness": 4,
+    }
+    foreign = batch._replace(policy_version=np.full(10, -1, np.int32))
+    assert "staleness" not in batch_metrics(6, foreign, foreign)
+
+
+def test_versions_of_another_run_are_no_staleness(tiny, drawn, tmp_path):
+    rows = [row._replace(policy_version=200) for row in store.read(drawn)]
+    store.append(tmp_path / "later", rows)
+    config = tiny("run", f"experience.store={tmp_path / 'later'}")
+    policy = prepare(tiny("plain")).policy
+    assert rows[0].tokenizer == tokenizer_name(policy.tokenizer)
+    assert {row.policy_version for group in load_stored(config, policy).groups for row in group.rows} == {None}
