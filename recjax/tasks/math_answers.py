@@ -239,3 +239,7 @@ def _without_unit(text: str) -> str:
     if match and not _NO_UNITS & set(re.split(r"[ ./]", match.group(2).casefold())):
         return match.group(1)
     return text
+
+
+# Workers are forked from a process that has imported this module; what the first answer sets up, they need not.
+_is_right(r"\frac{1}{2}", "0.5", finished=True)

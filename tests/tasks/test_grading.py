@@ -17,7 +17,7 @@ from recjax.tasks.grading import FAILURES, Grading, failure_counts
 from recjax.tasks.problems import Reward, load_reward
 
 CONFIG = dataclasses.replace(
-    Config(), grading=GradingConfig(seconds=1.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
+    Config(), grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
 )
 
 # Real graders import and parse, which on a busy machine takes its time.
@@ -51,28 +51,26 @@ def faulty():
 
 
 def test_a_failure_costs_its_own_completion_and_is_counted(faulty):
-    said = ["a", "sleep", "spin", "exit", "kill", "memory", "deep", "raise", "print", "x" * 5_001, "b", "a", "segfault"]
-    why = [
-        "none",
-        "timeout",
-        "timeout",
-        "crash",
-        "crash",
-        "error",
-        "error",
-        "error",
-        "none",
-        "too_long",
-        "none",
-        "none",
-        "crash",
-    ]
-    for _ in range(2):  # the pool is whole again
-        scores = submitted(faulty, said).result(timeout=60)
-        assert [FAILURES[place] for place in scores.failures] == why
-        right = [text == "a" for text in said]
-        assert scores.rewards.tolist() == right == scores.accurate.tolist()
+    expected = {
+        "a": "none",
+        "sleep": "timeout",
+        "spin": "timeout",
+        "exit": "crash",
+        "kill": "crash",
+        "segfault": "crash",
+        "memory": "error",
+        "deep": "error",
+        "raise": "error",
+        "print": "none",
+        "x" * 5_001: "too_long",
+        "b": "none",
+    }
+    said = [*expected, "a"]
+    scores = submitted(faulty, said).result(timeout=120)
+    assert [FAILURES[place] for place in scores.failures] == [*expected.values(), "none"]
+    assert scores.rewards.tolist() == [text == "a" for text in said] == scores.accurate.tolist()
     assert failure_counts(scores.failures) == {"timeout": 2, "crash": 3, "too_long": 1, "error": 3}
+    assert submitted(faulty, ["a"] * 20).result(timeout=60).rewards.tolist() == [1] * 20, "the pool is whole again"
 
 
 def test_workers_stay_from_batch_to_batch(faulty):
@@ -81,6 +79,7 @@ def test_workers_stay_from_batch_to_batch(faulty):
 
 
 def test_workers_see_columns_and_no_jax(faulty):
+    assert "jax" in sys.modules, "this process has what a worker could take over"
     scores = submitted(faulty, ["modules", "column", "column"], columns=[{}, {"level": 3}, {"level": 4}]).result()
     assert scores.rewards.tolist() == [1, 1, 0]
 
@@ -141,16 +140,10 @@ def test_a_grading_process_that_dies_is_an_error_and_not_a_hang(faulty):
 
 
 def test_real_answers_through_the_pool():
-    said = [
-        r"\boxed{\frac12}",
-        r"\boxed{2}",
-        r"\boxed{10^{10^{10^{10}}}}",
-        "\\boxed{" + "(" * 2000 + "}",
-        "\\boxed{" + "9" * 9000 + "}",
-    ]
-    scores = scores_of(load_reward("math"), said, PATIENT, answers=["0.5"] * 5)
-    assert scores.rewards.tolist() == [1, 0, 0, 0, 0]
-    assert FAILURES[scores.failures[4]] == "too_long"
+    said = [r"\boxed{\frac12}", r"\boxed{2}", r"\boxed{7^{7^{7^{7}}}}", "\\boxed{" + "9" * 9000 + "}"]
+    scores = scores_of(load_reward("guru_math", {"length": 1.0}), said, answers=["0.5"] * 4)
+    np.testing.assert_allclose(scores.rewards, [1.1, 0.2, 0, 0], rtol=1e-6)  # none of its length for a failure
+    assert [FAILURES[place] for place in scores.failures] == ["none", "none", "timeout", "too_long"]
 
 
 def test_the_reward_is_the_weighted_sum_of_its_parts():

@@ -30,6 +30,7 @@ def test_the_verdict_is_the_right_one(reward, completion, answer, verdict):
         ("math", "The answer is 5.", None),
         ("guru_math", r"\boxed{\left(1, 2\right)}", "(1,2)"),
         ("gsm8k", "<think>a</think><answer>72.0</answer>", "72"),
+        ("gsm8k", r"<answer>It is \boxed{72}</answer>", "72"),
         ("gsm8k", "#### 72", "72"),
         ("gsm8k", "72", None),
         ("tool_calls", f"<think>t</think>{TWO}", '[["f", {"a": 1}], ["g", {}]]'),
@@ -47,6 +48,8 @@ def test_the_order_of_calls_does_not_split_the_vote():
     assert parse(f"<think>t</think>[{first}, {second}]") == parse(f"<think>u</think>[{other}, {first}]")
 
 
-def test_an_answer_that_holds_no_calls_is_refused():
-    with pytest.raises(ValueError, match="answers that are JSON lists.*'f'"):
-        imported(GRADERS["tool_calls"].grade)("<think>t</think>[]", "f", {})
+@pytest.mark.parametrize("answer", ["f", *(f'[{{"name": "f", "arguments": {{"a": {x}}}}}]' for x in ("NaN", "1e999"))])
+def test_an_answer_that_holds_no_calls_is_refused(answer):
+    with pytest.raises(ValueError, match="answers that are JSON lists.*f"):
+        imported(GRADERS["tool_calls"].grade)("<think>t</think>[]", answer, {})
+    assert answer_parser("tool_calls")(f"<think>t</think>{answer}") is None
