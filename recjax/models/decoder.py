@@ -88,10 +88,11 @@ class Context(NamedTuple):
 
     `rows` may be fewer than the batch: each context row then serves batch/rows consecutive rows, which is how one
     prompt is computed once and shared by all completions of its group. `mask` and `positions` are as the decoder's.
+    An unrolled decoder takes keys and values as tuples of each layer's [rows, kv_heads, length, head_dim].
     """
 
-    keys: Float[Array, "layers rows kv_heads length head_dim"]
-    values: Float[Array, "layers rows kv_heads length head_dim"]
+    keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
+    values: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
     mask: Bool[Array, "rows length"] | Int[Array, "rows length"]
     positions: Int[Array, "rows length"]
 
@@ -279,12 +280,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
-    `remat` recomputes each layer in the backward pass, which trades time for memory.
+    `remat` recomputes each layer in the backward pass, which trades time for memory. `unrolled` writes the layers out
+    instead of scanning over them: it takes `unrolled_params` and contexts that are tuples over layers, and returns such.
     """
 
     config: DecoderConfig
     dtype: DTypeLike = jnp.float32
     remat: bool = False
+    unrolled: bool = False
 
     @nn.compact
     def __call__(
@@ -293,7 +296,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "batch time"],
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
-    ) -> tuple[Float[Array, "batch time hidden"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
 
         Args:
@@ -304,7 +307,7 @@ class Decoder(nn.Module):
             contexts: earlier tokens that every row may attend to.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
-            [layers, batch, kv_heads, time, head_dim].
+            [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`.
         """
         config = self.config
         embed = nn.Embed(
@@ -330,19 +333,35 @@ class Decoder(nn.Module):
             distances = [jnp.subtract(*_pairs(positions, theirs)) for _, theirs in sources]
 
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
-            length=config.num_layers,
-        )
         keys_values = tuple((context.keys, context.values) for context in contexts)
-        hidden, keys_values = layers(config, self.dtype, name="layers")(
-            embedded, keys_values, PerLayer(frequencies, windows), angles, masks, distances
-        )
+        per_layer = PerLayer(frequencies, windows)
+        if self.unrolled:
+            hidden, new = embedded, []
+            for layer in range(config.num_layers):
+                own = [(keys[layer], values[layer]) for keys, values in keys_values]
+                options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
+                one = block(config, self.dtype, name=f"layer_{layer}")
+                hidden, pair = one(hidden, own, options, angles, masks, distances)
+                new.append(pair)
+            keys_values = tuple(zip(*new, strict=True))
+        else:
+            layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
+                length=config.num_layers,
+            )
+            scanned = layers(config, self.dtype, name="layers")
+            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
+
+
+def unrolled_params(config: DecoderConfig, params: dict) -> dict:
+    """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
+    layers = {f"layer_{i}": jax.tree.map(lambda x: x[i], params["layers"]) for i in range(config.num_layers)}
+    return {name: value for name, value in params.items() if name != "layers"} | layers
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
