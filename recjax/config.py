@@ -100,6 +100,7 @@ class RolloutConfig:
     group_size: int = at_least(1, 8)
     max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
     max_completion_tokens: int = at_least(1, 16)
+    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all at once
     temperature: float = at_least(0, 1.0)
     top_k: int = at_least(0, 0)  # 0: all tokens
     top_p: float = 1.0

@@ -1,5 +1,6 @@
 """Prompts to scored completions: the one path for training and for evaluation."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions, sample
+from recjax.rollout.slots import sample_in_slots
 from recjax.tasks.problems import RewardFunction, score
 
 
@@ -31,7 +33,8 @@ def draw(
     sampling: Sampling,
 ) -> Completions:
     """`group_size` completions of each prompt from `params`, as host arrays."""
-    drawn = sample(
+    way = sample if policy.slots is None else functools.partial(sample_in_slots, slots=policy.slots)
+    drawn = way(
         policy.decoder,
         params,
         prompts.tokens,

@@ -114,9 +114,7 @@ def sample_in_slots(
         # --- A round.
         smaller = max((candidate for candidate in sizes if candidate < size), default=0)
         enough = -(-size // 8) if len(waiting) else size - smaller
-        memory, state = _decode(
-            params, memory, held, key, enough, max_tokens=max_tokens, stop_ids=stop_ids, **options
-        )
+        memory, state = _decode(params, memory, held, key, enough, max_tokens=max_tokens, stop_ids=stop_ids, **options)
         state = jax.device_get(state)
         live = held.rows >= 0
         new = live[:, None] & (np.arange(ROUND) < state.counts[:, None])
@@ -217,9 +215,7 @@ def _admit(memory: _Memory, prompt_cache: tuple, places: Int[Array, "2 slots"], 
     return memory._replace(prompts=jax.lax.fori_loop(0, count, copied, memory.prompts))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("decoder", "sampling", "max_tokens", "stop_ids"), donate_argnames="memory"
-)
+@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "max_tokens", "stop_ids"), donate_argnames="memory")
 def _decode(
     params: dict, memory: _Memory, held: _Slots, key: PRNGKeyArray, enough, *, decoder, sampling, max_tokens, stop_ids
 ) -> tuple[_Memory, _Round]:
