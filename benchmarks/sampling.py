@@ -33,10 +33,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("repeats", 5, "Timed repeats.", lower_bound=1)
 
 
-def in_waves(prompts: np.ndarray, mask: np.ndarray, key: jax.Array, *, prompts_at_once: int, **options) -> np.ndarray:
-    raise NotImplementedError
-
-
 def timed(draw: Callable, key: jax.Array) -> tuple[float, np.ndarray]:
     """Seconds of one call, and the lengths that it drew."""
     started = time.perf_counter()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from recjax.models.attention import attend, attention_mask, capped, pairs
 
 
 class RopeScaling(NamedTuple):
@@ -139,68 +142,6 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1 _ length"]:
-    """Which keys each query may look at, from their masks: real ones, of its own sequence where masks are ids.
-
-    Raises:
-        ValueError: one mask is boolean and the other holds sequence ids.
-    """
-    if (queries.dtype == bool) != (keys.dtype == bool):
-        raise ValueError(f"masks of {queries.dtype} and {keys.dtype} do not mix; give bool for all, or ids for all")
-    if keys.dtype == bool:
-        return keys[:, None, None, None, None, :]
-    queries, keys = _pairs(queries, keys)
-    return (queries == keys) & (keys != 0)
-
-
-def _pairs(queries: Array, keys: Array) -> tuple[Array, Array]:
-    """Something of each query and of each key, shaped to broadcast to [rows, batch/rows, 1, 1, time, length]."""
-    return queries.reshape(keys.shape[0], -1, 1, 1, queries.shape[1], 1), keys[:, None, None, None, None, :]
-
-
-def attend(
-    queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None = None
-) -> Array:
-    """Attention of every query over the keys of all segments under one softmax.
-
-    Args:
-        queries: rotated queries.
-        segments: (keys, values, mask) triples, keys and values [rows, kv_heads, length, head_dim] with rows dividing
-            the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
-        scale: factor on the scores.
-        cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
-    Returns:
-        [batch * time, heads * head_dim].
-    """
-    batch, heads, time, head_dim = queries.shape
-    kv_heads = segments[0][0].shape[1]
-
-    def by_row(x, rows):
-        return x.reshape(rows, batch // rows, kv_heads, heads // kv_heads, time, -1)
-
-    scores = []
-    for keys, _, mask in segments:
-        score = jnp.einsum(
-            "rnkgtd,rksd->rnkgts", by_row(queries, keys.shape[0]), keys, preferred_element_type=jnp.float32
-        )
-        score = jnp.where(mask, capped(score * scale, cap), -1e30)
-        scores.append(score.reshape(batch, heads, time, -1))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
-
-    mixed, start = jnp.zeros_like(queries), 0
-    for keys, values, _ in segments:
-        rows, length = keys.shape[0], keys.shape[2]
-        part = by_row(weights[..., start : start + length], rows)
-        mixed += jnp.einsum("rnkgts,rksd->rnkgtd", part, values).reshape(queries.shape)
-        start += length
-    return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
-
-
-def capped(x: Array, cap: float | None) -> Array:
-    """cap · tanh(x / cap), or x where there is no cap."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) · (scale + offset) over the last axis, computed in float32."""
 
@@ -281,7 +222,7 @@ class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
     `remat` recomputes each layer in the backward pass, which trades time for memory. `unrolled` writes the layers out
-    instead of scanning over them: it takes `unrolled_params` and contexts that are tuples over layers, and returns such.
+    instead of scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers.
     """
 
     config: DecoderConfig
@@ -330,7 +271,7 @@ class Decoder(nn.Module):
         windows, distances = None, []
         if config.windows:
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-            distances = [jnp.subtract(*_pairs(positions, theirs)) for _, theirs in sources]
+            distances = [jnp.subtract(*pairs(positions, theirs)) for _, theirs in sources]
 
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
         keys_values = tuple((context.keys, context.values) for context in contexts)
@@ -360,7 +301,7 @@ class Decoder(nn.Module):
 
 def unrolled_params(config: DecoderConfig, params: dict) -> dict:
     """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
-    layers = {f"layer_{i}": jax.tree.map(lambda x: x[i], params["layers"]) for i in range(config.num_layers)}
+    layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
     return {name: value for name, value in params.items() if name != "layers"} | layers
 
 

@@ -73,60 +73,61 @@ def sample_in_slots(
         slots: rows decoded at one time; memory and the time of a decoding step follow it.
         (others): as those of `sample`.
     """
-    batch, unrolled = len(prompts) * group_size, decoder.config.num_layers <= MOST_UNROLLED
-    if unrolled and jax.default_backend() == "cpu":
-        params = _unrolled(decoder.config, params)
-        decoder = decoder.clone(unrolled=True)
+    if decoder.config.num_layers <= MOST_UNROLLED and jax.default_backend() == "cpu":
+        params, decoder = _unrolled(decoder.config, params), decoder.clone(unrolled=True)
     options = {"decoder": decoder, "sampling": sampling}
-    prompt_cache, first_tokens, first_logprobs = _prefill(
-        params, prompts, prompt_mask, key, group_size=group_size, **options
-    )
-    tokens, counts = np.zeros((batch, max_tokens), np.int32), np.ones(batch, np.int32)
-    logprobs = np.zeros((batch, max_tokens), np.float32)
-    tokens[:, 0], logprobs[:, 0] = jax.device_get((first_tokens, first_logprobs))
-    finished = np.isin(tokens[:, 0], stop_ids)
-    waiting = np.flatnonzero(~finished) if max_tokens > 1 else np.zeros(0, int)
+    cache, *first = _prefill(params, prompts, prompt_mask, key, group_size=group_size, **options)
+    batch = len(prompts) * group_size
+    tokens, logprobs = np.zeros((batch, max_tokens), np.int32), np.zeros((batch, max_tokens), np.float32)
+    tokens[:, 0], logprobs[:, 0] = jax.device_get(first)
+    counts = np.ones(batch, np.int32)
+    waiting = np.flatnonzero(~np.isin(tokens[:, 0], stop_ids)) if max_tokens > 1 else np.zeros(0, int)
 
     sizes, lengths = _sizes(slots), _lengths(max_tokens)
-    size, length = _at_least(sizes, len(waiting)), lengths[0]
+    size = _at_least(sizes, len(waiting))
     held = _Slots(np.full(size, -1, np.int32), *(np.ones(size, np.int32) for _ in range(3)))
-    memory = _empty(prompt_cache, size=size, length=length)
+    memory = _empty(cache, size=size, length=lengths[0])
     while len(waiting) or (held.rows >= 0).any():
-        # --- As many slots as there are rows for, and room for a round.
-        live = np.flatnonzero(held.rows >= 0)
-        wanted = _at_least(sizes, len(live) + len(waiting))
-        room = _at_least(lengths, int(held.drawn[live].max(initial=1)) - 1 + ROUND)
-        if (wanted, room) != (size, length):
-            order = np.concatenate([live, np.flatnonzero(held.rows < 0)])[:wanted]
-            held = _Slots(*(column[order] for column in held))
-            memory, size, length = _gather(memory, order, length=room), wanted, room
+        held, memory = _fitted(held, memory, len(waiting), sizes, lengths)
 
         # --- Waiting rows into free slots.
         free = np.flatnonzero(held.rows < 0)[: len(waiting)]
         coming, waiting = waiting[: len(free)], waiting[len(free) :]
         if len(coming):
-            held.rows[free], held.drawn[free], held.last[free] = coming, 1, tokens[coming, 0]
-            held.lengths[free] = prompt_mask.sum(-1)[coming // group_size]
-            places = np.zeros((2, size), np.int32)
-            places[:, : len(free)] = free, coming // group_size
-            memory = _admit(memory, prompt_cache, places, len(free))
+            of = coming // group_size
+            held.rows[free], held.lengths[free] = coming, prompt_mask.sum(-1)[of]
+            held.drawn[free], held.last[free] = 1, tokens[coming, 0]
+            places = np.zeros((2, len(held.rows)), np.int32)
+            places[:, : len(free)] = free, of
+            memory = _admit(memory, cache, places, len(free))
 
-        # --- A round.
-        smaller = max((candidate for candidate in sizes if candidate < size), default=0)
-        enough = -(-size // 8) if len(waiting) else size - smaller
+        # --- A round: until a good part of the slots is free, or where none waits, until fewer slots do.
+        size = len(held.rows)
+        fewer = max((candidate for candidate in sizes if candidate < size), default=0)
+        enough = -(-size // 8) if len(waiting) else size - fewer
         memory, state = _decode(params, memory, held, key, enough, max_tokens=max_tokens, stop_ids=stop_ids, **options)
         state = jax.device_get(state)
-        live = held.rows >= 0
-        new = live[:, None] & (np.arange(ROUND) < state.counts[:, None])
-        places = (np.broadcast_to(held.rows[:, None], new.shape)[new], (held.drawn[:, None] + np.arange(ROUND))[new])
-        tokens[places], logprobs[places] = state.tokens[new], state.logprobs[new]
-        counts[held.rows[live]] += state.counts[live]
-        held = held._replace(
-            rows=np.where(state.live, held.rows, -1), drawn=held.drawn + state.counts, last=np.array(state.last)
-        )
-    mask = np.arange(max_tokens) < counts[:, None]
+        slot, time = np.nonzero((held.rows >= 0)[:, None] & (np.arange(ROUND) < state.counts[:, None]))
+        places = held.rows[slot], held.drawn[slot] + time
+        tokens[places], logprobs[places] = state.tokens[slot, time], state.logprobs[slot, time]
+        np.add.at(counts, held.rows[slot], 1)
+        rows, drawn = np.where(state.live, held.rows, -1), held.drawn + state.counts
+        held = held._replace(rows=rows, drawn=drawn, last=state.last.copy())
     ended = np.isin(tokens[np.arange(batch), counts - 1], stop_ids)
-    return Completions(tokens, mask, logprobs, ~ended)
+    return Completions(tokens, np.arange(max_tokens) < counts[:, None], logprobs, ~ended)
+
+
+def _fitted(
+    held: _Slots, memory: _Memory, waiting: int, sizes: list[int], lengths: list[int]
+) -> tuple[_Slots, _Memory]:
+    """As many slots as there are rows for, and a cache with room for a round."""
+    live = np.flatnonzero(held.rows >= 0)
+    size = _at_least(sizes, len(live) + waiting)
+    length = _at_least(lengths, int(held.drawn[live].max(initial=1)) - 1 + ROUND)
+    if (size, length) == (len(held.rows), jax.tree.leaves(memory.drawn)[0].shape[TIME]):
+        return held, memory
+    order = np.concatenate([live, np.flatnonzero(held.rows < 0)])[:size]
+    return _Slots(*(column[order] for column in held)), _gather(memory, order, length=length)
 
 
 def _sizes(slots: int) -> list[int]:
@@ -139,7 +140,7 @@ def _sizes(slots: int) -> list[int]:
 
 def _lengths(max_tokens: int) -> list[int]:
     """Lengths in tokens that the cache ever has, rising: doubling, up to what the longest completion needs."""
-    longest, lengths = max_tokens + ROUND, [SHORTEST]
+    lengths, longest = [SHORTEST], max_tokens + ROUND
     while lengths[-1] < longest:
         lengths.append(2 * lengths[-1])
     return [*lengths[:-1], longest]
@@ -181,7 +182,8 @@ def _empty(prompt_cache: tuple, *, size: int, length: int) -> _Memory:
     def zeros(x: Array, time: int) -> Array:
         return jnp.zeros((*x.shape[:ROWS], size, x.shape[ROWS + 1], time, x.shape[-1]), x.dtype)
 
-    return _Memory(*(jax.tree.map(lambda x: zeros(x, length or x.shape[TIME]), prompt_cache) for length in (0, length)))
+    prompts = jax.tree.map(lambda x: zeros(x, x.shape[TIME]), prompt_cache)
+    return _Memory(prompts, jax.tree.map(lambda x: zeros(x, length), prompt_cache))
 
 
 @functools.partial(jax.jit, static_argnames="length")
