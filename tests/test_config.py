@@ -59,6 +59,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("seed", ["'seed'", "key=value"]),
         ("seed=[1", ["seed=[1", "YAML"]),
         ("rollout.temperature=0", ["rollout.temperature", "above 0"]),
+        ("rollout.slots=0", ["rollout.slots = 0", "1 or more"]),
         ("rollout.top_p=1.5", ["rollout.top_p = 1.5", "at most 1"]),
         ("model.path=some/folder", ["model.path", "model.decoder", "exactly one"]),
         ("model.decoder=null", ["model.path", "found none"]),

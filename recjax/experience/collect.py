@@ -1,5 +1,6 @@
 """Prompts to scored completions: the one path for training and for evaluation."""
 
+import functools
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions, sample
+from recjax.rollout.slots import sample_in_slots
 from recjax.tasks.grading import Grading, Scores
 
 
@@ -43,7 +45,8 @@ def draw(
     sampling: Sampling,
 ) -> Completions:
     """`group_size` completions of each prompt from `params`, as host arrays."""
-    drawn = sample(
+    way = sample if policy.slots is None else functools.partial(sample_in_slots, slots=policy.slots)
+    drawn = way(
         policy.decoder,
         params,
         prompts.tokens,

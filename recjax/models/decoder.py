@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from recjax.models.attention import attend, attention_mask, capped, pairs
 
 
 class RopeScaling(NamedTuple):
@@ -88,10 +91,11 @@ class Context(NamedTuple):
 
     `rows` may be fewer than the batch: each context row then serves batch/rows consecutive rows, which is how one
     prompt is computed once and shared by all completions of its group. `mask` and `positions` are as the decoder's.
+    An unrolled decoder takes keys and values as tuples of each layer's [rows, kv_heads, length, head_dim].
     """
 
-    keys: Float[Array, "layers rows kv_heads length head_dim"]
-    values: Float[Array, "layers rows kv_heads length head_dim"]
+    keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
+    values: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
     mask: Bool[Array, "rows length"] | Int[Array, "rows length"]
     positions: Int[Array, "rows length"]
 
@@ -136,68 +140,6 @@ def rotate(
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1 _ length"]:
-    """Which keys each query may look at, from their masks: real ones, of its own sequence where masks are ids.
-
-    Raises:
-        ValueError: one mask is boolean and the other holds sequence ids.
-    """
-    if (queries.dtype == bool) != (keys.dtype == bool):
-        raise ValueError(f"masks of {queries.dtype} and {keys.dtype} do not mix; give bool for all, or ids for all")
-    if keys.dtype == bool:
-        return keys[:, None, None, None, None, :]
-    queries, keys = _pairs(queries, keys)
-    return (queries == keys) & (keys != 0)
-
-
-def _pairs(queries: Array, keys: Array) -> tuple[Array, Array]:
-    """Something of each query and of each key, shaped to broadcast to [rows, batch/rows, 1, 1, time, length]."""
-    return queries.reshape(keys.shape[0], -1, 1, 1, queries.shape[1], 1), keys[:, None, None, None, None, :]
-
-
-def attend(
-    queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None = None
-) -> Array:
-    """Attention of every query over the keys of all segments under one softmax.
-
-    Args:
-        queries: rotated queries.
-        segments: (keys, values, mask) triples, keys and values [rows, kv_heads, length, head_dim] with rows dividing
-            the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
-        scale: factor on the scores.
-        cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
-    Returns:
-        [batch * time, heads * head_dim].
-    """
-    batch, heads, time, head_dim = queries.shape
-    kv_heads = segments[0][0].shape[1]
-
-    def by_row(x, rows):
-        return x.reshape(rows, batch // rows, kv_heads, heads // kv_heads, time, -1)
-
-    scores = []
-    for keys, _, mask in segments:
-        score = jnp.einsum(
-            "rnkgtd,rksd->rnkgts", by_row(queries, keys.shape[0]), keys, preferred_element_type=jnp.float32
-        )
-        score = jnp.where(mask, capped(score * scale, cap), -1e30)
-        scores.append(score.reshape(batch, heads, time, -1))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
-
-    mixed, start = jnp.zeros_like(queries), 0
-    for keys, values, _ in segments:
-        rows, length = keys.shape[0], keys.shape[2]
-        part = by_row(weights[..., start : start + length], rows)
-        mixed += jnp.einsum("rnkgts,rksd->rnkgtd", part, values).reshape(queries.shape)
-        start += length
-    return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
-
-
-def capped(x: Array, cap: float | None) -> Array:
-    """cap · tanh(x / cap), or x where there is no cap."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class RMSNorm(nn.Module):
@@ -279,12 +221,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
-    `remat` recomputes each layer in the backward pass, which trades time for memory.
+    `remat` recomputes each layer in the backward pass, which trades time for memory. `unrolled` writes the layers out
+    instead of scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers.
     """
 
     config: DecoderConfig
     dtype: DTypeLike = jnp.float32
     remat: bool = False
+    unrolled: bool = False
 
     @nn.compact
     def __call__(
@@ -293,7 +237,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "batch time"],
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
-    ) -> tuple[Float[Array, "batch time hidden"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
 
         Args:
@@ -304,7 +248,7 @@ class Decoder(nn.Module):
             contexts: earlier tokens that every row may attend to.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
-            [layers, batch, kv_heads, time, head_dim].
+            [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`.
         """
         config = self.config
         embed = nn.Embed(
@@ -327,22 +271,38 @@ class Decoder(nn.Module):
         windows, distances = None, []
         if config.windows:
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-            distances = [jnp.subtract(*_pairs(positions, theirs)) for _, theirs in sources]
+            distances = [jnp.subtract(*pairs(positions, theirs)) for _, theirs in sources]
 
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
-            length=config.num_layers,
-        )
         keys_values = tuple((context.keys, context.values) for context in contexts)
-        hidden, keys_values = layers(config, self.dtype, name="layers")(
-            embedded, keys_values, PerLayer(frequencies, windows), angles, masks, distances
-        )
+        per_layer = PerLayer(frequencies, windows)
+        if self.unrolled:
+            hidden, new = embedded, []
+            for layer in range(config.num_layers):
+                own = [(keys[layer], values[layer]) for keys, values in keys_values]
+                options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
+                one = block(config, self.dtype, name=f"layer_{layer}")
+                hidden, pair = one(hidden, own, options, angles, masks, distances)
+                new.append(pair)
+            keys_values = tuple(zip(*new, strict=True))
+        else:
+            layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
+                length=config.num_layers,
+            )
+            scanned = layers(config, self.dtype, name="layers")
+            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
+
+
+def unrolled_params(config: DecoderConfig, params: dict) -> dict:
+    """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
+    layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
+    return {name: value for name, value in params.items() if name != "layers"} | layers
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

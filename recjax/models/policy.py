@@ -13,11 +13,15 @@ from recjax.models.weights import load_pretrained, read_config
 
 
 class Policy(NamedTuple):
-    """Everything about a policy that training does not change; parameters travel beside it."""
+    """Everything about a policy that training does not change; parameters travel beside it.
+
+    `slots` is how many completions are decoded at a time; None: all.
+    """
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
+    slots: int | None = None
 
 
 def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
@@ -47,7 +51,8 @@ def policy_alone(config: Config, characters: str) -> Policy:
         tokenizer = character_tokenizer(characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
-    return Policy(decoder, tokenizer, stop_token_ids(tokenizer, config.rollout.stop, config.model.path))
+    stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
+    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots)
 
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:

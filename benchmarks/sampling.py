@@ -1,0 +1,91 @@
+"""Uneven completions: waiting for the slowest row against slots that are filled again.
+
+    python -m benchmarks.sampling --prompts 8 --group_size 8 --slots 64 --repeats 5
+
+The decoder is small and random (hidden 256, 4 layers, vocabulary 4096), and the tokens that end a completion are 5% of
+the vocabulary. Every repeat times each way once, in turn, on the same key, so that other load falls on all of them;
+ratios are of one repeat's times. Compiling and the first run are apart.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling
+from recjax.rollout.sampler import sample
+from recjax.rollout.slots import sample_in_slots
+
+STOP_SHARE = 0.05
+
+
+def define_flags() -> None:
+    """The command's flags, defined when it is run and not when it is imported."""
+    flags.DEFINE_integer("prompts", 8, "Prompts.", lower_bound=1)
+    flags.DEFINE_integer("group_size", 8, "Completions of each prompt.", lower_bound=1)
+    flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each prompt.", lower_bound=1)
+    flags.DEFINE_integer("max_tokens", 256, "Limit on a completion.", lower_bound=1)
+    flags.DEFINE_integer("slots", 64, "Rows decoded at one time where slots are filled again.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "Timed repeats.", lower_bound=1)
+
+
+def timed(draw: Callable, key: jax.Array) -> tuple[float, np.ndarray]:
+    """Seconds of one call, and the lengths that it drew."""
+    started = time.perf_counter()
+    drawn = jax.device_get(draw(key))
+    return time.perf_counter() - started, drawn.mask.sum(-1)
+
+
+def main(_) -> None:
+    """Prints each way's seconds and tokens per second, and the ratios."""
+    shape = flags.FLAGS
+    config = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, config.vocab_size, (shape.prompts, shape.prompt_tokens)).astype(np.int32)
+    arguments = (Decoder(config), init_params(config, jax.random.key(0)), prompts, np.ones(prompts.shape, bool))
+    stop_ids = tuple(int(i) for i in random.permutation(config.vocab_size)[: int(STOP_SHARE * config.vocab_size)])
+    options = {
+        "group_size": shape.group_size,
+        "max_tokens": shape.max_tokens,
+        "sampling": Sampling(),
+        "stop_ids": stop_ids,
+    }
+    ways = {
+        "all rows, until the slowest ends": functools.partial(sample, *arguments, **options),
+        f"{shape.slots} slots, filled again": functools.partial(
+            sample_in_slots, *arguments, **options, slots=shape.slots
+        ),
+    }
+    keys = [jax.random.key(seed) for seed in range(shape.repeats)]
+    for name, draw in ways.items():
+        # Each key once: another key may need a program of another size.
+        print(f"{name}: first runs, compiling among them, {sum(timed(draw, key)[0] for key in keys):.1f} s")
+    seconds = {name: [] for name in ways}
+    lengths = []
+    for key in keys:
+        for name, draw in ways.items():
+            took, drawn = timed(draw, key)
+            seconds[name].append(took)
+        lengths.append(drawn)
+    tokens = np.array([drawn.sum() for drawn in lengths])
+    print(
+        f"{shape.prompts} × {shape.group_size} rows; completions: mean {np.mean(lengths):.1f} tokens,"
+        f" longest {np.mean([drawn.max() for drawn in lengths]):.0f} on average, {np.max(lengths)} at most"
+    )
+    first = np.array(next(iter(seconds.values())))
+    for name, took in seconds.items():
+        ratio = first / took
+        print(
+            f"{name}: median {np.median(took):.3f} s ({min(took):.3f} to {max(took):.3f}),"
+            f" {np.median(tokens / took):.0f} tokens/s, {np.median(ratio):.2f}× the first way"
+            f" ({ratio.min():.2f} to {ratio.max():.2f})"
+        )
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
