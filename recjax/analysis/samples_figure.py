@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from recjax.analysis.curves import COLOURS
 
@@ -73,4 +73,5 @@ def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
     parts = {name: rows["tokens"][chosen] for name, chosen in parts.items() if chosen.any()}
     axes.hist(list(parts.values()), bins, stacked=True, color=COLOURS[: len(parts)], alpha=0.75, label=list(parts))
     axes.set(xlabel="completion length (tokens)", ylabel="completions")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.legend(fontsize="small", edgecolor="none")
