@@ -74,7 +74,7 @@ def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monk
     task = "task.reward=recjax.tasks.rewards:last_number_match"
     setup.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
     made = setup.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
-    known = dict(zip(made.train.texts, zip(made.train.answers, made.train.mistakes, strict=True), strict=True))
+    known = {problem.prompt: (problem.answer, problem.mistakes) for problem in made.train.problems}
     decode = made.policy.tokenizer.decode
     wrong = 0
     for prompts, prompt_mask, answers, mask in shown:
