@@ -10,7 +10,7 @@ from absl import logging
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
-from recjax.experience.stored import Stored, load_stored, with_chosen_logprobs
+from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
 from recjax.models.policy import Policy, load_policy
 from recjax.models.trainable import in_compute_dtype, with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems, fitting
@@ -22,7 +22,7 @@ from recjax.training.warm_start import warm_start
 class Setup(NamedTuple):
     """What a run works with, none of which changes while it runs; `seconds` is what it took to make.
 
-    `stored` is what batches are taken from; None: the policy draws them.
+    `stored` is what all of a batch, or a share of it, is taken from.
     """
 
     policy: Policy
@@ -48,7 +48,10 @@ def prepare(config: Config) -> Setup:
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
-    stored = load_stored(config, policy) if config.experience else None
+    experience = config.experience
+    stored = load_stored(config, policy) if experience and (experience.store or experience.mix) else None
+    if stored and experience.mix and experience.mix.of == "group":
+        check_prompts(stored, experience.mix, train)
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:
