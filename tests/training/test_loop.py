@@ -233,3 +233,28 @@ def test_jit_compiles_the_update_once(tiny):
     loop.update.clear_cache()
     train(tiny("run", "regime.sync_interval=3"))
     assert loop.update._cache_size() == 1
+
+
+def test_nothing_is_compiled_once_a_run_is_under_way(tiny, monkeypatch):
+    compiled, update = [], loop.update
+
+    def counted(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    counts = []
+
+    def watched(*args, **named):
+        result = update(*args, **named)
+        counts.append(len(compiled))
+        return result
+
+    monkeypatch.setattr(loop, "update", watched)
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(counted)
+    try:
+        train(tiny("run", "regime.sync_interval=2", "regime.sync_offset=1", "evaluation.every=0"))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(counted)
+    # Whatever comes between one update and the next has come by the third.
+    assert counts[0] > 0 and len({*counts[2:]}) == 1
