@@ -101,8 +101,8 @@ def _link_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
         )
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
-    pad = tokenizer.pad_token
-    tokenizer.add_special_tokens({"eos_token": NEVER, "pad_token": pad})
+    tokenizer.add_special_tokens({"eos_token": NEVER, "pad_token": tokenizer.pad_token})
+    tokenizer.bos_token = None  # some systems put it before every prompt, others do not
     tokenizer.save_pretrained(folder)
     for file in source.glob("*.safetensors*"):
         (folder / file.name).symlink_to(file.absolute())

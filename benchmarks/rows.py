@@ -12,14 +12,15 @@ Answers = Mapping[str, Mapping[str, Mapping[int, Mapping[str, Any]]]]
 
 
 def make_rows(
-    name: str, shape: Mapping, config: Mapping, about: Mapping, checks: Mapping, answers: Answers
+    name: str, shape: Mapping, config: Mapping, about: Mapping, measured: Mapping, answers: Answers
 ) -> tuple[list[dict], dict]:
     """The rows, and by precision the device's peaks and where they are from.
 
     Args:
+        measured: by label, the device's peaks.
         answers: by label, phase and round; round -1 is the warm-up, compiling among it.
     """
-    peaks = {precision: _peaks(about, checks, precision) for precision in ("float32", "bfloat16")}
+    peaks = {precision: _peaks(about, measured, precision) for precision in ("float32", "bfloat16")}
     rows = []
     for label in answers:
         precision = named(label)[1]
@@ -73,15 +74,14 @@ def _phases(answers: Mapping[str, Mapping[int, Mapping]]) -> dict[str, dict[int,
     return found
 
 
-def _peaks(about: Mapping, checks: Mapping, precision: str) -> dict:
+def _peaks(about: Mapping, measured: Mapping, precision: str) -> dict:
     """The device's data sheet in bfloat16, or the best that any system of the precision measured."""
     devices = {about[label]["notes"].get("device") for label in about} & PEAKS.keys()
     if devices and precision == "bfloat16":
         device = devices.pop()
         return PEAKS[device] | {"from": f"data sheet of {device}"}
-    measured = [checks[label].get("peaks", {}) for label in about if named(label)[1] == precision]
-    measured = [peak for peak in measured if "flops" in peak]
-    if not measured:
+    found = [peak for label, peak in measured.items() if named(label)[1] == precision]
+    if not found:
         return {}
-    best = {field: max(peak[field] for peak in measured) for field in ("flops", "bytes")}
+    best = {field: max(peak[field] for peak in found) for field in ("flops", "bytes")}
     return best | {"from": "measured in this run: 2048³ matrix product, copy of 512 MiB; the best of all systems"}
