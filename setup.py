@@ -45,6 +45,7 @@ setup(
         "transformers>=5.0",
     ],
     extras_require={
+        "benchmarks": ["psutil>=6.0"],
         "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
@@ -56,6 +57,7 @@ setup(
             "gguf>=0.17",
             "hypothesis>=6.100",
             "peft>=0.17",
+            "psutil>=6.0",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "reasoning-gym>=0.1.25",

@@ -22,8 +22,8 @@ FORMULAS = {
     "decode FLOPs": "2 · (W + h·V) · B·T + attention of the completions",
     "decode bytes": "s · Σ over t < T of (W + h·V + 2 · L · K · d · (N·P + B·t)): weights once a token, each prompt's"
     " keys and values once a group, each row's own once",
-    "letters": "W weights of the layers, h hidden size, V vocabulary, L layers, H heads, K key-value heads, d head size,"
-    " N prompts, P prompt tokens, B rows, T mean completion tokens, s bytes a number",
+    "letters": "W weights of the layers, h hidden size, V vocabulary, L layers, H heads, K key-value heads, d head"
+    " size, N prompts, P prompt tokens, B rows, T mean completion tokens, s bytes a number",
     "share of peak": "FLOPs or bytes / seconds / the device's peak",
 }
 
@@ -41,7 +41,9 @@ def work_of(shape: Mapping[str, Any], config: Mapping[str, Any], precision: str,
     Args:
         config: the model's config.json.
     """
-    layers, heads, kv_heads = (config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads"))
+    layers, heads, kv_heads = (
+        config[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
+    )
     hidden, width = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // heads
     matrices = hidden * width * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
     weights, head = layers * matrices, hidden * config["vocab_size"]

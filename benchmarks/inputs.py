@@ -81,15 +81,7 @@ def _write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokeniz
     base = folder.parent / "base"
     base.mkdir()
     write_base(base, config, tokenizer, (sizes.vocabulary,))
-    if sizes.biases:
-        _as_qwen2(base / "config.json")
-    config = dataclasses.replace(config, qkv_bias=sizes.biases)
     export_model(folder, config, init_params(config, jax.random.key(0)), base)
-
-
-def _as_qwen2(file: Path) -> None:
-    fields = json.loads(file.read_text()) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    file.write_text(json.dumps({key: value for key, value in fields.items() if not key.endswith("_bias")}))
 
 
 def _link_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:

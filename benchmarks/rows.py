@@ -18,7 +18,7 @@ def make_rows(
 
     Args:
         measured: by label, the device's peaks.
-        answers: by label, phase and round; round -1 is the warm-up, compiling among it.
+        answers: by label, phase and round; rounds below 0 are warm-ups, compiling among the first.
     """
     peaks = {precision: _peaks(about, measured, precision) for precision in ("float32", "bfloat16")}
     rows = []
@@ -36,7 +36,7 @@ def make_rows(
                 "precision": precision,
                 "seconds": {"median": float(np.median(seconds)), "min": min(seconds), "max": max(seconds)},
                 "rounds": seconds,
-                "first_seconds": timed[-1]["seconds"] if -1 in timed else None,
+                "first_seconds": timed[min(timed)]["seconds"],
                 "repeats": len(seconds),
                 "versions": about[label]["versions"],
             }

@@ -32,6 +32,8 @@ from recjax.training.cache import cache_folder
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parent.parent
+# The last: several systems hold the GPU's memory beside each other.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def define_flags() -> None:
@@ -41,6 +43,7 @@ def define_flags() -> None:
     flags.DEFINE_list("systems", None, f"Of {', '.join(SYSTEMS)}, with :bfloat16 or without; default: the shape's.")
     flags.DEFINE_list("phases", None, "Phases to time; default: all that a system has.")
     flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
+    flags.DEFINE_integer("warmups", 2, "Rounds before those that count.", lower_bound=1)
     flags.DEFINE_list("recjax", None, "Lines of recjax's config in place of the shape's, such as rollout.slots=32.")
     flags.DEFINE_list("python", [], "Interpreters to use in place of environments, such as torch=/usr/bin/python3.")
     flags.DEFINE_float("quiet", 0.15, "Other load, as a share of all cores, above which a round waits.", lower_bound=0)
@@ -59,16 +62,19 @@ class Worker:
         """Starts it and waits until it has prepared; `about` is what it says of itself."""
         self._log = log
         command = [python, "-m", f"benchmarks.workers.{system.worker}", str(inputs), precision, json.dumps(options)]
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-            )
+        try:
+            with log.open("w") as errors:
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=REPOSITORY,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env={**os.environ, **ENVIRONMENT},
+                )
+        except OSError as error:
+            raise Failed(str(error)) from error
         try:
             self.about = self._answer()
         except Failed:
@@ -166,26 +172,29 @@ def compare(workers: dict[str, Worker], folder: Path) -> dict[str, dict]:
 
 
 def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, list[float]]:
-    """Answers by label, phase and round, the warm-up being round -1; and the other load before each round.
+    """Answers by label, phase and round, warm-ups being rounds below 0; and the other load before each round.
 
-    A system that fails is left out from there on.
+    The n-th warm-up and the n-th round that counts draw with the same key: with uneven lengths another key may need a
+    program of another size. A system that fails is left out from there on.
     """
     answers: dict[str, dict[str, dict[int, dict]]] = {label: {} for label in workers}
     loads = []
     phases = list(dict.fromkeys(phase for worker in workers.values() for phase in worker.about["phases"]))
-    for number in range(-1, FLAGS.repeats):
+    for number in range(-FLAGS.warmups, FLAGS.repeats):
         loads.append(other_load(FLAGS.quiet, FLAGS.patience))
         for phase in phases if FLAGS.phases is None else [phase for phase in phases if phase in FLAGS.phases]:
             order = [label for label in workers if phase in workers[label].about["phases"] and label not in failed]
-            turn = (number + 1) % max(len(order), 1)
+            turn = number % max(len(order), 1)
+            key = number + (FLAGS.warmups if number < 0 else 0)
             for label in order[turn:] + order[:turn]:
                 try:
-                    answer = workers[label].ask(phase=phase, round=number + 1)
+                    answer = workers[label].ask(phase=phase, round=key)
                 except Failed as error:
                     failed[label] = f"{phase}: {error}"
                     say(f"{label} is left out: {failed[label]}")
                     continue
                 answers[label].setdefault(phase, {})[number] = answer
+                workers[label].about["notes"] |= answer.pop("notes", {})
                 name = "warm-up" if number < 0 else f"round {number + 1} of {FLAGS.repeats}"
                 say(f"{name}: {label} {phase} {answer['seconds']:.3f} s")
     return answers, loads
@@ -239,6 +248,7 @@ def main(_) -> None:
         workers: dict[str, Worker] = {}
         failed: dict[str, str] = {}
         for label in labels:
+            say(f"{label}: starting; {psutil.virtual_memory().available / 2**30:.1f} GiB of memory are free")
             try:
                 workers[label] = start(label, inputs, logs, FLAGS.recjax)
                 stack.callback(workers[label].close)

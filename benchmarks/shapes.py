@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A decoder with random weights: a Llama, or a Qwen2 where queries, keys and values have biases."""
+    """A Llama with random weights."""
 
     vocabulary: int
     hidden: int
@@ -14,7 +14,6 @@ class Sizes:
     heads: int
     kv_heads: int
     head_dim: int
-    biases: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Shape:
 
 
 ALL = ("recjax", "torch", "torch_shared", "transformers", "trl", "tunix")
-BFLOAT16 = tuple(f"{system}:bfloat16" for system in ALL)
 SMALL = Sizes(4096, 256, 1024, 4, 4, 4, 64)
 SHAPES = {
     "toy": Shape(Sizes(64, 32, 64, 2, 4, 2, 8), 2, 4, 8, 8, ALL, recjax=("rollout.slots=8",)),
@@ -66,7 +64,9 @@ SHAPES = {
         stop_share=0.05, recjax=("rollout.slots=64",),
     ),
     "e": Shape(
-        Sizes(151936, 1536, 8960, 28, 12, 2, 128, biases=True), 64, 8, 256, 1024, BFLOAT16,
+        Sizes(151936, 1536, 8960, 28, 12, 2, 128), 64, 8, 256, 1024,
+        # Each holds weights, gradients and AdamW's moments, about 25 GB, beside its cache.
+        ("recjax:bfloat16", "transformers:bfloat16"),
         micro_batches=16, gpu=True, recjax=("rollout.slots=512",),
     ),
 }  # fmt: skip

@@ -24,7 +24,9 @@ SYSTEMS = {
     "recjax_waiting": System(
         "recjax_worker", None, {"lines": ["rollout.slots=null"]}, "recjax, all rows until the slowest ends"
     ),
-    "torch": System("torch_worker", "torch", {"shared": False}, "plain torch: own loop, static cache, prompts run once"),
+    "torch": System(
+        "torch_worker", "torch", {"shared": False}, "plain torch: own loop, static cache, prompts run once"
+    ),
     "torch_shared": System(
         "torch_worker", "torch", {"shared": True}, "the same, and prompts read once a group in decode and update"
     ),

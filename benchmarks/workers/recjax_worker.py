@@ -39,7 +39,12 @@ def read_config(inputs: Inputs):
     """The run's config: the shape, and the lines of config that it names or the system brings."""
     file = inputs.scratch / "config.yaml"
     parts = inputs.shape["prompts"] // inputs.shape["micro_batches"]
-    values = inputs.shape | {"folder": inputs.folder, "scratch": inputs.scratch, "precision": inputs.precision, "micro_batch_prompts": parts}
+    values = inputs.shape | {
+        "folder": inputs.folder,
+        "scratch": inputs.scratch,
+        "precision": inputs.precision,
+        "micro_batch_prompts": parts,
+    }
     file.write_text(CONFIG.format(reward="benchmarks.reward:vowel_share", **values))
     lines = inputs.options.get("lines", inputs.shape["recjax"])
     return load_config(file, lines), lines

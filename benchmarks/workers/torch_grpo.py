@@ -73,16 +73,20 @@ def advantages(rewards: Tensor, group_size: int) -> Tensor:
     return (centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-6)).flatten()
 
 
-def grpo_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor, constants: bool = True) -> Tensor:
-    """Sum over tokens of the clipped surrogate; the caller divides by the batch's number of tokens.
-
-    Args:
-        constants: count what is clipped, which has no gradient; recjax leaves it out.
-    """
+def grpo_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Sum over tokens of the clipped surrogate; the caller divides by the batch's number of tokens."""
     ratio = (logprobs - behaviour).exp()
-    free, clipped = (x * advantage[:, None] for x in (ratio, ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)))
-    gains = torch.minimum(free, clipped)
-    return -(gains * mask * (constants | (free <= clipped))).sum()
+    clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
+    gains = torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
+    return -(gains * mask).sum()
+
+
+def weighted_log_likelihood(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """recjax's form of it, of the same gradient: log-probabilities weighted by ratio and advantage, none clipped."""
+    ratio = (logprobs - behaviour).exp().detach()
+    rising = advantage[:, None] >= 0
+    kept = torch.where(rising, ratio <= 1 + CLIP_RANGE, ratio >= 1 - CLIP_RANGE)
+    return -(logprobs * ratio * advantage[:, None] * kept * mask).sum()
 
 
 def optimizer_of(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -98,14 +102,14 @@ def accumulate(
     mask: Tensor,
     behaviour: Tensor | None,
     rewards: Tensor,
-    constants: bool = True,
+    loss_of: Callable = grpo_loss,
 ) -> Tensor:
     """Adds the gradients of all micro-batches and returns the loss.
 
     Args:
         logprobs_of: (prompts, completions) of a micro-batch → log-probabilities.
         behaviour: None: the policy that is trained drew the batch, whose log-probabilities then are the same ones.
-        constants: as of `grpo_loss`.
+        loss_of: of the loss's forms.
     """
     parts, group_size = inputs.shape["micro_batches"], inputs.shape["group_size"]
     advantage, count, total = advantages(rewards, group_size), mask.sum(), 0.0
@@ -113,7 +117,7 @@ def accumulate(
     for part in zip(prompts.chunk(parts), *(column.chunk(parts) for column in columns), strict=True):
         logprobs = logprobs_of(part[0], part[1])
         old = logprobs.detach() if behaviour is None else part[4]
-        loss = grpo_loss(logprobs, old, part[3], part[2], constants) / count
+        loss = loss_of(logprobs, old, part[3], part[2]) / count
         loss.backward()
         total += loss.detach()
     return total
@@ -131,11 +135,15 @@ def compared_loss(inputs: Inputs, parameters: list[Tensor], logprobs_of: Callabl
     """Loss and gradient norm of the batch that all systems compare; changes no parameter."""
     batch = (inputs.completions.astype(np.int64), np.ones_like(inputs.noise), np.load(file), inputs.rewards)
     batch = [torch.tensor(column, device=DEVICE) for column in batch]
-    loss = accumulate(logprobs_of, inputs, prompt_tokens(inputs), *batch, constants=False)
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-    for parameter in parameters:
-        parameter.grad = None
-    return {"loss": loss.item(), "gradient_norm": norm.item()}
+    found = {}
+    for name, loss_of in [("loss", weighted_log_likelihood), ("surrogate", grpo_loss)]:
+        loss = accumulate(logprobs_of, inputs, prompt_tokens(inputs), *batch, loss_of=loss_of)
+        found[name] = loss.item()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+    # Of the loss that is trained on.
+    return found | {"gradient_norm": norm.item()}
 
 
 def compared_logprobs(inputs: Inputs, logprobs_of: Callable) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Llama and Qwen2 in plain torch functions, for a decode loop with a static cache and for updates.
+"""Llama in plain torch functions, for a decode loop with a static cache and for updates.
 
 Queries, keys and values are one matrix, gate and up another. Weights are float32; `cast` gives those of a compute
 dtype, through which gradients go back.
@@ -54,8 +54,6 @@ def load(folder: Path, device: torch.device) -> tuple[Sizes, dict[str, Tensor]]:
             f"{of}attention_norm": read[f"{here}input_layernorm.weight"],
             f"{of}mlp_norm": read[f"{here}post_attention_layernorm.weight"],
         }
-        if f"{here}self_attn.q_proj.bias" in read:
-            weights[f"{of}qkv_bias"] = torch.cat([read[f"{here}self_attn.{name}_proj.bias"] for name in "qkv"])
     return sizes, {name: weight.to(device).requires_grad_() for name, weight in weights.items()}
 
 
@@ -98,7 +96,7 @@ def run(sizes: Sizes, weights: dict[str, Tensor], tokens: Tensor, positions: Ten
     widths = [count * sizes.head_dim for count in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
     for layer in range(sizes.layers):
         x = _normed(hidden, weights[f"{layer}.attention_norm"], sizes.epsilon)
-        projected = F.linear(x, weights[f"{layer}.qkv"], weights.get(f"{layer}.qkv_bias"))
+        projected = F.linear(x, weights[f"{layer}.qkv"])
         q, k, v = (
             part.view(rows, time, -1, sizes.head_dim).transpose(1, 2) for part in projected.split(widths, dim=-1)
         )
@@ -149,7 +147,8 @@ def completion_hidden(sizes: Sizes, weights: dict[str, Tensor], prompts: Tensor,
 
     def attend(layer, q, k, v):
         k, v = (
-            torch.cat([old.repeat_interleave(group, 0), new], 2) for old, new in zip(context[layer], (k, v), strict=True)
+            torch.cat([old.repeat_interleave(group, 0), new], 2)
+            for old, new in zip(context[layer], (k, v), strict=True)
         )
         return sdpa(q, k, v, mask)
 

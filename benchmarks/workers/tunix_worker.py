@@ -15,8 +15,6 @@ from flax import nnx
 from transformers import AutoTokenizer
 from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params as llama_params
-from tunix.models.qwen2 import model as qwen
-from tunix.models.qwen2 import params as qwen_params
 from tunix.rl import common, rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -31,8 +29,7 @@ def load(inputs: Inputs, mesh: jax.sharding.Mesh) -> nnx.Module:
     """The model of the folder, weights in the precision."""
     folder = inputs.folder / "model"
     config = json.loads((folder / "config.json").read_text())
-    module, params = (qwen, qwen_params) if config["model_type"] == "qwen2" else (llama, llama_params)
-    sizes = module.ModelConfig(
+    sizes = llama.ModelConfig(
         num_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         embed_dim=config["hidden_size"],
@@ -42,10 +39,12 @@ def load(inputs: Inputs, mesh: jax.sharding.Mesh) -> nnx.Module:
         num_kv_heads=config["num_key_value_heads"],
         rope_theta=config["rope_theta"],
         norm_eps=config["rms_norm_eps"],
-        **{"use_tied_embedding" if module is qwen else "weight_tying": config["tie_word_embeddings"]},
+        weight_tying=config["tie_word_embeddings"],
     )
+    # Tunix 0.1.7 takes the rotary base into its config and then uses one million whatever that says.
+    llama.apply_rope = functools.partial(llama.apply_rope, rope_theta=config["rope_theta"])
     with mesh:
-        return params.create_model_from_safe_tensors(str(folder), sizes, mesh, dtype=jnp.dtype(inputs.precision))
+        return llama_params.create_model_from_safe_tensors(str(folder), sizes, mesh, dtype=jnp.dtype(inputs.precision))
 
 
 def prepare(inputs: Inputs) -> System:
@@ -96,9 +95,7 @@ def prepare(inputs: Inputs) -> System:
     cluster.generate = timed("generate", cluster.generate)
     learner = GRPOLearner(
         rl_cluster=cluster,
-        algo_config=GRPOConfig(
-            num_generations=shape["group_size"], beta=0.0, epsilon=0.2, loss_agg_mode="token-mean"
-        ),
+        algo_config=GRPOConfig(num_generations=shape["group_size"], beta=0.0, epsilon=0.2, loss_agg_mode="token-mean"),
         reward_fns=timed("grade", lambda prompts, completions, **_: vowel_share(prompts, completions, completions)),
     )
 
@@ -161,7 +158,10 @@ def prepare(inputs: Inputs) -> System:
         checks={"greedy": greedy, "logprobs": save_logprobs},
         peak_device_bytes=lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         packages=("google-tunix", "jax", "flax"),
-        notes={"sampler": "Tunix's own, `vanilla`"},
+        notes={
+            "sampler": "Tunix's own, `vanilla`",
+            "patched": "the rotary base of its Llama, which ignores the config's",
+        },
     )
 
 
