@@ -181,6 +181,7 @@ def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, l
     loads = []
     phases = list(dict.fromkeys(phase for worker in workers.values() for phase in worker.about["phases"]))
     for number in range(-FLAGS.warmups, FLAGS.repeats):
+        os.sync()  # or a system would pay for what another's checkpoint has left to write
         loads.append(other_load(FLAGS.quiet, FLAGS.patience))
         for phase in phases if FLAGS.phases is None else [phase for phase in phases if phase in FLAGS.phases]:
             order = [label for label in workers if phase in workers[label].about["phases"] and label not in failed]

@@ -55,7 +55,8 @@ SHAPES = {
         recjax=("rollout.slots=64",),
     ),
     "b": Shape(
-        "models/SmolLM2-135M-Instruct", 4, 4, 64, 32, (*ALL, "recjax:bfloat16", "torch:bfloat16"),
+        # 3 to 6 GB each, so Tunix and bfloat16 are left to commands of their own, with recjax beside them.
+        "models/SmolLM2-135M-Instruct", 4, 4, 64, 32, ("recjax", "torch", "torch_shared", "transformers", "trl"),
         recjax=("rollout.slots=16",),
     ),
     "c": Shape(SMALL, 4, 16, 512, 32, ALL, recjax=("rollout.slots=64",)),
@@ -67,6 +68,6 @@ SHAPES = {
         Sizes(151936, 1536, 8960, 28, 12, 2, 128), 64, 8, 256, 1024,
         # Each holds weights, gradients and AdamW's moments, about 25 GB, beside its cache.
         ("recjax:bfloat16", "transformers:bfloat16"),
-        micro_batches=16, gpu=True, recjax=("rollout.slots=512",),
+        micro_batches=64, gpu=True, recjax=("rollout.slots=512",),
     ),
 }  # fmt: skip

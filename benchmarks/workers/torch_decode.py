@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.torch_grpo import drawn_tokens
-from benchmarks.workers.torch_llama import Sizes, prompt_keys_values, run, scores, sdpa
+from benchmarks.workers.torch_llama import Sizes, block, run, scores, sdpa
 
 BUCKET = 64  # tokens by which the part of the cache that is attended to grows
 
@@ -26,7 +26,8 @@ def prefill(
     sizes: Sizes, weights: dict[str, Tensor], prompts: Tensor, group: int, max_tokens: int, shared: bool
 ) -> tuple[Cache, Tensor]:
     """The cache of a batch's rows, and the scores of their first tokens, [prompts, vocabulary]."""
-    hidden, kept = prompt_keys_values(sizes, weights, prompts)
+    positions = torch.arange(prompts.shape[1], device=prompts.device)
+    hidden, kept = run(sizes, weights, prompts, positions, sdpa)
     before = 0 if shared else prompts.shape[1]
 
     def rows_of(x: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def prefill(
 
 def decode_step(
     sizes: Sizes, weights: dict[str, Tensor], cache: Cache, last: Tensor, place: Tensor, before: int, length: int,
-    greedy: bool,
+    greedy: bool, block=block, draw=drawn_tokens,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draws each row's next token.
 
@@ -49,35 +50,51 @@ def decode_step(
         place: [1], where they go in `cache.rows`.
         before: tokens of the prompt that are not in `cache.rows`.
         length: the part of `cache.rows` that is attended to.
+        block, draw: these functions, or what compiling made of them.
     """
     seen = torch.arange(length, device=last.device) <= place
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for held, new in zip(cache.rows[layer], (k, v), strict=True):
-            held.index_copy_(2, place, new)
-        keys, values = (held[:, :, :length] for held in cache.rows[layer])
-        if not cache.prompts:
-            return sdpa(q, keys, values, seen[None])
-        return _with_shared_prompts(q, cache.prompts[layer], keys, values, seen)
-
-    hidden = run(sizes, weights, last[:, None], place + before, attend)
-    return drawn_tokens(scores(weights, hidden[:, 0]), greedy)
+    contexts = [(place, seen, *pair) for pair in cache.rows]
+    if cache.prompts:
+        contexts = [(*context, *pair) for context, pair in zip(contexts, cache.prompts, strict=True)]
+    attend = _to_shared_prompts if cache.prompts else _to_own_prompts
+    hidden, _ = run(sizes, weights, last[:, None], place + before, attend, contexts, block)
+    return draw(scores(weights, hidden[:, 0]), greedy)
 
 
-def _with_shared_prompts(q: Tensor, prompts: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, seen: Tensor):
+def _put(k: Tensor, v: Tensor, place: Tensor, length: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of the cache that is attended to, with new keys and values in it."""
+    for held, new in ((keys, k), (values, v)):
+        held.index_copy_(2, place, new)
+    return keys[:, :, :length], values[:, :, :length]
+
+
+def _to_own_prompts(q: Tensor, k: Tensor, v: Tensor, place: Tensor, seen: Tensor, *cache: Tensor) -> Tensor:
+    """Attention of one query a row to the row's cache."""
+    return sdpa(q, *_put(k, v, place, len(seen), *cache), seen[None])
+
+
+def _to_shared_prompts(
+    q: Tensor, k: Tensor, v: Tensor, place: Tensor, seen: Tensor, keys: Tensor, values: Tensor,
+    prompt_keys: Tensor, prompt_values: Tensor,
+) -> Tensor:  # fmt: skip
     """Attention of one query a row to its prompt, read once for the whole group, and to its own tokens."""
+    keys, values = _put(k, v, place, len(seen), keys, values)
     batch, heads, _, width = q.shape
-    count, kv_heads, before, _ = prompts[0].shape
+    count, kv_heads, before, _ = prompt_keys.shape
     own = q.view(batch, kv_heads, heads // kv_heads, width) * width**-0.5
-    grouped = own.view(count, -1, kv_heads, heads // kv_heads, width).transpose(1, 2).flatten(2, 3)
-    theirs = (grouped @ prompts[0].mT).view(count, kv_heads, -1, heads // kv_heads, before)
-    theirs = theirs.transpose(1, 2).reshape(batch, kv_heads, -1, before)
+
+    def by_prompt(x: Tensor) -> Tensor:
+        return x.reshape(count, -1, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+    def by_row(x: Tensor) -> Tensor:
+        x = x.view(count, kv_heads, -1, heads // kv_heads, x.shape[-1])
+        return x.transpose(1, 2).reshape(batch, kv_heads, heads // kv_heads, x.shape[-1])
+
+    theirs = by_row(by_prompt(own) @ prompt_keys.mT)
     mine = (own @ keys.mT).masked_fill(~seen, float("-inf"))
     weights = torch.cat([theirs, mine], -1).float().softmax(-1).to(q.dtype)
     theirs, mine = weights.split([before, keys.shape[2]], -1)
-    grouped = theirs.view(count, -1, kv_heads, heads // kv_heads, before).transpose(1, 2).flatten(2, 3)
-    read = (grouped @ prompts[1]).view(count, kv_heads, -1, heads // kv_heads, width)
-    return (read.transpose(1, 2).reshape(own.shape) + mine @ values).reshape(batch, heads, 1, width)
+    return (by_row(by_prompt(theirs) @ prompt_values) + mine @ values).reshape(batch, heads, 1, width)
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+LAYER = ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm")
+
 
 class Sizes(NamedTuple):
     """Of config.json."""
@@ -83,29 +85,37 @@ def _normed(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), scale, epsilon).to(x.dtype)
 
 
-def run(sizes: Sizes, weights: dict[str, Tensor], tokens: Tensor, positions: Tensor, attend) -> Tensor:
-    """Final hidden states of tokens [rows, time] at positions [time].
+def block(sizes: Sizes, weights: dict[str, Tensor], hidden: Tensor, angles: tuple[Tensor, Tensor], attend, context):
+    """One layer: the new hidden states, and the keys and values of these tokens."""
+    rows, time, _ = hidden.shape
+    widths = [count * sizes.head_dim for count in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    projected = F.linear(_normed(hidden, weights["attention_norm"], sizes.epsilon), weights["qkv"])
+    q, k, v = (part.view(rows, time, -1, sizes.head_dim).transpose(1, 2) for part in projected.split(widths, dim=-1))
+    k = _rotated(k, *angles)
+    mixed = attend(_rotated(q, *angles), k, v, *context)
+    hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), weights["out"])
+    gate, up = F.linear(_normed(hidden, weights["mlp_norm"], sizes.epsilon), weights["gate_up"]).chunk(2, -1)
+    return hidden + F.linear(F.silu(gate) * up, weights["down"]), k, v
+
+
+def run(
+    sizes: Sizes, weights: dict[str, Tensor], tokens: Tensor, positions: Tensor, attend, contexts=None, block=block
+) -> tuple[Tensor, list]:
+    """Final hidden states of tokens [rows, time] at positions [time], and each layer's keys and values.
 
     Args:
-        attend: (layer, queries [rows, heads, time, head_dim], keys, values [rows, kv_heads, time, head_dim]) → what
-            the queries read, of the queries' shape.
+        attend: (queries [rows, heads, time, head_dim], keys, values [rows, kv_heads, time, head_dim], *context) →
+            what the queries read, of the queries' shape.
+        contexts: each layer's further arguments of `attend`.
+        block: `block`, or what compiling made of it.
     """
     hidden = F.embedding(tokens, weights["embedding"])
-    cos, sin = rotary(sizes, positions)
-    rows, time = tokens.shape
-    widths = [count * sizes.head_dim for count in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    angles, kept = rotary(sizes, positions), []
     for layer in range(sizes.layers):
-        x = _normed(hidden, weights[f"{layer}.attention_norm"], sizes.epsilon)
-        projected = F.linear(x, weights[f"{layer}.qkv"])
-        q, k, v = (
-            part.view(rows, time, -1, sizes.head_dim).transpose(1, 2) for part in projected.split(widths, dim=-1)
-        )
-        mixed = attend(layer, _rotated(q, cos, sin), _rotated(k, cos, sin), v)
-        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), weights[f"{layer}.out"])
-        x = _normed(hidden, weights[f"{layer}.mlp_norm"], sizes.epsilon)
-        gate, up = F.linear(x, weights[f"{layer}.gate_up"]).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, weights[f"{layer}.down"])
-    return _normed(hidden, weights["norm"], sizes.epsilon)
+        own = {name: weights[f"{layer}.{name}"] for name in LAYER}
+        hidden, *pair = block(sizes, own, hidden, angles, attend, contexts[layer] if contexts else ())
+        kept.append(tuple(pair))
+    return _normed(hidden, weights["norm"], sizes.epsilon), kept
 
 
 def sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -116,41 +126,31 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = No
     )
 
 
-def prompt_keys_values(sizes: Sizes, weights: dict[str, Tensor], prompts: Tensor) -> tuple[Tensor, list]:
-    """Hidden states of prompts, and each layer's keys and values."""
-    kept = []
-
-    def attend(layer, q, k, v):
-        kept.append((k, v))
-        return sdpa(q, k, v)
-
-    positions = torch.arange(prompts.shape[1], device=prompts.device)
-    return run(sizes, weights, prompts, positions, attend), kept
+def after_prompts(q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of completions to their prompts and themselves; a group has one copy of its prompt's."""
+    group = len(q) // len(prompt_k)
+    k, v = (torch.cat([old.repeat_interleave(group, 0), new], 2) for old, new in ((prompt_k, k), (prompt_v, v)))
+    return sdpa(q, k, v, mask)
 
 
-def completion_hidden(sizes: Sizes, weights: dict[str, Tensor], prompts: Tensor, completions: Tensor, shared: bool):
+def completion_hidden(
+    sizes: Sizes, weights: dict[str, Tensor], prompts: Tensor, completions: Tensor, shared: bool, block=block
+) -> Tensor:
     """Hidden states that score each token of the completions, [rows, time, hidden].
 
     Args:
         completions: rows of one prompt follow each other.
         shared: run each prompt once; otherwise with each of its completions, as most code does.
+        block: `block`, or what compiling made of it.
     """
     group, before = len(completions) // len(prompts), prompts.shape[1]
     if not shared:
         tokens = torch.cat([prompts.repeat_interleave(group, 0), completions[:, :-1]], 1)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return run(sizes, weights, tokens, positions, lambda _, *qkv: sdpa(*qkv))[:, before - 1 :]
-    hidden, context = prompt_keys_values(sizes, weights, prompts)
-    time = completions.shape[1] - 1
-    positions = before + torch.arange(time, device=prompts.device)
-    mask = torch.arange(before + time, device=prompts.device) <= positions[:, None]
-
-    def attend(layer, q, k, v):
-        k, v = (
-            torch.cat([old.repeat_interleave(group, 0), new], 2)
-            for old, new in zip(context[layer], (k, v), strict=True)
-        )
-        return sdpa(q, k, v, mask)
-
-    rest = run(sizes, weights, completions[:, :-1], positions, attend)
+        return run(sizes, weights, tokens, positions, sdpa, block=block)[0][:, before - 1 :]
+    positions = torch.arange(before + completions.shape[1] - 1, device=prompts.device)
+    hidden, kept = run(sizes, weights, prompts, positions[:before], sdpa, block=block)
+    mask = positions <= positions[before:, None]
+    contexts = [(*pair, mask) for pair in kept]
+    rest, _ = run(sizes, weights, completions[:, :-1], positions[before:], after_prompts, contexts, block)
     return torch.cat([hidden[:, -1:].repeat_interleave(group, 0), rest], 1)

@@ -11,6 +11,8 @@ from benchmarks.workers import torch_llama as llama
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from benchmarks.workers.torch_decode import decode_step, generate
 
+MOST_WHOLE = 8  # layers; a program of more takes minutes to compile, one of a layer serves them all
+
 
 def prepare(inputs: Inputs) -> System:
     """The model, and what is timed of it. Option `shared`: prompts are read once a group in decode and update too."""
@@ -23,9 +25,9 @@ def prepare(inputs: Inputs) -> System:
     prompts = grpo.prompt_tokens(inputs)
     run, notes = {"behaviour": None}, {"device": _device_name()}
 
-    def logprobs_of(some: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
+    def logprobs_of(some: torch.Tensor, completions: torch.Tensor, block=llama.block) -> torch.Tensor:
         used = llama.cast(weights, dtype)
-        hidden = llama.completion_hidden(sizes, used, some, completions, shared)
+        hidden = llama.completion_hidden(sizes, used, some, completions, shared, block)
         return grpo.token_logprobs(functools.partial(llama.scores, used), hidden, completions, shape["vocabulary"])
 
     def drawn(step, max_tokens: int = limit, group: int = shape["group_size"], greedy: bool = False):
@@ -39,13 +41,15 @@ def prepare(inputs: Inputs) -> System:
         grpo.synchronize()
         optimizer.zero_grad(set_to_none=True)
 
-    # A GPU's graphs spare it the host's launches.
-    mode = "reduce-overhead" if grpo.DEVICE.type == "cuda" else "default"
-    compiled = torch.compile(decode_step, mode=mode, dynamic=False)
-    ways = {
-        "decode": {"eager": decode_step, "compiled": compiled},
-        "update": {"eager": logprobs_of, "compiled": torch.compile(logprobs_of, dynamic=False)},
-    }
+    torch._dynamo.config.recompile_limit = 64  # one program for each length of the cache, and for each shape of update
+    ways = {"decode": {"eager": decode_step}, "update": {"eager": logprobs_of}}
+    if sizes.layers <= MOST_WHOLE:
+        ways["decode"]["compiled"] = torch.compile(decode_step, dynamic=False)
+        ways["update"]["compiled"] = torch.compile(logprobs_of, dynamic=False)
+    else:
+        block, draw = (torch.compile(function, dynamic=False) for function in (llama.block, grpo.drawn_tokens))
+        ways["decode"]["compiled by layer"] = functools.partial(decode_step, block=block, draw=draw)
+        ways["update"]["compiled by layer"] = functools.partial(logprobs_of, block=block)
 
     def choose() -> None:
         run["decode"] = _fastest("decode", ways["decode"], drawn, notes)

@@ -59,6 +59,10 @@ def prepare(inputs: Inputs) -> System:
         grpo.compared_logprobs(inputs, logprobs_of)
         return {}
 
+    def greedy() -> list:
+        tokens, mask = drawn(group=1, greedy=True)
+        return torch.nn.functional.pad(tokens * mask, (0, limit - tokens.shape[1])).tolist()
+
     return System(
         phases={
             "step": step,
@@ -67,7 +71,7 @@ def prepare(inputs: Inputs) -> System:
             "checkpoint": lambda number: grpo.write_checkpoint(inputs, model.state_dict(), optimizer),
         },
         checks={
-            "greedy": lambda: drawn(group=1, greedy=True)[0].tolist(),
+            "greedy": greedy,
             "logprobs": lambda file: grpo.save_logprobs(inputs, logprobs_of, file),
             "loss": lambda file: grpo.compared_loss(inputs, parameters, logprobs_of, file),
         },

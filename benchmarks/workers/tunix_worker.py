@@ -143,7 +143,7 @@ def prepare(inputs: Inputs) -> System:
         options = {"max_generation_steps": limit, "max_prompt_length": shape["prompt_tokens"]}
         with mesh:
             output = cluster.rollout._sampler(texts, **options, eos_tokens=shape["stop_ids"])
-        return np.array(output.tokens).tolist()
+        return [[*map(int, row)] + [0] * (limit - len(row)) for row in output.tokens]
 
     def save_logprobs(file: str) -> None:
         graph, state = nnx.split(cluster.actor_trainer.model)
