@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from recjax.algorithms import presets
+from recjax.config import Config
 from recjax.experience.records import Batch
+from recjax.experience.rows import Shape
 
 TILE = 128  # accelerators' attention works on so many tokens at a time
 
@@ -62,6 +65,30 @@ def row_shape(budget: int, longest: int, together: int = 1, multiple: int = 1) -
             f" {least} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
     return RowShape(rows, tokens)
+
+
+def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
+    """The rows of `training.tokens_per_micro_batch` for batches of a shape.
+
+    Args:
+        multiple: as for `row_shape`.
+    Raises:
+        ValueError: a budget too small for the longest sequence, or for a prompt's completions where the algorithm
+            compares them.
+    """
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    together = shape.group if algorithm.compares_completions else 1
+    return row_shape(config.training.tokens_per_micro_batch, shape.prompt_time + shape.time - 1, together, multiple)
+
+
+def packed_batch(config: Config, batch: Batch) -> Packed | None:
+    """The batch as `training.tokens_per_micro_batch` says; None where it says nothing."""
+    if config.training.tokens_per_micro_batch is None:
+        return None
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    prompts, completions = batch.prompts.shape, batch.completions.shape
+    shape = Shape(prompts[0], completions[0] // prompts[0], prompts[1], completions[1])
+    return pack(batch, shape_for(config, shape), algorithm.compares_completions)
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:

@@ -1,16 +1,18 @@
 """Packing: every sequence whole and once, equal gradients, one compiled program, little padding."""
 
 import chex
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recjax.config_loading import load_config
 from recjax.experience.records import Batch
 from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths
+from recjax.training.setup import prepare
 from recjax.training.update import update
 from tests.training.test_update import make_batch, step
+from tests.training.tiny_run import TINY, train
 
 SHAPE = RowShape(3, 9)  # the longest sequence of make_batch is 4 + 5 - 1 tokens
 
@@ -151,6 +153,30 @@ def test_a_budget_too_small_is_refused(arguments, words):
         row_shape(*arguments)
     assert all(word in str(error.value) for word in words)
     row_shape(arguments[0] + 1, *arguments[1:])
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from overrides to a config of two steps of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    names = iter("abc")
+    return lambda *overrides: load_config(path, [f"output={tmp_path / next(names)}", "training.steps=2", *overrides])
+
+
+def test_a_run_by_a_budget_of_tokens_is_the_same_run(tiny):
+    whole, packed = train(tiny()), train(tiny("training.tokens_per_micro_batch=20"))
+    for one, other in zip(whole[1:], packed[1:], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["update_norm"] == pytest.approx(other["update_norm"], rel=1e-3)
+        assert 0 <= other["padding_waste"] < 1 and 0 < one["padding_waste"] < 1
+
+
+@pytest.mark.parametrize(("preset", "least"), [("grpo", 6), ("pairwise_consistency", 24)])
+def test_a_budget_too_small_is_refused_before_work_starts(tiny, preset, least):
+    words = f"training.tokens_per_micro_batch = 5: .* raise it to {least} or more"
+    with pytest.raises(ValueError, match=words):
+        prepare(tiny("training.tokens_per_micro_batch=5", f"algorithm.preset={preset}"))
 
 
 def test_rows_are_as_many_as_the_budget_allows_and_end_at_a_tile():
