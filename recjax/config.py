@@ -47,7 +47,7 @@ class ModelConfig:
     freeze: list[str] = dataclasses.field(
         default_factory=list
     )  # regular expressions of parameter paths left as they are
-    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores exist at one time
+    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
 
 @dataclasses.dataclass(frozen=True)
