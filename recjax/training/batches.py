@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from recjax import hosts
 from recjax.algorithms import diagnostics
 from recjax.config import Config
 from recjax.experience import feed as feeds
@@ -205,7 +206,7 @@ def _drawn_groups(source: Source, held: Held, number: int) -> tuple[list[Group],
         time=datetime.now(UTC),
     )
     # A run that goes on from before this batch has written it already.
-    if source.record and rows[0].id not in store.ids(source.record):
+    if source.record and hosts.is_first() and rows[0].id not in store.ids(source.record):
         store.append(source.record, rows)
     return groups_of(rows), failure_counts(batch.failures)
 
