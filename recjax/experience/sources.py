@@ -125,14 +125,6 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
 
 
-def share_of(total: int, share: float, batch: int) -> int:
-    """How many of `total` in batch number `batch` (from 1) come from the other source.
-
-    Whole numbers whose sum over batches 1 to n is total · share · n, rounded down.
-    """
-    return int(np.floor(total * share * batch + 1e-9)) - int(np.floor(total * share * (batch - 1) + 1e-9))
-
-
 def by_prompt(groups: Sequence[Group]) -> dict[bytes, list[Experience]]:
     """Rows by the tokens of their prompt, whatever group they are of; pending rows left out."""
     found: dict[bytes, list[Experience]] = {}

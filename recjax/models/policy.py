@@ -104,7 +104,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
         return next(kernel for kernel in ("cudnn", "splash", "plain") if not missing[kernel])
     if missing[name]:
         raise ValueError(
-            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind} with heads of"
-            f" {config.head_dim} in {dtype}. Set it to plain, or to auto for what there is"
+            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind}, in {dtype},"
+            f" with heads of {config.head_dim}. Set it to plain, or to auto for what there is"
         )
     return name

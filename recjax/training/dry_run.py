@@ -98,9 +98,13 @@ def dry_run(config: Config) -> DryRun:
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
     staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
-    if config.experience:
-        staleness = []
-        notes.append(f"sizes of the batches in {config.experience.store}; those above are of rollout's groups")
+    if experience := config.experience:
+        if experience.store or experience.mix:
+            folder = experience.store or experience.mix.store
+            notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
+        if experience.store or experience.late or experience.replay:
+            staleness = []
+            notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
     checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
     return DryRun(model, task, prompt_tokens, memory, activations, checkpoint, staleness, notes)
 

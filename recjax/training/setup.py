@@ -1,5 +1,6 @@
 """From a config to what a run works with: task, tokenised prompts, initial policy."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,9 +10,9 @@ import numpy as np
 from absl import logging
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config, RolloutConfig
+from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.experience.rows import Shape
-from recjax.experience.stored import Stored, load_stored, with_chosen_logprobs
+from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
 from recjax.models.policy import Policy, load_policy
 from recjax.models.trainable import in_compute_dtype, with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems, fitting
@@ -24,7 +25,7 @@ from recjax.training.warm_start import warm_start
 class Setup(NamedTuple):
     """What a run works with, none of which changes while it runs; `seconds` is what it took to make.
 
-    `stored` is what batches are taken from; None: the policy draws them.
+    `stored` is what all of a batch, or a share of it, is taken from.
     """
 
     policy: Policy
@@ -42,18 +43,20 @@ def prepare(config: Config) -> Setup:
     Raises:
         ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
-    started, rollout = time.perf_counter(), config.rollout
+    started = time.perf_counter()
     task = load_task(config)
     policy, params = load_policy(config, characters([*task.train, *task.evaluation]))
-    task = without_long_prompts(task, policy.tokenizer, rollout)
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
     problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, rollout.max_prompt_tokens)
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
-    stored = load_stored(config, policy) if config.experience else None
+    experience = config.experience
+    stored = load_stored(config, policy) if experience and (experience.store or experience.mix) else None
+    if stored and experience.mix and experience.mix.of == "group":
+        check_prompts(stored, experience.mix, train)
     if config.training.tokens_per_micro_batch:
-        drawn = rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens
-        shape_for(config, stored.shape if stored else Shape(*drawn))
+        shape_for(config, batch_shape(config, train, stored))
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:
@@ -63,6 +66,11 @@ def prepare(config: Config) -> Setup:
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started, stored)
+
+
+def untrained(config: Config) -> Config:
+    """The same policy and task, with nothing that only training reads and that `prepare` would check."""
+    return dataclasses.replace(config, experience=None, training=TrainingConfig())
 
 
 def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
@@ -85,6 +93,18 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
         )
     logging.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)
+
+
+def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
+    """Of batches into which the policy's own groups fit and those of the store, where either is trained on."""
+    rollout, experience = config.rollout, config.experience
+    if experience and experience.store:
+        return stored.shape
+    shape = Shape(rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens)
+    if stored is None:
+        return shape
+    group = stored.shape.group if experience.mix.of == "batch" else 0
+    return Shape(shape.prompts, *map(max, shape[1:], stored.shape._replace(group=group)[1:]))
 
 
 def characters(problems: Sequence[Problem]) -> str:

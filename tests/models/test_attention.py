@@ -11,7 +11,7 @@ import pytest
 
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, attention_mask, splash_attention
-from recjax.models.decoder import DecoderConfig
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.policy import attention_kernel
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
@@ -132,6 +132,18 @@ def test_a_single_token_is_plain(kernels_here, kernel):
     )
     np.testing.assert_allclose(mixed, jnp.repeat(values, 2, 1).reshape(BATCH, -1), atol=1e-6)
     assert kernels_here == []
+
+
+@pytest.mark.parametrize(("kernel", "windows"), [("cudnn", (2, None)), ("splash", ()), ("splash", (2, None))])
+def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):
+    config = DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=windows)
+    params = init_params(config, jax.random.key(0))
+    tokens, ids = jax.random.randint(jax.random.key(1), IDS.shape, 0, 11), jnp.asarray(IDS)
+    positions = jnp.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
+    arrays = {"params": params}, tokens, positions, ids
+    by_kernel, plain = (Decoder(config, attention=name).apply(*arrays)[0][IDS > 0] for name in (kernel, "plain"))
+    np.testing.assert_allclose(by_kernel, plain, atol=2e-5)
+    assert set(kernels_here) == (set() if kernel == "splash" and windows else {kernel})
 
 
 def device(platform, kind):
