@@ -1,8 +1,11 @@
 """Attention over keys that lie in several places, under one softmax; by an accelerator's own kernel where it can."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 KERNELS = ("plain", "cudnn", "splash")
@@ -57,7 +60,7 @@ def attend(
         if kernel == "cudnn" and cap is None:
             return _in_rows(cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale))
         if kernel == "splash" and ids is not None:
-            return _in_rows(splash_attention(queries, keys, values, ids.astype(jnp.int32), scale, cap))
+            return _in_rows(_splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap))
     return _in_rows(plain_attention(queries, segments, scale, cap))
 
 
@@ -145,6 +148,26 @@ def splash_attention(
     ids = _lengthened(ids, 1, LANES)
     mixed = jax.vmap(kernel)(*padded, splash_attention_kernel.SegmentIds(ids, ids))
     return mixed[:, :, :time]
+
+
+def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Array, scale: float, cap: float | None):
+    """`splash_attention` of the rows and heads that each device of the mesh in context has, which XLA cannot split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return splash_attention(queries, keys, values, ids, scale, cap)
+
+    def axes(wanted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+        return wanted if count % math.prod(mesh.shape[axis] for axis in wanted) == 0 else None
+
+    rows = axes(("data", "fsdp"), len(ids))
+    heads = PartitionSpec(rows, axes(("tensor",), keys.shape[1]))
+    local = jax.shard_map(
+        lambda *arrays: splash_attention(*arrays, scale, cap),
+        in_specs=(heads, heads, heads, PartitionSpec(rows)),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return local(queries, keys, values, ids)
 
 
 def _lengthened(x: Array, axis: int, multiple: int) -> Array:

@@ -134,6 +134,32 @@ def test_a_single_token_is_plain(kernels_here, kernel):
     assert kernels_here == []
 
 
+@pytest.mark.parametrize(("batch", "kv_heads", "part"), [(4, 2, (2, 2)), (3, 1, (3, 4))])
+def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, part):
+    parts = []
+
+    def splash(*arguments):
+        parts.append(arguments[0].shape[:2])
+        return splash_attention(*arguments, interpret=True)
+
+    monkeypatch.setattr(attention, "splash_attention", splash)
+    arrays, ids = inputs(kv_heads=kv_heads, batch=batch), jnp.tile(IDS, (2, 1))[:batch]
+
+    @jax.jit
+    def gradients(arrays):
+        def total(queries, keys, values):
+            return jnp.sin(attend(queries, [(keys, values, kernel_mask(ids))], 0.5, ids=ids, kernel="splash")).sum()
+
+        return jax.value_and_grad(total, argnums=(0, 1, 2))(*arrays)
+
+    alone = gradients(arrays)
+    mesh = jax.make_mesh((2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        for one, other in zip(jax.tree.leaves(gradients(arrays)), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+    assert parts == [(batch, 4), part]
+
+
 @pytest.mark.parametrize(("kernel", "windows"), [("cudnn", (2, None)), ("splash", ()), ("splash", (2, None))])
 def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):
     config = DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=windows)
