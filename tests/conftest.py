@@ -1,4 +1,4 @@
-"""Four virtual CPU devices, and shape and type checking of the package, for every test."""
+"""Four virtual CPU devices, and shape and type checking of the package, for every test; the GPU for `-m gpu`."""
 
 import os
 
@@ -12,3 +12,9 @@ import tests.shape_checking  # noqa: E402, F401  (the hook finds it among the lo
 # Not by an environment variable: what a test starts has one device, unless it asks for more.
 jax.config.update("jax_num_cpu_devices", 4)
 jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
+
+
+def pytest_configure(config):
+    """Leaves the choice of device to JAX where the tests of a GPU, and no others, are run."""
+    if config.option.markexpr == "gpu":
+        jax.config.update("jax_platforms", None)
