@@ -256,6 +256,15 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices are arranged; the three sizes multiply to their number, and -1, once at most, takes the rest."""
+
+    data: int = -1  # rows of a batch are split, parameters are not
+    fsdp: int = 1  # rows are split, and so are parameters and the optimiser's state
+    tensor: int = 1  # heads, the MLP's units and the vocabulary are split; keep it within one host
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -272,6 +281,7 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
 def block_of(annotation: Any) -> type | None:

@@ -120,6 +120,12 @@ def check(config: Config) -> None:
                 f"is not read beside experience.store = {config.experience.store!r}, from which every batch comes;"
                 " remove one of them",
             )
+    sizes = dataclasses.asdict(config.mesh)
+    for name, size in sizes.items():
+        require(size == -1 or size > 0, f"mesh.{name}", "takes a number of devices, or -1 for the rest of them")
+    rest = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{' and '.join(rest)} are both -1, but only one of them can take the rest; set the other")
     micro = config.training.micro_batch_prompts
     require(
         micro is None or config.rollout.prompts_per_step % micro == 0,

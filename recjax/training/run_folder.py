@@ -19,6 +19,9 @@ _MAY_CHANGE = {
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
 }
 
 
