@@ -86,6 +86,8 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("task.truncated=drop", ["task.truncated = 'drop'", "train, mask, penalise"]),
         ("task.truncated_reward=-1", ["task.truncated_reward = -1.0", "penalise", "remove it"]),
         ("grading.workers=4", ["grading", "is not read", "number_match", "remove"]),
+        ("mesh.fsdp=0", ["mesh.fsdp = 0", "-1"]),
+        ("mesh.tensor=-1", ["mesh.data and mesh.tensor", "only one"]),
         ("rollout.long_prompts=cut", ["rollout.long_prompts = 'cut'", "refuse, drop"]),
         ("rollout.long_prompts=drop", ["rollout.long_prompts = 'drop'", "needs rollout.max_prompt_tokens"]),
         ("grading.seconds=0", ["grading.seconds = 0", "0.1 or more"]),

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attend, attention_mask, capped, pairs
+from recjax.models.placement import ROWS, Axes, constrain
 
 
 class RopeScaling(NamedTuple):
@@ -165,6 +166,15 @@ class PerLayer(NamedTuple):
     windows: np.ndarray | Array | None
 
 
+def stream_rows(time: int) -> Axes:
+    """The mesh axes that split the rows of the stream, [batch * time, hidden].
+
+    Rows are split as those of a batch, and weights are gathered. A single token a row is less than the weights are:
+    there the stream is gathered along "fsdp", and every device multiplies by the part of the weights that it has.
+    """
+    return ROWS if time > 1 else "data"
+
+
 class Block(nn.Module):
     """One transformer layer: attention and a gated MLP, each on a normalised input and added to the stream.
 
@@ -180,6 +190,7 @@ class Block(nn.Module):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
+        rows = stream_rows(time)
 
         def dense(x, features, name, use_bias=False):
             y = nn.Dense(features, use_bias=use_bias, dtype=self.dtype, name=name)(x)
@@ -196,7 +207,7 @@ class Block(nn.Module):
 
         def heads_of(x, count, name):
             x = dense(x, count * config.head_dim, name, config.qkv_bias)
-            return x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2)
+            return constrain(x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2), ROWS, "tensor")
 
         x = norm(name="attention_norm")(hidden)
         queries = heads_of(x, config.num_heads, "query")
@@ -208,14 +219,15 @@ class Block(nn.Module):
         segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, (keys, values)], masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap)
-        mixed = dense(mixed, config.hidden_size, "output")
+        mixed = dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
         x = norm(name="mlp_norm")(hidden)
         gate = ACTIVATIONS[config.activation](dense(x, config.intermediate_size, "gate"))
-        mixed = dense(gate * dense(x, config.intermediate_size, "up"), config.hidden_size, "down")
+        gated = constrain(gate * dense(x, config.intermediate_size, "up"), rows, "tensor")
+        mixed = dense(gated, config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
-        return hidden, (keys, values)
+        return constrain(hidden, rows), (keys, values)
 
 
 class Decoder(nn.Module):
@@ -258,7 +270,7 @@ class Decoder(nn.Module):
             embedding_init=nn.initializers.normal(config.hidden_size**-0.5),
             name="embedding",
         )
-        embedded = embed(tokens.reshape(-1))
+        embedded = constrain(embed(tokens.reshape(-1)), stream_rows(tokens.shape[1]))
         if config.scale_embeddings:
             embedded *= jnp.asarray(config.hidden_size**0.5, self.dtype)
 

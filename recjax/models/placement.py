@@ -1,6 +1,7 @@
 """Where activations lie on a mesh of devices. Without a mesh in context (`jax.set_mesh`) nothing here does anything."""
 
 import math
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -22,10 +23,10 @@ def constrain(x: Array, *axes: Axes) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if not _automatic(mesh):
         return x
-    return jax.lax.with_sharding_constraint(x, fitting_spec(PartitionSpec(*axes), x.shape, dict(mesh.shape)))
+    return jax.lax.with_sharding_constraint(x, fitting_spec(PartitionSpec(*axes), x.shape, mesh.shape))
 
 
-def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> PartitionSpec:
+def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
     """The spec with None at dimensions that its axes do not divide; of fewer entries than dimensions or as many."""
 
     def divides(axes: Axes, length: int) -> bool:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from recjax.config import MeshConfig
 from recjax.models.decoder import DecoderConfig
-from recjax.models.placement import ROWS, fitting_spec
+from recjax.models.placement import ROWS, constrain, fitting_spec
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -73,25 +73,26 @@ def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
             )
 
 
-def param_spec(path: str, shape: tuple[int, ...], sizes: dict[str, int]) -> PartitionSpec:
-    """The mesh axes of a parameter's dimensions; a dimension that its axis does not divide is whole.
+def param_axes(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The mesh axes of a parameter's dimensions.
 
     Args:
         path: ends in a parameter's path, as those of Adam's moments do; scalars, which lie everywhere, may have any.
-        sizes: of the mesh's axes.
     Raises:
         ValueError: no rule is for this path.
     """
     if not shape:
-        return PartitionSpec()
+        return ()
     for rule, axes in RULES:
         if re.search(f"(^|/)({rule})$", path):
-            return fitting_spec(PartitionSpec(*axes), shape, sizes)
+            return axes
     raise ValueError(f"parameter {path!r} of shape {shape} has no rule in recjax.training.mesh.RULES; add one")
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
     """A sharding for every array of a tree: parameters, a part of them, copies in another dtype, an optimiser's state.
+
+    A dimension that its axis does not divide is whole.
 
     Args:
         tree: arrays or their shapes.
@@ -101,9 +102,19 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
 
     def sharding(key_path, leaf) -> NamedSharding:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-        return NamedSharding(mesh, param_spec(path, leaf.shape, dict(mesh.shape)))
+        return NamedSharding(mesh, fitting_spec(PartitionSpec(*param_axes(path, leaf.shape)), leaf.shape, mesh.shape))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def constrain_params(tree: Any) -> Any:
+    """The same tree inside a jitted function, laid out by the rules over the mesh in context, if there is one."""
+
+    def laid_out(key_path, leaf) -> jax.Array:
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        return constrain(leaf, *param_axes(path, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(laid_out, tree)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

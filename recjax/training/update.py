@@ -14,7 +14,9 @@ from recjax.config import OptimizerConfig
 from recjax.experience.records import Batch
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import ROWS, constrain
 from recjax.models.trainable import combine
+from recjax.training.mesh import constrain_params
 
 
 class TrainState(NamedTuple):
@@ -62,7 +64,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 @functools.partial(
     jax.jit,
-    static_argnames=("decoder", "algorithm", "optimizer", "sampling", "chunk", "micro_batches"),
+    static_argnames=("decoder", "algorithm", "optimizer", "sampling", "chunk", "micro_batches", "axis_name"),
     donate_argnames=("state",),
 )
 def update(
@@ -78,6 +80,7 @@ def update(
     sampling: Sampling,
     chunk: int,
     micro_batches: int,
+    axis_name: str | None = None,
 ) -> tuple[TrainState, dict]:
     """One optimiser step on a batch.
 
@@ -92,13 +95,27 @@ def update(
         key: for random drops.
         sampling: the distribution that drew the batch; log π is of the same one.
         micro_batches: number of equal parts, each of whole prompts.
+        axis_name: of the jax.pmap that this runs under, where `batch` is one device's part of the prompts, the parts
+            are of one size, and all else is the same on every device; None: not under pmap.
     Returns:
         The new state and scalar metrics of the batch before the update.
     """
-    rows = losses.row_terms(algorithm, batch.rewards, batch.group_ids, batch.completion_mask.any(-1), key)
+
+    def everywhere(x):
+        return constrain(x) if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
+
+    def of_this_device(x):
+        if axis_name is None:
+            return x
+        count = len(batch.rewards)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis_name) * count, count)
+
+    compared = map(everywhere, (batch.rewards, batch.group_ids, batch.completion_mask.any(-1)))
+    all_rows = losses.row_terms(algorithm, *compared, key)
+    rows = jax.tree.map(of_this_device, all_rows)
 
     def split(x):
-        return x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:])
+        return constrain(x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]), None, ROWS)
 
     def logprobs_of(params, part: Batch):
         return completion_logprobs(
@@ -130,18 +147,21 @@ def update(
         (total, (count, logprobs, entropy)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(
             state.params, *part
         )
-        return jax.tree.map(jnp.add, carry, (total, count, gradient)), (logprobs, entropy)
+        total, count, gradient = jax.tree.map(jnp.add, carry, (total, count, gradient))
+        return (total, count, constrain_params(gradient)), (logprobs, entropy)
 
-    start = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-    (total, count, gradient), (logprobs, entropy) = jax.lax.scan(accumulate, start, jax.tree.map(split, (batch, rows)))
+    start = (jnp.zeros(()), jnp.zeros(()), constrain_params(jax.tree.map(jnp.zeros_like, state.params)))
+    sums, (logprobs, entropy) = jax.lax.scan(accumulate, start, jax.tree.map(split, (batch, rows)))
+    total, count, gradient = sums if axis_name is None else jax.lax.psum(sums, axis_name)
     # With nothing kept the sum is zero too: no data, no step.
     gradient = jax.tree.map(lambda g: g / jnp.maximum(count, 1), gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-    logprobs, entropy = (x.reshape(batch.completions.shape) for x in (logprobs, entropy))
+    told = (*(x.reshape(batch.completions.shape) for x in (logprobs, entropy)), batch.completion_mask)
+    logprobs, entropy, mask, behaviour = jax.tree.map(everywhere, (*told, batch.behaviour_logprobs))
     metrics = {
         "loss": total / jnp.maximum(count, 1),
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
-        **diagnostics.diagnose(algorithm, rows, logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask),
+        **diagnostics.diagnose(algorithm, all_rows, logprobs, behaviour, entropy, mask),
     }
-    return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics
+    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics

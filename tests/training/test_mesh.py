@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from recjax.config import LoraConfig, MeshConfig
 from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.trainable import adapted, flatten
-from recjax.training.mesh import RULES, batch_sharding, check_fits, make_mesh, param_shardings, param_spec
+from recjax.training.mesh import RULES, batch_sharding, check_fits, make_mesh, param_axes, param_shardings
 
 EVERYTHING = DecoderConfig(
     *(12, 16, 32, 2, 4, 2, 8), tie_embeddings=False, qkv_bias=True, qk_norm=True, post_norms=True
@@ -60,9 +60,9 @@ def test_an_optimizers_state_lies_where_its_parameters_do():
 
 def test_a_path_without_a_rule_is_named():
     with pytest.raises(ValueError, match=r"parameter 'layers/gate/bias' of shape \(2, 32\) has no rule"):
-        param_spec("layers/gate/bias", (2, 32), {})
+        param_axes("layers/gate/bias", (2, 32))
     with pytest.raises(ValueError, match="has no rule"):
-        param_spec("unheard_of/norms/scale", (2,), {})
+        param_axes("unheard_of/norms/scale", (2,))
 
 
 def test_what_an_axis_does_not_divide_is_whole():
