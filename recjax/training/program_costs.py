@@ -12,7 +12,9 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"(calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(
+    r"(calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 
@@ -33,8 +35,8 @@ class _Collective(NamedTuple):
 def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     """The collectives that one run of a compiled program makes, by kind.
 
-    Sent over a ring of n devices: (n−1)/n of the whole array for an all-gather, a reduce-scatter or an all-to-all, twice
-    that for an all-reduce, all of it for a permute. What a loop holds counts as often as the loop runs.
+    Sent over a ring of n devices: (n−1)/n of the whole array for an all-gather, a reduce-scatter or an all-to-all,
+    twice that for an all-reduce, all of it for a permute. What a loop holds counts as often as the loop runs.
 
     Args:
         text: `compiled.as_text()`, HLO.
