@@ -238,6 +238,9 @@ class TrainingConfig:
     micro_batch_prompts: int | None = at_least(
         1, None
     )  # prompts whose groups a gradient is taken of at once; null: all
+    tokens_per_micro_batch: int | None = at_least(
+        1, None
+    )  # in place of that: completions are packed, with a prompt each, into micro-batches of so many tokens
     checkpoint_every: int = at_least(1, 50)
     keep_checkpoints: int = at_least(1, 2)
 

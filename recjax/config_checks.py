@@ -132,6 +132,9 @@ def check(config: Config) -> None:
         "training.micro_batch_prompts",
         f"must divide rollout.prompts_per_step = {config.rollout.prompts_per_step}",
     )
+    remedy = f"is not read beside training.tokens_per_micro_batch = {config.training.tokens_per_micro_batch}"
+    alone = micro is None or config.training.tokens_per_micro_batch is None
+    require(alone, "training.micro_batch_prompts", f"{remedy}; remove one of them")
     try:
         presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     except ValueError as error:

@@ -66,6 +66,10 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("task.file.train=a.jsonl", ["task.arithmetic", "task.file", "exactly one"]),
         ("regime.offline=true", ["regime.sync_interval = 20", "regime.offline"]),
         ("training.micro_batch_prompts=5", ["training.micro_batch_prompts = 5", "rollout.prompts_per_step = 16"]),
+        (
+            "training={micro_batch_prompts: 4, tokens_per_micro_batch: 512}",
+            ["training.micro_batch_prompts = 4", "beside training.tokens_per_micro_batch = 512", "remove one"],
+        ),
         ("model.decoder.num_heads=3", ["model.decoder.hidden_size = 64", "num_heads = 3"]),
         ("optimizer.schedule=cosin", ["'cosin'", "cosine"]),
         ("optimizer.beta2=1.0", ["optimizer.beta2 = 1.0", "below 1"]),

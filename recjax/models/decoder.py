@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attend, attention_mask, capped, pairs
-from recjax.models.placement import ROWS, Axes, constrain
+from recjax.models.placement import ROWS, Axes, constrain, constrain_params
 
 
 class RopeScaling(NamedTuple):
@@ -335,7 +335,7 @@ def init_params(config: DecoderConfig, key: Array) -> dict:
         initializer = nn.initializers.lecun_normal()
         shape = (config.hidden_size, config.vocab_size)
         params["head"] = {"kernel": initializer(jax.random.fold_in(key, 1), shape)}
-    return params
+    return constrain_params(params)
 
 
 def abstract_params(config: DecoderConfig) -> dict:

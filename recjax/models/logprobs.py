@@ -138,3 +138,39 @@ def completion_logprobs(
         rest, _ = decoder.apply({"params": params}, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
         first = jnp.concatenate([first, rest], axis=1)
     return chunked_logprobs(decoder.config, params, first, completions, sampling, chunk)
+
+
+def packed_logprobs(
+    decoder: Decoder,
+    params: dict,
+    tokens: Int[Array, "rows row_tokens"],
+    positions: Int[Array, "rows row_tokens"],
+    segments: Int[Array, "rows row_tokens"],
+    targets: Int[Array, "rows row_tokens"],
+    *,
+    sampling: Sampling,
+    chunk: int,
+) -> tuple[Float[Array, "rows row_tokens"], Float[Array, "rows row_tokens"]]:
+    """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
+
+    Args:
+        tokens, positions, segments, targets: as in `recjax.training.packing.Packed`. Values at padding mean nothing.
+        sampling: what the completions were drawn with.
+        chunk: positions whose vocabulary scores exist at one time.
+    """
+    hidden, _ = decoder.apply({"params": params}, tokens, positions, segments)
+    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
+
+
+def completions_of_packed(
+    values: Float[Array, "rows row_tokens"], first: Int[Array, " batch"], mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """Values at the places of completions' tokens; 0 where `mask` is False.
+
+    Args:
+        values: of the targets of packed sequences.
+        first: as in `recjax.training.packing.Packed`.
+        mask: True at tokens of completions that are in these rows.
+    """
+    places = jnp.where(mask, first[:, None] + jnp.arange(mask.shape[1]), 0)
+    return jnp.where(mask, values.reshape(-1)[places], 0.0)

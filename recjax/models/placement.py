@@ -1,45 +1,120 @@
-"""Where activations lie on a mesh of devices. Without a mesh in context (`jax.set_mesh`) nothing here does anything."""
+"""Where parameters, batches and activations lie on a mesh of devices.
+
+The mesh is the one in context (`jax.set_mesh`), with the axes "data", "fsdp" and "tensor"; see recjax.training.mesh.
+Where none is, everything lies on one device and nothing here does anything.
+"""
 
 import math
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch
+
+# The end of a parameter's path → the mesh axes of its dimensions. Layers are stacked on a first axis, which is whole.
+RULES = (
+    (r"embedding/embedding", ("tensor", "fsdp")),
+    (r"head/kernel", ("fsdp", "tensor")),
+    (r"layers/(query|key|value|gate|up)/kernel", (None, "fsdp", "tensor")),
+    (r"layers/(output|down)/kernel", (None, "tensor", "fsdp")),
+    (r"layers/(query|key|value)/bias", (None, "tensor")),
+    (r"layers/(query|key|value|gate|up)_lora_a/kernel", (None, "fsdp", None)),
+    (r"layers/(query|key|value|gate|up)_lora_b/kernel", (None, None, "tensor")),
+    (r"layers/(output|down)_lora_a/kernel", (None, "tensor", None)),
+    (r"layers/(output|down)_lora_b/kernel", (None, None, "fsdp")),
+    (r"(layers/\w+_norm|norm)/scale", ()),
+)
 
 # What a dimension of an array is split over: no axis, one, or several together.
 Axes = str | tuple[str, ...] | None
 
 
+def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
+    """The mesh axes of a parameter's dimensions.
+
+    Args:
+        path: ends in a parameter's path, as those of Adam's moments do; scalars, which lie everywhere, may have any.
+    Raises:
+        ValueError: no rule is for this path.
+    """
+    if not shape:
+        return ()
+    for rule, axes in RULES:
+        if re.search(f"(^|/)({rule})$", path):
+            return axes
+    raise ValueError(f"parameter {path!r} of shape {shape} has no rule in recjax.models.placement.RULES; add one")
+
+
+def param_shardings(mesh: Mesh, tree: Any) -> Any:
+    """A sharding for every array of a tree: parameters, a part of them, copies in another dtype, an optimiser's state.
+
+    A dimension that its axis does not divide is whole.
+
+    Args:
+        tree: arrays or their shapes.
+    Raises:
+        ValueError: an array whose path has no rule.
+    """
+    return _by_path(lambda leaf, axes: NamedSharding(mesh, _fitting(axes, leaf.shape, mesh.shape)), tree)
+
+
 def constrain(x: Array, *axes: Axes) -> Array:
-    """The same array, laid out over the mesh in context.
+    """The same array inside a jitted function, laid out over the mesh.
 
     Args:
         axes: mesh axes of each dimension; later dimensions are whole. A dimension that the axes' size does not divide
             is whole as well: the numbers are the same, and no device count is refused for the sake of a layout.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not _automatic(mesh):
-        return x
-    return jax.lax.with_sharding_constraint(x, fitting_spec(PartitionSpec(*axes), x.shape, mesh.shape))
+    return jax.lax.with_sharding_constraint(x, _fitting(axes, x.shape, mesh.shape)) if _automatic(mesh) else x
 
 
-def fitting_spec(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The spec with None at dimensions that its axes do not divide; of fewer entries than dimensions or as many."""
+def constrain_params(tree: Any) -> Any:
+    """The same tree inside a jitted function, laid out by the rules."""
+    return _by_path(lambda leaf, axes: constrain(leaf, *axes), tree)
 
-    def divides(axes: Axes, length: int) -> bool:
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        return length % math.prod(sizes[name] for name in names) == 0
 
-    return PartitionSpec(
-        *(axes if divides(axes, length) else None for axes, length in zip(spec, shape[: len(spec)], strict=True))
-    )
+def put(x: np.ndarray, *axes: Axes) -> Array:
+    """A host array, whole on every process, on the mesh's devices, each of which is sent its own part alone.
+
+    Args:
+        axes: as for `constrain`.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jax.device_put(x)
+    sharding = NamedSharding(mesh, _fitting(axes, x.shape, mesh.shape))
+    return jax.make_array_from_process_local_data(sharding, x, x.shape)
+
+
+def put_rows(tree: Any) -> Any:
+    """Host arrays of a batch on the mesh's devices, their rows split."""
+    return jax.tree.map(lambda x: put(np.asarray(x), ROWS), tree)
+
+
+def put_params(tree: Any) -> Any:
+    """Host parameters, or an optimiser's state, on the mesh's devices by the rules."""
+    return _by_path(lambda leaf, axes: put(np.asarray(leaf), *axes), tree)
+
+
+def on_host(tree: Any) -> Any:
+    """Device arrays as NumPy arrays, whole on every process."""
+    here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+    return jax.device_get(tree if here else _whole(tree))
+
+
+@jax.jit
+def _whole(tree: Any) -> Any:
+    return jax.tree.map(constrain, tree)
 
 
 def row_shards() -> int:
-    """How many parts the mesh in context splits the rows of a batch into."""
+    """How many parts the mesh splits the rows of a batch into."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in ROWS) if _automatic(mesh) else 1
 
@@ -47,3 +122,24 @@ def row_shards() -> int:
 def _automatic(mesh) -> bool:
     # Inside shard_map or pmap each device computes with what it has, and there is nothing to lay out.
     return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """The axes of each dimension, or None where they do not divide it."""
+
+    def divides(axis: Axes, length: int) -> bool:
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        return length % math.prod(sizes[name] for name in names) == 0
+
+    return PartitionSpec(
+        *(axis if divides(axis, length) else None for axis, length in zip(axes, shape[: len(axes)], strict=True))
+    )
+
+
+def _by_path(function: Any, tree: Any) -> Any:
+    """`function(leaf, axes)` of every leaf, with the axes that the rules give it."""
+
+    def of_leaf(key_path, leaf):
+        return function(leaf, param_axes(jax.tree_util.keystr(key_path, simple=True, separator="/"), leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree)

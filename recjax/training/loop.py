@@ -33,6 +33,7 @@ from recjax.training.metrics import (
     progress_bar,
     read_metrics,
 )
+from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.setup import Setup
 from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
 
@@ -141,18 +142,20 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
 
         # --- Update. It reads no parts of the reward, which differ from batch to batch where sources do.
         with phases.phase("update"):
+            packed = packed_batch(config, learned)
             state, metrics = update(
                 state,
                 frozen,
                 reference_params,
                 learned._replace(reward_parts={}),
                 jax.random.fold_in(drop_key, step),
+                packed,
                 decoder=policy.decoder,
                 algorithm=algorithm,
                 optimizer=optimizer,
                 sampling=sampling,
                 chunk=config.model.logprob_chunk,
-                micro_batches=micro_batches,
+                micro_batches=None if packed else micro_batches,
             )
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         _require_finite(metrics, step, manager)
@@ -163,6 +166,7 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
             "step": step,
             **batch_metrics(step, batch, learned),
             "learning_rate": float(learning_rate(step - 1)),
+            "padding_waste": padding_waste(learned, packed),
             **metrics,
         }
         last = step == config.training.steps

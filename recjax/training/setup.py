@@ -10,12 +10,14 @@ from absl import logging
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
+from recjax.experience.rows import Shape
 from recjax.experience.stored import Stored, load_stored, with_chosen_logprobs
 from recjax.models.policy import Policy, load_policy
 from recjax.models.trainable import in_compute_dtype, with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems, fitting
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Reward, Task
+from recjax.training.packing import shape_for
 from recjax.training.warm_start import warm_start
 
 
@@ -38,17 +40,20 @@ def prepare(config: Config) -> Setup:
     """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
 
     Raises:
-        ValueError: a task, model or store that cannot be read or does not fit the rest.
+        ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
-    started = time.perf_counter()
+    started, rollout = time.perf_counter(), config.rollout
     task = load_task(config)
     policy, params = load_policy(config, characters([*task.train, *task.evaluation]))
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    task = without_long_prompts(task, policy.tokenizer, rollout)
     problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
+    everything = encode_problems(problems, policy.tokenizer, rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
     stored = load_stored(config, policy) if config.experience else None
+    if config.training.tokens_per_micro_batch:
+        drawn = rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens
+        shape_for(config, stored.shape if stored else Shape(*drawn))
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 
 from recjax.config import LoraConfig, MeshConfig
 from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.placement import RULES, param_axes, param_shardings
 from recjax.models.trainable import adapted, flatten
-from recjax.training.mesh import RULES, batch_sharding, check_fits, make_mesh, param_axes, param_shardings
+from recjax.training.mesh import batch_sharding, check_fits, make_mesh
 
 EVERYTHING = DecoderConfig(
     *(12, 16, 32, 2, 4, 2, 8), tie_embeddings=False, qkv_bias=True, qk_norm=True, post_norms=True
