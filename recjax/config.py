@@ -42,7 +42,7 @@ class ModelConfig:
     path: str | None = None  # Hugging Face folder or hub name
     decoder: DecoderShape | None = None
     dtype: str = "auto"  # float32 | bfloat16 | auto: bfloat16 where the device has it
-    remat: bool = False  # recompute layers in the backward pass
+    remat: str = "none"  # what the backward pass computes again: none | dots: all but projections | full: layers
     lora: LoraConfig | None = None
     freeze: list[str] = dataclasses.field(
         default_factory=list

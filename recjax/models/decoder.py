@@ -39,6 +39,12 @@ class Lora(NamedTuple):
 
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+# What the forward pass keeps of a layer, beside its input, where the backward pass computes the rest again.
+REMAT = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
@@ -233,13 +239,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
-    `remat` recomputes each layer in the backward pass, which trades time for memory. `unrolled` writes the layers out
-    instead of scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers.
+    `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
+    scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers.
     """
 
     config: DecoderConfig
     dtype: DTypeLike = jnp.float32
-    remat: bool = False
+    remat: str = "none"
     unrolled: bool = False
 
     @nn.compact
@@ -285,7 +291,9 @@ class Decoder(nn.Module):
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
             distances = [jnp.subtract(*pairs(positions, theirs)) for _, theirs in sources]
 
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        block = Block
+        if self.remat != "none":
+            block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
         keys_values = tuple((context.keys, context.values) for context in contexts)
         per_layer = PerLayer(frequencies, windows)
         if self.unrolled:

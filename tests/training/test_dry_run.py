@@ -181,7 +181,13 @@ def test_activations_grow_with_what_they_are_of(tiny):
     assert activations("rollout.max_completion_tokens=6") > 1.4 * plain
     deep = "model.decoder.num_layers=4"
     result = dry_run(tiny(deep))
-    assert activations(deep, "model.remat=true") == result.other_activations < activations(deep) / 2
+    recomputed = {remat: activations(deep, f"model.remat={remat}") for remat in ("none", "dots", "full")}
+    assert recomputed == result.activations
+    assert recomputed["full"] < recomputed["dots"] < recomputed["none"] and recomputed["full"] < activations(deep) / 2
+    packed = [activations(f"training.tokens_per_micro_batch={budget}") for budget in (14, 28)]
+    assert 1.5 * packed[0] < packed[1] < 2.5 * packed[0]
+    with pytest.raises(ValueError, match="training.tokens_per_micro_batch = 5"):
+        activations("training.tokens_per_micro_batch=5")
 
 
 @pytest.mark.parametrize("regime", [RegimeConfig(m, n) for m in (1, 3, 20) for n in (0, 2, 10)])
