@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from recjax.algorithms import presets
+from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.records import Batch
+from recjax.experience.rows import Shape
 from recjax.models.logprobs import Sampling
-from recjax.models.placement import ROWS, fitting_spec
+from recjax.models.placement import ROWS, laid_out, param_shardings
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout.sampler import sample
-from recjax.training.dry_run import Model, dry_run
-from recjax.training.mesh import check_fits, make_mesh, param_shardings
+from recjax.training.dry_run import Model, resolve
+from recjax.training.mesh import check_fits, make_mesh
+from recjax.training.packing import Packed, RowShape, shape_for
 from recjax.training.program_costs import Traffic, collectives, matmul_flops
 from recjax.training.topology import Target
 from recjax.training.update import TrainState, make_optimizer, update
@@ -72,35 +75,38 @@ def plan(config: Config, target: Target) -> Plan:
     """
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
-    result = dry_run(config)
-    if result.model is None or result.prompt_tokens is None:
-        raise ValueError("; ".join(result.notes))
+    model, _, prompt_tokens, notes = resolve(config)
+    if model is None or prompt_tokens is None:
+        raise ValueError("; ".join([*notes, "" if prompt_tokens else "set rollout.max_prompt_tokens"]).strip("; "))
     mesh = make_mesh(config.mesh, target.devices)
-    check_fits(mesh, result.model.decoder.config)
-    return Plan(config, target, mesh, result.model, result.prompt_tokens, _held(config, mesh, result.model))
+    check_fits(mesh, model.decoder.config)
+    planned = Plan(config, target, mesh, model, prompt_tokens, _held(config, mesh, model))
+    _turns(planned, "update")  # refuses a budget of tokens that is too small
+    return planned
 
 
 def _held(config: Config, mesh: Mesh, model: Model) -> dict[str, Any]:
     """What the loop keeps on the devices, as `recjax.training.dry_run` lists it."""
     optimizer = make_optimizer(config.optimizer, config.training.steps)
 
-    def laid_out(tree: Any) -> Any:
+    def placed(tree: Any) -> Any:
         shardings = param_shardings(mesh, tree)
         return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
     def to_compute_with(tree: Any) -> Any:
         return jax.eval_shape(lambda tree: in_compute_dtype(model.decoder, tree, copy=False), tree)
 
-    trained, copy = laid_out(model.trained), laid_out(to_compute_with(model.trained))
+    trained, copy = placed(model.trained), placed(to_compute_with(model.trained))
+    # Where computing is in float32, what would be copies are the weights themselves.
+    half = model.decoder.dtype.itemsize < 4
     held = {
         "trained parameters": trained,
-        "optimiser's state": laid_out(jax.eval_shape(optimizer.init, model.trained)),
+        "optimiser's state": placed(jax.eval_shape(optimizer.init, model.trained)),
         "sampler's copy": copy,
-        "weights as they were at the start": (trained, laid_out(model.frozen)),
-        "frozen parameters to compute with": laid_out(to_compute_with(model.frozen)),
+        "weights as they were at the start": (trained, placed(model.frozen) if half else {}),
+        "frozen parameters to compute with": placed(to_compute_with(model.frozen)),
     }
-    # Where computing is in float32, what would be copies are the weights themselves.
-    return held | ({"sampler's copy, as at the start": copy} if model.decoder.dtype.itemsize < 4 else {})
+    return held | ({"sampler's copy, as at the start": copy} if half else {})
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -116,9 +122,8 @@ def beside(plan: Plan, program: str) -> dict[str, int]:
     """What lies on a device while a program runs and is none of its arguments: bytes by name."""
     given = set(GIVEN[program])
     sizes = {name: bytes_on_device(tree) for name, tree in plan.held.items() if name not in given}
-    if program == "update" and _needs_reference(plan.config):
-        initial, frozen = plan.held["weights as they were at the start"]
-        sizes["weights as they were at the start"] -= bytes_on_device(initial)
+    if program == "update" and _algorithm(plan.config).needs_reference:
+        sizes["weights as they were at the start"] -= bytes_on_device(plan.held["weights as they were at the start"][0])
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -128,16 +133,11 @@ def cache_bytes(plan: Plan) -> int:
 
     def cache(rows: int, tokens: int) -> jax.ShapeDtypeStruct:
         sizes = (shape.num_layers, rows, shape.num_kv_heads, tokens, shape.head_dim)
-        return _laid_out(plan, sizes, plan.model.decoder.dtype, None, ROWS, "tensor")
+        return laid_out(plan.mesh, sizes, plan.model.decoder.dtype, None, ROWS, "tensor")
 
     prompts = cache(rollout.prompts_per_step, plan.prompt_tokens)
     drawn = cache(rollout.prompts_per_step * _group(plan.config), rollout.max_completion_tokens)
     return 2 * bytes_on_device([prompts, drawn])
-
-
-def _laid_out(plan: Plan, shape: tuple[int, ...], dtype, *axes) -> jax.ShapeDtypeStruct:
-    spec = fitting_spec(PartitionSpec(*axes), shape, plan.mesh.shape)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(plan.mesh, spec))
 
 
 def _group(config: Config) -> int:
@@ -145,14 +145,10 @@ def _group(config: Config) -> int:
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
-def _needs_reference(config: Config) -> bool:
-    return presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides()).needs_reference
-
-
 def compiled(plan: Plan, program: str) -> Program:
     """One of PROGRAMS, traced, compiled and measured. Nothing runs."""
     started = time.perf_counter()
-    turns = plan.config.rollout.max_completion_tokens - 1
+    turns = _turns(plan, program)
     with jax.set_mesh(plan.mesh):
         traced = _traced_sample(plan) if program == "sample" else _traced_update(plan)
         flops = matmul_flops(traced.jaxpr, unknown_trips=turns) // len(plan.target.devices)
@@ -187,8 +183,8 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
     return sample.trace(
         plan.model.decoder,
         combine(plan.held["sampler's copy"], plan.held["frozen parameters to compute with"]),
-        _laid_out(plan, prompts, jnp.int32, ROWS),
-        _laid_out(plan, prompts, bool, ROWS),
+        laid_out(plan.mesh, prompts, jnp.int32, ROWS),
+        laid_out(plan.mesh, prompts, bool, ROWS),
         jax.eval_shape(lambda: jax.random.key(0)),
         group_size=_group(plan.config),
         max_tokens=rollout.max_completion_tokens,
@@ -199,20 +195,21 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
 
 def _traced_update(plan: Plan) -> jax.stages.Traced:
     config, held = plan.config, plan.held
-    reference = held["weights as they were at the start"][0] if _needs_reference(config) else None
-    whole = config.rollout.prompts_per_step
+    reference = held["weights as they were at the start"][0] if _algorithm(config).needs_reference else None
+    whole, packed = config.rollout.prompts_per_step, _packed(plan)
     return update.trace(
         TrainState(held["trained parameters"], held["optimiser's state"]),
         held["frozen parameters to compute with"],
         reference,
         _batch(plan),
         jax.eval_shape(lambda: jax.random.key(0)),
+        packed,
         decoder=plan.model.decoder,
-        algorithm=presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides()),
+        algorithm=_algorithm(config),
         optimizer=make_optimizer(config.optimizer, config.training.steps),
         sampling=_sampling(config),
         chunk=config.model.logprob_chunk,
-        micro_batches=whole // (config.training.micro_batch_prompts or whole),
+        micro_batches=None if packed else whole // (config.training.micro_batch_prompts or whole),
     )
 
 
@@ -224,7 +221,41 @@ def _batch(plan: Plan) -> Batch:
     kinds |= {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool), "completions": (rows, jnp.int32)}
     kinds |= {"completion_mask": (rows, bool), "behaviour_logprobs": (rows, jnp.float32)}
     kinds |= {"rewards": (rows[:1], jnp.float32), "truncated": (rows[:1], bool), "accurate": (rows[:1], bool)}
-    return Batch(**{name: _laid_out(plan, *kind, ROWS) for name, kind in kinds.items()}, reward_parts={})
+    return Batch(**{name: laid_out(plan.mesh, *kind, ROWS) for name, kind in kinds.items()}, reward_parts={})
+
+
+def _packed(plan: Plan) -> Packed | None:
+    """The batch in as many micro-batches of packed rows as there can be; None without a budget of tokens."""
+    if plan.config.training.tokens_per_micro_batch is None:
+        return None
+    batch, shape = plan.config.rollout.prompts_per_step * plan.config.rollout.group_size, _packed_shape(plan)
+    most = _turns(plan, "update")
+    rows = laid_out(plan.mesh, (most, *shape), jnp.int32)
+    return Packed(
+        rows, rows, rows, rows, laid_out(plan.mesh, (most, batch), jnp.int32), laid_out(plan.mesh, (), jnp.int32)
+    )
+
+
+def _packed_shape(plan: Plan) -> RowShape:
+    rollout = plan.config.rollout
+    shape = Shape(rollout.prompts_per_step, rollout.group_size, plan.prompt_tokens, rollout.max_completion_tokens)
+    return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
+
+
+def _turns(plan: Plan, program: str) -> int:
+    """How often the loop of a program runs at most whose end depends on the data: over tokens, over packed rows."""
+    rollout = plan.config.rollout
+    if program == "sample":
+        return rollout.max_completion_tokens - 1
+    if plan.config.training.tokens_per_micro_batch is None:
+        return 1
+    if _algorithm(plan.config).compares_completions:
+        return rollout.prompts_per_step
+    return -(-rollout.prompts_per_step * rollout.group_size // _packed_shape(plan).rows)
+
+
+def _algorithm(config: Config) -> Algorithm:
+    return presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
 
 
 def _sampling(config: Config) -> Sampling:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from recjax.models.decoder import REMAT
 from recjax.training.ahead import PROGRAMS, Plan
 
 
@@ -47,25 +48,25 @@ def _more_fsdp(plan: Plan) -> list[Change]:
 
 
 def _remat(plan: Plan) -> list[Change]:
-    if plan.config.model.remat:
-        return []
-    return [Change(("model.remat=true",), "every layer's forward pass is computed twice", ("update",))]
+    policies = list(REMAT)
+    costs = {"dots": "the backward pass repeats all but projections", "full": "the backward pass repeats every layer"}
+    later = policies[policies.index(plan.config.model.remat) + 1 :]
+    return [Change((f"model.remat={name}",), costs[name], ("update",)) for name in later]
 
 
 def _smaller_parts(plan: Plan) -> list[Change]:
     """Micro-batches of fewer prompts: half as many, and the fewest that still give every device a completion."""
-    rollout, now = plan.config.rollout, plan.config.training.micro_batch_prompts
-    now = now or rollout.prompts_per_step
-    shards = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
-    sizes = [
-        size
-        for size in range(now - 1, 0, -1)
-        if rollout.prompts_per_step % size == 0 and size * rollout.group_size % shards == 0
-    ]
-    return [
-        Change((f"training.micro_batch_prompts={size}",), "more and smaller parts of a batch", ("update",))
-        for size in dict.fromkeys((*sizes[:1], *sizes[-1:]))
-    ]
+    rollout, training = plan.config.rollout, plan.config.training
+    if training.tokens_per_micro_batch:
+        key, sizes = "tokens_per_micro_batch", [training.tokens_per_micro_batch // part for part in (2, 4)]
+    else:
+        key, now = "micro_batch_prompts", training.micro_batch_prompts or rollout.prompts_per_step
+        shards = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
+        whole = [size for size in range(now - 1, 0, -1) if rollout.prompts_per_step % size == 0]
+        even = [size for size in whole if size * rollout.group_size % shards == 0]
+        sizes = dict.fromkeys((*even[:1], *even[-1:]))
+    cost = "a batch is cut into more parts, and weights travel for each"
+    return [Change((f"training.{key}={size}",), cost, ("update",)) for size in sizes]
 
 
 def _shorter_cache(plan: Plan) -> list[Change]:
