@@ -92,7 +92,7 @@ def compile_all(console: Console, planned: Plan, known: dict[str, Program]) -> C
             with _progress(console, f"compiling {name} for {planned.target.name}"):
                 programs[name] = compiled(planned, name)
             console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
-    peaks = {name: programs[name].needed + sum(beside(planned, name).values()) for name in PROGRAMS}
+    peaks = {name: programs[name].needed + beside(planned, name) for name in PROGRAMS}
     return Checked(planned, {name: programs[name] for name in PROGRAMS}, peaks)
 
 
@@ -132,8 +132,7 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
 
 def hopeless(planned: Plan) -> bool:
     """Whether what is always held, and the keys and values, already take more than there is."""
-    held = sum(map(bytes_on_device, planned.held.values()))
-    return held + cache_bytes(planned) > planned.target.memory
+    return bytes_on_device(planned.held) + cache_bytes(planned) > planned.target.memory
 
 
 def show_plan(console: Console, planned: Plan) -> None:

@@ -47,7 +47,7 @@ class ModelConfig:
     freeze: list[str] = dataclasses.field(
         default_factory=list
     )  # regular expressions of parameter paths left as they are
-    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores exist at one time
+    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +188,50 @@ class RegimeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExperienceConfig:
-    """Batches from elsewhere; groups are as large as they are there, whatever rollout.group_size says."""
+class MixConfig:
+    """Completions of others, from a store, beside those that the policy draws."""
 
-    store: str = omegaconf.MISSING  # folder; every batch comes from it
+    store: str = omegaconf.MISSING  # folder
+    share: float = at_least(0, 0.5)  # that comes from there: a whole number of rows or groups
+    of: str = "group"  # group: rows with the same prompt, in every group; batch: whole groups, in every batch
+
+
+# A round draws a batch where one is due, and trains one step where enough groups have all their rewards: after the
+# first rounds of a run, rounds are optimiser steps.
+
+
+@dataclasses.dataclass(frozen=True)
+class LateConfig:
+    """Rewards that come after their completions; how many rounds is drawn evenly, for every completion."""
+
+    shortest: int = at_least(0, 0)  # rounds
+    longest: int = at_least(0, 0)  # rounds
+    deadline: int | None = at_least(1, None)  # rounds after which a group goes without them; null: it waits
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    """A buffer of groups that are trained on more than once, and how it is drawn from."""
+
+    draw_every: int = at_least(1, 1)  # rounds from one batch that the policy draws to the next
+    capacity: int = at_least(1, 512)  # groups; the one that came first gives way
+    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; null: no limit
+    max_reuse: int = at_least(1, 4)  # times that a group is trained on
+    half_life: float | None = at_least(0, None)  # optimiser steps in which a group's chance halves; null: it does not
+    priority: str = "none"  # reward_spread | absolute_advantage: a group's chance is in proportion to it
+    keep_no_signal: bool = False  # also groups whose rewards are all equal
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperienceConfig:
+    """What is trained on beside, or in place of, each batch that the policy has just drawn."""
+
+    store: str | None = None  # folder; every batch comes from it, and groups are as large as they are there
+    mix: MixConfig | None = None
+    late: LateConfig | None = None
+    replay: ReplayConfig | None = None
     missing_logprobs: str = "error"  # where a store has no behaviour log-probs: error | unneeded | initial | current
+    record: bool = False  # keep what the policy draws in the run's folder, as a store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from recjax.algorithms import presets
 from recjax.config import TASKS, Config, GradingConfig, RegimeConfig, schema_keys
+from recjax.experience.buffer import PRIORITIES
 from recjax.models.decoder import PROJECTIONS, REMAT
 from recjax.tasks.graders import GRADERS, reward_name
 from recjax.tasks.gym import check_gym
@@ -112,16 +113,7 @@ def check(config: Config) -> None:
                 "is not read when regime.offline is true, where the sampler never gets new weights; remove one of them",
             )
     if config.experience:
-        choices = ("error", "unneeded", "initial", "current")
-        known = config.experience.missing_logprobs in choices
-        require(known, "experience.missing_logprobs", f"takes {', '.join(choices)}")
-        for name, unset in dataclasses.asdict(RegimeConfig()).items():
-            require(
-                getattr(config.regime, name) == unset,
-                f"regime.{name}",
-                f"is not read beside experience.store = {config.experience.store!r}, from which every batch comes;"
-                " remove one of them",
-            )
+        _check_experience(config, require)
     sizes = dataclasses.asdict(config.mesh)
     for name, size in sizes.items():
         require(size == -1 or size > 0, f"mesh.{name}", "takes a number of devices, or -1 for the rest of them")
@@ -141,3 +133,43 @@ def check(config: Config) -> None:
         presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     except ValueError as error:
         raise ValueError(f"algorithm.{error}") from error
+
+
+def _check_experience(config: Config, require: Callable[[bool, str, str], None]) -> None:
+    experience, rollout = config.experience, config.rollout
+    ways = [name for name in ("mix", "late", "replay", "record") if getattr(experience, name)]
+    if not (experience.store or ways):
+        raise ValueError("experience: give at least one of store, mix, late, replay and record, or remove the block")
+    choices = ("error", "unneeded", "initial", "current")
+    require(experience.missing_logprobs in choices, "experience.missing_logprobs", f"takes {', '.join(choices)}")
+    if experience.store:
+        remedy = f"is not read beside experience.store = {experience.store!r}, from which every batch comes;"
+        remedy += " remove one of them"
+        for name in ways:
+            require(False, f"experience.{name}", remedy)
+        for name, unset in dataclasses.asdict(RegimeConfig()).items():
+            require(getattr(config.regime, name) == unset, f"regime.{name}", remedy)
+    elif not experience.mix:
+        remedy = "is read with experience.store and experience.mix alone; remove it"
+        require(experience.missing_logprobs == "error", "experience.missing_logprobs", remedy)
+    if mix := experience.mix:
+        require(mix.of in ("group", "batch"), "experience.mix.of", "takes group, batch")
+        of = "rollout.group_size" if mix.of == "group" else "rollout.prompts_per_step"
+        whole = mix.share * _value_at(config, of)
+        remedy = f"must be above 0, below 1, and a whole number out of {of} = {_value_at(config, of)}"
+        require(0 < mix.share < 1 and abs(whole - round(whole)) < 1e-6, "experience.mix.share", remedy)
+    if late := experience.late:
+        remedy = f"must be at least experience.late.shortest = {late.shortest}"
+        require(late.longest >= late.shortest, "experience.late.longest", remedy)
+    if replay := experience.replay:
+        remedy = f"takes {', '.join(PRIORITIES)}"
+        require(replay.priority in PRIORITIES, "experience.replay.priority", remedy)
+        remedy = "must be above 0 optimiser steps, or null"
+        require(replay.half_life is None or replay.half_life > 0, "experience.replay.half_life", remedy)
+        own = rollout.prompts_per_step
+        if experience.mix and experience.mix.of == "batch":
+            own -= round(experience.mix.share * own)
+        remedy = f"must hold the {own} groups of a batch that come from it"
+        require(replay.capacity >= own, "experience.replay.capacity", remedy)
+        remedy = f"must be at least experience.replay.draw_every = {replay.draw_every}, or batches run out"
+        require(replay.max_reuse >= replay.draw_every, "experience.replay.max_reuse", remedy)

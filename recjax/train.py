@@ -3,14 +3,17 @@
     python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
 
 Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
-regime.sync_interval=20. A run that was stopped goes on when the same command is given again.
+regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM it finishes its
+step, writes a checkpoint and ends with status 143.
 """
 
 import json
+import signal
 import sys
 from logging import INFO
 from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +22,8 @@ from recjax.config import schema_keys
 from recjax.config_loading import load_config
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.dry_run import print_dry_run
-from recjax.training.loop import run
+from recjax.training.loop import Preempted, run
+from recjax.training.mesh import make_mesh
 from recjax.training.run_folder import check_run_folder, open_run_folder
 from recjax.training.setup import prepare
 
@@ -42,11 +46,16 @@ def main(argv: list[str]) -> None:
     try:
         config = load_config(FLAGS.config, argv[1:])
         check_run_folder(config, FLAGS.overwrite)
+        jax.set_mesh(make_mesh(config.mesh))
         setup = prepare(config)
         output = open_run_folder(config, FLAGS.overwrite)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    summary = run(config, setup, output)
+    try:
+        summary = run(config, setup, output)
+    except Preempted as stopped:
+        print(f"{output}: {stopped}", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
     show_result(output, summary)
 
 

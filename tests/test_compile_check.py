@@ -19,7 +19,7 @@ from tests.training.tiny_run import TINY
 
 SPLIT = ["mesh.data=1", "mesh.fsdp=4"]
 # All that is left to make smaller are micro-batches and completions, and the activations are most of the memory.
-LARGE = ["output=x", *SPLIT, "model.remat=full", "rollout.max_completion_tokens=32"]
+LARGE = ["output=x", *SPLIT, "model.remat=full", "rollout.max_completion_tokens=32", "rollout.prompts_per_step=8"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered,
     for kind in ("all-gather", "all-reduce"):
         assert f"│ update  │ {kind}" in printed
     update = remembered(planned(*LARGE), "update")
-    given = bytes_on_device([planned(*LARGE).held[name] for name in ahead.GIVEN["update"]])
+    given = bytes_on_device(ahead.given(planned(*LARGE), "update"))
     assert given + update.temporaries <= update.needed < 1000 * given and update.refusal is None
 
 
@@ -68,17 +68,14 @@ def test_what_does_not_fit_is_status_1_and_the_change_named_makes_it_fit(
     file, planned, remembered, monkeypatch, capsys
 ):
     monkeypatch.setattr(compile_check, "compiled", remembered)
-    peaks = {
-        name: remembered(planned(*LARGE), name).needed + sum(ahead.beside(planned(*LARGE), name).values())
-        for name in PROGRAMS
-    }
+    peaks = {name: remembered(planned(*LARGE), name).needed + ahead.beside(planned(*LARGE), name) for name in PROGRAMS}
     assert peaks["sample"] < peaks["update"]
     memory = (peaks["update"] - 512) / GIB
     assert compile_check.check(file, "host", LARGE, memory=memory) == 1
     printed = capsys.readouterr().out
     assert "does not fit host: update" in printed
     remedy = printed.split("this makes it fit: ")[1].split(" (")[0].split()
-    assert remedy == ["training.micro_batch_prompts=2"]
+    assert remedy == ["training.micro_batch_prompts=4"]
     count = len(remembered.programs)
     assert compile_check.check(file, "host", [*LARGE, *remedy], memory=memory) == 0
     assert len(remembered.programs) == count  # it had been compiled before it was named
@@ -147,7 +144,7 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
     optimizer = make_optimizer(made.config.optimizer, made.config.training.steps)
     moments = jax.eval_shape(optimizer.init, made.model.trained)
     sizes = {name: bytes_on_device(tree) for name, tree in made.held.items()}
-    assert sizes["trained parameters"] + sizes["frozen parameters to compute with"] == own
+    assert sizes["trained parameters"] + sizes["frozen parameters"] == own
     if options:
         assert own < sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     scalars = sum(4 for leaf in jax.tree.leaves(moments) if leaf.ndim == 0)
@@ -163,10 +160,18 @@ def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
     assert batch.tokens.shape == (4, 4, 8) and batch.first.shape == (4, 16)
 
 
-def test_half_precision_is_asked_for_where_devices_have_it_and_copies_are_then_held(planned):
-    plain, half = planned().held, planned("model.dtype=bfloat16").held
-    assert {*half} - {*plain} == {"sampler's copy, as at the start"}
-    assert bytes_on_device(half["sampler's copy"]) < bytes_on_device(plain["sampler's copy"])
+def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
+    start, kl = "trained parameters as they were at the start", "algorithm.reference_kl={coefficient: 0.1}"
+    assert start not in planned().held and start not in ahead.given(planned("evaluation.initial_kl=true"), "update")
+    assert start in planned("evaluation.initial_kl=true").held and start in ahead.given(planned(kl), "update")
+    assert [*ahead.given(planned(kl, "regime.offline=true"), "update")][2] == "sampler's copy"
+    assert ahead._traced_update(planned(kl)).args_info[0][2] is not None
+
+
+def test_batches_are_filled_up_as_in_a_run(planned):
+    made = planned("rollout.prompts_per_step=6", "training.micro_batch_prompts=3")  # two parts, four devices
+    assert ahead._traced_update(made).args_info[0][3].prompts.shape[0] == 8
+    assert ahead._prompts(planned("rollout.prompts_per_step=9")) == 12
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ A buffer is plain data and its functions are pure. What is drawn follows from (b
 on from a stored buffer draws the same.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from recjax.config import ReplayConfig
 from recjax.experience.groups import (
     Group,
     flattened,
@@ -27,18 +27,6 @@ PRIORITIES: dict[str, Callable[[Group], float]] = {
 }
 Reason = Literal["capacity", "stale", "used_up", "no_signal"]
 REASONS: tuple[Reason, ...] = ("capacity", "stale", "used_up", "no_signal")
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplayLimits:
-    """What a buffer keeps and how it draws."""
-
-    capacity: int = 512  # groups; the one that came first gives way
-    max_staleness: int | None = None  # optimiser steps behind the trainer; null: no limit
-    max_reuse: int = 4  # times that a group is trained on
-    half_life: float | None = None  # optimiser steps in which the chance to be drawn halves; null: age does not matter
-    priority: str = "none"  # reward_spread or absolute_advantage: chance in proportion to it
-    keep_no_signal: bool = False  # also groups whose rewards are all equal
 
 
 class Entry(NamedTuple):
@@ -59,22 +47,6 @@ class Buffer(NamedTuple):
 EMPTY = Buffer((), dict.fromkeys(REASONS, 0))
 
 
-def check_limits(limits: ReplayLimits) -> None:
-    """Refuses limits that keep nothing or mean nothing.
-
-    Raises:
-        ValueError: with the limit, its value and the remedy.
-    """
-    for name, low in (("capacity", 1), ("max_staleness", 0), ("max_reuse", 1)):
-        value = getattr(limits, name)
-        if value is not None and value < low:
-            raise ValueError(f"{name} = {value!r}: must be {low} or more")
-    if limits.half_life is not None and not limits.half_life > 0:
-        raise ValueError(f"half_life = {limits.half_life!r}: must be above 0 optimiser steps, or null")
-    if limits.priority not in PRIORITIES:
-        raise ValueError(f"priority = {limits.priority!r}: takes {', '.join(PRIORITIES)}")
-
-
 def staleness(group: Group, step: int) -> int:
     """Optimiser steps between the oldest weights that drew a row and those that train on it at `step`, from 1.
 
@@ -84,7 +56,7 @@ def staleness(group: Group, step: int) -> int:
     return 0 if version is None else step - 1 - version
 
 
-def add(buffer: Buffer, groups: Sequence[Group], step: int, limits: ReplayLimits) -> Buffer:
+def add(buffer: Buffer, groups: Sequence[Group], step: int, limits: ReplayConfig) -> Buffer:
     """The buffer with groups that came at `step`, after what has no place in it has left."""
     entries, left = list(buffer.entries), dict(buffer.left)
     for group in groups:
@@ -97,14 +69,14 @@ def add(buffer: Buffer, groups: Sequence[Group], step: int, limits: ReplayLimits
     return _without(fresh, fresh.entries[excess:], "capacity")
 
 
-def expire(buffer: Buffer, step: int, limits: ReplayLimits) -> Buffer:
+def expire(buffer: Buffer, step: int, limits: ReplayConfig) -> Buffer:
     """The buffer without groups that are too stale to be trained on at `step`."""
     if limits.max_staleness is None:
         return buffer
     return _without(buffer, [x for x in buffer.entries if staleness(x.group, step) <= limits.max_staleness], "stale")
 
 
-def draw(buffer: Buffer, count: int, step: int, seed: int, limits: ReplayLimits) -> tuple[Buffer, list[Group]]:
+def draw(buffer: Buffer, count: int, step: int, seed: int, limits: ReplayConfig) -> tuple[Buffer, list[Group]]:
     """Up to `count` different groups to train on at `step`, and the buffer after that.
 
     The chance of a group is in proportion to priority · 2^(−age / half_life), its age being in optimiser steps since it
@@ -124,7 +96,13 @@ def draw(buffer: Buffer, count: int, step: int, seed: int, limits: ReplayLimits)
     return _without(used, [entry for entry in entries if entry.used < limits.max_reuse], "used_up"), groups
 
 
-def _log_chance(entry: Entry, step: int, limits: ReplayLimits) -> float:
+def first(buffer: Buffer, count: int) -> tuple[Buffer, list[Group]]:
+    """The `count` groups that came first, or all, and the buffer without them."""
+    groups = [entry.group for entry in buffer.entries[:count]]
+    return _without(buffer, buffer.entries[count:], "used_up"), groups
+
+
+def _log_chance(entry: Entry, step: int, limits: ReplayConfig) -> float:
     priority = PRIORITIES[limits.priority](entry.group)
     recency = 0.0 if limits.half_life is None else -np.log(2.0) * (step - entry.added) / limits.half_life
     return (np.log(priority) if priority > 0 else -np.inf) + recency

@@ -1,6 +1,5 @@
 """Prompts to scored completions: the one path for training and for evaluation."""
 
-import functools
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from jaxtyping import PRNGKeyArray
 from recjax.config import TaskConfig
 from recjax.experience.records import Batch
 from recjax.models.logprobs import Sampling
+from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions, sample
@@ -44,20 +44,18 @@ def draw(
     max_tokens: int,
     sampling: Sampling,
 ) -> Completions:
-    """`group_size` completions of each prompt from `params`, as host arrays."""
-    way = sample if policy.slots is None else functools.partial(sample_in_slots, slots=policy.slots)
-    drawn = way(
-        policy.decoder,
-        params,
-        prompts.tokens,
-        prompts.mask,
-        key,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop_ids=policy.stop_ids,
-    )
-    return jax.device_get(drawn)
+    """`group_size` completions of each prompt from `params`, as host arrays.
+
+    Devices that share the prompts get as many each: the first ones are asked again to fill them up, and not counted.
+    """
+    options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": policy.stop_ids}
+    if policy.slots is not None:
+        return sample_in_slots(policy.decoder, params, prompts.tokens, prompts.mask, key, slots=policy.slots, **options)
+    count = len(prompts.texts)
+    filled = np.arange(-(-count // row_shards()) * row_shards()) % count
+    asked = put_rows((prompts.tokens[filled], prompts.mask[filled]))
+    drawn = on_host(sample(policy.decoder, params, *asked, key, **options))
+    return jax.tree.map(lambda rows: rows[: count * group_size], drawn)
 
 
 def submitted(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Pending:

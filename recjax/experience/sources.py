@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from recjax.algorithms import presets
@@ -15,6 +14,7 @@ from recjax.experience.rows import Shape, batch_of_groups
 from recjax.experience.store import Experience, read
 from recjax.experience.tokenise import tokenised
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import on_host, put_rows
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import batch_indices
 
@@ -94,8 +94,8 @@ def with_logprobs(
     for start in range(0, len(lacking), shape.prompts):
         part = [_scored(group) for group in lacking[start : start + shape.prompts]]
         batch = batch_of_groups(part, shape)
-        arrays = map(jnp.asarray, (batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask))
-        logprobs = np.asarray(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
+        arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask))
+        logprobs = on_host(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
         for place, group in enumerate(lacking[start : start + shape.prompts]):
             rows = []
             for number, row in enumerate(group.rows, start=place * shape.group):
@@ -123,14 +123,6 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     if len(groups) < count:
         raise ValueError(f"there are {len(groups)} groups, fewer than the {count} of a batch; add some, or lower it")
     return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
-
-
-def share_of(total: int, share: float, batch: int) -> int:
-    """How many of `total` in batch number `batch` (from 1) come from the other source.
-
-    Whole numbers whose sum over batches 1 to n is total · share · n, rounded down.
-    """
-    return int(np.floor(total * share * batch + 1e-9)) - int(np.floor(total * share * (batch - 1) + 1e-9))
 
 
 def by_prompt(groups: Sequence[Group]) -> dict[bytes, list[Experience]]:

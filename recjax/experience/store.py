@@ -268,6 +268,18 @@ def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -
     return pa.table(columns, schema=SCHEMA)
 
 
+def to_bytes(rows: Sequence[Experience]) -> bytes:
+    """Rows as one Parquet file in memory; `from_bytes` makes them again."""
+    file = pa.BufferOutputStream()
+    pq.write_table(to_table(rows), file, compression="zstd")
+    return file.getvalue().to_pybytes()
+
+
+def from_bytes(parquet: bytes) -> list[Experience]:
+    """The rows that `to_bytes` wrote."""
+    return list(to_rows(pq.read_table(pa.BufferReader(parquet))))
+
+
 def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:
     """Reward parts as the store holds them: pairs and not a map, because `datasets` has no maps."""
     return None if parts is None else [{"name": name, "value": value} for name, value in parts.items()]

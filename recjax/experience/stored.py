@@ -1,4 +1,4 @@
-"""Training from a store alone: what of it can be trained on, and the batch of each step."""
+"""A store that is trained from: what of it can be used, and the log-probs that it lacks."""
 
 import hashlib
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 from absl import logging
 
 from recjax.algorithms import presets
-from recjax.config import Config
+from recjax.config import Config, MixConfig
 from recjax.experience.groups import Group, is_whole
-from recjax.experience.records import Batch
 from recjax.experience.rows import Shape, batch_of_groups, shape_of
-from recjax.experience.sources import check_logprobs, groups_at, load_groups, with_logprobs
+from recjax.experience.sources import by_prompt, check_logprobs, load_groups, with_logprobs
 from recjax.experience.store import Experience
 from recjax.models.logprobs import Sampling
 from recjax.models.policy import Policy
+from recjax.rollout.prompts import Prompts
 
 
 class Stored(NamedTuple):
@@ -25,13 +25,23 @@ class Stored(NamedTuple):
     digest: str
 
 
+def stored_per_batch(config: Config) -> int:
+    """How many groups of a batch come whole from a store."""
+    experience, count = config.experience, config.rollout.prompts_per_step
+    if experience and experience.store:
+        return count
+    mix = experience and experience.mix
+    return round(mix.share * count) if mix and mix.of == "batch" else 0
+
+
 def load_stored(config: Config, policy: Policy) -> Stored:
-    """The whole groups of `experience.store`, every one of them checked for what training reads.
+    """The whole groups of `experience.store` or of `experience.mix.store`, checked for what training reads.
 
     Raises:
         ValueError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
     """
-    store, rollout = config.experience.store, config.rollout
+    mix, rollout = config.experience.mix, config.rollout
+    key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
     try:
         everything = load_groups(store, policy)
         whole = [_as_trained(group, config.task.success) for group in everything if is_whole(group)]
@@ -39,29 +49,44 @@ def load_stored(config: Config, policy: Policy) -> Stored:
             raise ValueError(
                 f"all {len(everything)} groups wait for rewards; python -m recjax.feedback gives them theirs"
             )
-        if len(whole) < rollout.prompts_per_step:
+        if len(whole) < stored_per_batch(config):
             raise ValueError(
                 f"there are {len(whole)} groups with all their rewards ({len(everything) - len(whole)} wait for some),"
-                f" fewer than rollout.prompts_per_step = {rollout.prompts_per_step}; add some, or lower that"
+                f" fewer than the {stored_per_batch(config)} that each batch takes from here, with"
+                f" rollout.prompts_per_step = {rollout.prompts_per_step}; add some, or lower that"
             )
         shape = shape_of(whole, rollout.prompts_per_step)
         for group in whole:
             # A row that no batch can hold is found here and not at a later step.
             batch_of_groups([group], shape._replace(prompts=1))
     except ValueError as error:
-        raise ValueError(f"experience.store = {store!r}: {error}") from error
+        raise ValueError(f"{key} = {store!r}: {error}") from error
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
-    check_logprobs(whole, algorithm, _sampling(config), config.experience.missing_logprobs)
+    check_logprobs(whole, algorithm, run_sampling(config), config.experience.missing_logprobs)
     stored = Stored(whole, shape, _left_out(everything), _digest(whole))
     sizes = [len(group.rows) for group in whole]
-    logging.info(
-        "%s: %d groups of %d to %d rows to train on; rollout.group_size = %d is not read",
-        *(store, len(whole), min(sizes), max(sizes), rollout.group_size),
-    )
+    logging.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
     if any(stored.left_out.values()):
         counts = ", ".join(f"{count} {name}" for name, count in stored.left_out.items())
         logging.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
     return stored
+
+
+def check_prompts(stored: Stored, mix: MixConfig, prompts: Prompts) -> None:
+    """Logs how many of the training prompts have others' completions to join their groups.
+
+    Raises:
+        ValueError: none has.
+    """
+    known = by_prompt(stored.groups)
+    asked = [tokens[mask].tobytes() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+    shared = sum(tokens in known for tokens in asked)
+    if not shared:
+        raise ValueError(
+            f"experience.mix.store = {mix.store!r} answers none of the task's {len(asked)} training prompts, and only"
+            " rows with the same prompt tokens join a group; bring answers to these, or set experience.mix.of to batch"
+        )
+    logging.info("%s: answers %d of %d training prompts", mix.store, shared, len(asked))
 
 
 def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params: dict) -> Stored:
@@ -69,24 +94,21 @@ def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params:
     if config.experience.missing_logprobs != "initial":
         return stored
     chunk = config.model.logprob_chunk
-    filled = with_logprobs(stored.groups, stored.shape, policy, params, _sampling(config), chunk)
+    filled = with_logprobs(stored.groups, stored.shape, policy, params, run_sampling(config), chunk)
     return stored._replace(groups=filled)
 
 
-def stored_batch(stored: Stored, config: Config, policy: Policy, params: dict, step: int) -> Batch:
-    """The batch of a step, the same whenever it is asked for.
-
-    Args:
-        params: all parameters of the policy as it is now, whose log-probs `current` takes.
-    """
-    missing = config.experience.missing_logprobs
-    groups = groups_at(stored.groups, config.rollout.prompts_per_step, step, config.seed)
-    if missing == "current":
-        groups = with_logprobs(groups, stored.shape, policy, params, _sampling(config), config.model.logprob_chunk)
-    return batch_of_groups(groups, stored.shape, logprobs=missing != "unneeded")
+def with_logprobs_of_now(
+    groups: list[Group], shape: Shape, config: Config, policy: Policy, params: dict
+) -> list[Group]:
+    """The same with log-probs of `params`, all those of the policy as it is now, where `current` asks for them."""
+    if config.experience.missing_logprobs != "current":
+        return groups
+    return with_logprobs(groups, shape, policy, params, run_sampling(config), config.model.logprob_chunk)
 
 
-def _sampling(config: Config) -> Sampling:
+def run_sampling(config: Config) -> Sampling:
+    """The distribution that a run draws from, and trains under."""
     return Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
 
 

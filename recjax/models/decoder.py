@@ -172,13 +172,14 @@ class PerLayer(NamedTuple):
     windows: np.ndarray | Array | None
 
 
-def stream_rows(time: int) -> Axes:
-    """The mesh axes that split the rows of the stream, [batch * time, hidden].
+def stream_axes(time: int) -> tuple[Axes, Axes]:
+    """The mesh axes that split the stream, [batch * time, hidden].
 
-    Rows are split as those of a batch, and weights are gathered. A single token a row is less than the weights are:
-    there the stream is gathered along "fsdp", and every device multiplies by the part of the weights that it has.
+    Rows are split as those of a batch, and weights are gathered along "fsdp". A single token a row is less than the
+    weights are: there units are split along "fsdp", as in the weights, and every device multiplies by the part that it
+    has.
     """
-    return ROWS if time > 1 else "data"
+    return (ROWS, None) if time > 1 else ("data", "fsdp")
 
 
 class Block(nn.Module):
@@ -196,7 +197,7 @@ class Block(nn.Module):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
-        rows = stream_rows(time)
+        rows, units = stream_axes(time)
 
         def dense(x, features, name, use_bias=False):
             y = nn.Dense(features, use_bias=use_bias, dtype=self.dtype, name=name)(x)
@@ -215,7 +216,7 @@ class Block(nn.Module):
             x = dense(x, count * config.head_dim, name, config.qkv_bias)
             return constrain(x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2), ROWS, "tensor")
 
-        x = norm(name="attention_norm")(hidden)
+        x = constrain(norm(name="attention_norm")(hidden), rows, units)
         queries = heads_of(x, config.num_heads, "query")
         keys = heads_of(x, config.num_kv_heads, "key")
         values = heads_of(x, config.num_kv_heads, "value")
@@ -228,12 +229,12 @@ class Block(nn.Module):
         mixed = dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
-        x = norm(name="mlp_norm")(hidden)
+        x = constrain(norm(name="mlp_norm")(hidden), rows, units)
         gate = ACTIVATIONS[config.activation](dense(x, config.intermediate_size, "gate"))
         gated = constrain(gate * dense(x, config.intermediate_size, "up"), rows, "tensor")
         mixed = dense(gated, config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
-        return constrain(hidden, rows), (keys, values)
+        return constrain(hidden, rows, units), (keys, values)
 
 
 class Decoder(nn.Module):
@@ -276,7 +277,10 @@ class Decoder(nn.Module):
             embedding_init=nn.initializers.normal(config.hidden_size**-0.5),
             name="embedding",
         )
-        embedded = constrain(embed(tokens.reshape(-1)), stream_rows(tokens.shape[1]))
+        rows, units = stream_axes(tokens.shape[1])
+        # Rows that are split along "fsdp" need whole vectors; looked up in parts, they would first lie everywhere.
+        table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
+        embedded = constrain(jnp.take(table, tokens.reshape(-1), axis=0), rows, units)
         if config.scale_embeddings:
             embedded *= jnp.asarray(config.hidden_size**0.5, self.dtype)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
-from recjax.models.placement import ROWS, constrain, row_shards
+from recjax.models.placement import constrain, over_rows
 
 
 class Sampling(NamedTuple):
@@ -72,30 +72,28 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
 
-    [batch, time, vocab] never exists whole: the scores of a chunk are recomputed in the backward pass. On a mesh every
-    chunk has positions of all devices, the same number of each.
+    [batch, time, vocab] never exists whole: the scores of a chunk are recomputed in the backward pass. On a mesh each
+    device goes through its own rows, with a head that is gathered once and not for every chunk.
     """
-    shards = row_shards() if tokens.shape[0] % row_shards() == 0 else 1
-    count = tokens.size // shards
-    length = min(-(-chunk // shards), count)
-    padding = -count % length
+    name = "head" if "head" in params else "embedding"
 
-    def in_chunks(x):
-        x = jnp.pad(x.reshape(shards, count, *x.shape[2:]), ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
-        x = x.reshape(shards, -1, length, *x.shape[2:]).swapaxes(0, 1)
-        return constrain(x.reshape(-1, shards * length, *x.shape[3:]), None, ROWS)
+    def of_rows(head, hidden, tokens):
+        count = tokens.size
+        length = min(chunk, count)
+        padding = -count % length
+        flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, length, hidden.shape[-1])
+        flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, length)
 
-    def in_rows(x):
-        return x.reshape(-1, shards, length).swapaxes(0, 1).reshape(shards, -1)[:, :count].reshape(tokens.shape)
+        @jax.checkpoint
+        def one_chunk(inputs):
+            chunk_hidden, chunk_tokens = inputs
+            scores = constrain(logits(config, head, chunk_hidden), None, "tensor")
+            return logprobs_and_entropy(scores, chunk_tokens, sampling)
 
-    @jax.checkpoint
-    def one_chunk(inputs):
-        chunk_hidden, chunk_tokens = inputs
-        scores = constrain(logits(config, params, chunk_hidden), ROWS, "tensor")
-        return logprobs_and_entropy(scores, chunk_tokens, sampling)
+        logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
+        return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
 
-    logprobs, entropy = jax.lax.map(one_chunk, (in_chunks(hidden), in_chunks(tokens)))
-    return in_rows(logprobs), in_rows(entropy)
+    return over_rows(of_rows, {name: params[name]}, hidden, tokens)
 
 
 def last_hidden(

@@ -6,12 +6,12 @@ Where none is, everything lies on one device and nothing here does anything.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -71,8 +71,8 @@ def constrain(x: Array, *axes: Axes) -> Array:
         axes: mesh axes of each dimension; later dimensions are whole. A dimension that the axes' size does not divide
             is whole as well: the numbers are the same, and no device count is refused for the sake of a layout.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.lax.with_sharding_constraint(x, _fitting(axes, x.shape, mesh.shape)) if _automatic(mesh) else x
+    sizes = _sizes(jax.sharding.get_abstract_mesh())
+    return jax.lax.with_sharding_constraint(x, _fitting(axes, x.shape, sizes)) if sizes else x
 
 
 def constrain_params(tree: Any) -> Any:
@@ -125,13 +125,28 @@ def laid_out(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) 
 
 def row_shards() -> int:
     """How many parts the mesh splits the rows of a batch into."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[name] for name in ROWS) if _automatic(mesh) else 1
+    sizes = _sizes(jax.sharding.get_abstract_mesh())
+    return math.prod(sizes.get(name, 1) for name in ROWS)
 
 
-def _automatic(mesh) -> bool:
-    # Inside shard_map or pmap each device computes with what it has, and there is nothing to lay out.
-    return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
+def over_rows(function: Callable, whole: Any, *rows: Array) -> Any:
+    """`function(whole, *rows)`, where each device computes its own rows and `whole` is gathered once, before.
+
+    Its gradient adds up on each device and is summed over devices once, after; left to the compiler, both would happen
+    in every turn of a loop inside `function`. Rows that cannot be split are computed by all devices.
+    """
+    shards = row_shards()
+    if shards == 1 or any(len(x) % shards for x in rows):
+        return function(whole, *rows)
+    split = PartitionSpec(ROWS)
+    specs = (PartitionSpec(), *[split] * len(rows))
+    return jax.shard_map(function, in_specs=specs, out_specs=split, axis_names={*ROWS}, check_vma=False)(whole, *rows)
+
+
+def _sizes(mesh: AbstractMesh) -> dict[str, int]:
+    """Of the axes that arrays can be laid out over: inside shard_map and pmap, those that it does not split."""
+    automatic = [kind == AxisType.Auto for kind in mesh.axis_types]
+    return {name: size for (name, size), free in zip(mesh.shape.items(), automatic, strict=True) if free}
 
 
 def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
@@ -139,7 +154,7 @@ def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str,
 
     def divides(axis: Axes, length: int) -> bool:
         names = (axis,) if isinstance(axis, str) else axis or ()
-        return length % math.prod(sizes[name] for name in names) == 0
+        return all(name in sizes for name in names) and length % math.prod(sizes[name] for name in names) == 0
 
     return PartitionSpec(
         *(axis if divides(axis, length) else None for axis, length in zip(axes, shape[: len(axes)], strict=True))

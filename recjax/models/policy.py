@@ -24,25 +24,22 @@ class Policy(NamedTuple):
     slots: int | None = None
 
 
-def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
-    """The policy that `model` describes and its float32 parameters.
+def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
+    """The float32 parameters of the policy that `model` describes, without adapters.
 
     Args:
-        characters: what the built-in tokenizer must know, for a decoder made from scratch.
+        decoder_config: of `policy_alone`.
     """
-    policy = policy_alone(config, characters)
     if config.model.path:
-        params = load_pretrained(config.model.path)[1]
-    else:
-        params = init_params(policy.decoder.config, jax.random.fold_in(jax.random.key(config.seed), 0))
-    return policy, params
+        return load_pretrained(config.model.path)[1]
+    return init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed), 0))
 
 
 def policy_alone(config: Config, characters: str) -> Policy:
     """The policy that `model` describes, without its parameters: no weights are read or made.
 
     Args:
-        characters: as for `load_policy`.
+        characters: what the built-in tokenizer must know, for a decoder made from scratch.
     """
     if config.model.path:
         decoder_config = read_config(model_folder(config.model.path))

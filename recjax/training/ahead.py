@@ -60,13 +60,6 @@ class Program(NamedTuple):
     refusal: str | None = None
 
 
-# The parts of what is held that each program is given; the others lie beside it.
-GIVEN = {
-    "sample": ("sampler's copy", "frozen parameters to compute with"),
-    "update": ("trained parameters", "optimiser's state", "frozen parameters to compute with"),
-}
-
-
 def plan(config: Config, target: Target) -> Plan:
     """Shapes and layout of a run on a target's devices; reads no weights.
 
@@ -94,19 +87,28 @@ def _held(config: Config, mesh: Mesh, model: Model) -> dict[str, Any]:
         return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
     def to_compute_with(tree: Any) -> Any:
-        return jax.eval_shape(lambda tree: in_compute_dtype(model.decoder, tree, copy=False), tree)
+        return placed(jax.eval_shape(lambda tree: in_compute_dtype(model.decoder, tree, copy=False), tree))
 
-    trained, copy = placed(model.trained), placed(to_compute_with(model.trained))
-    # Where computing is in float32, what would be copies are the weights themselves.
-    half = model.decoder.dtype.itemsize < 4
+    copy = to_compute_with(model.trained)
     held = {
-        "trained parameters": trained,
+        "trained parameters": placed(model.trained),
         "optimiser's state": placed(jax.eval_shape(optimizer.init, model.trained)),
         "sampler's copy": copy,
-        "weights as they were at the start": (trained, placed(model.frozen) if half else {}),
-        "frozen parameters to compute with": placed(to_compute_with(model.frozen)),
+        "frozen parameters": to_compute_with(model.frozen),
     }
-    return held | ({"sampler's copy, as at the start": copy} if half else {})
+    if (_algorithm(config).needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
+        held["trained parameters as they were at the start"] = copy
+    return held
+
+
+def given(plan: Plan, program: str) -> dict[str, Any]:
+    """What of that is passed to a program; the rest lies beside it."""
+    names = {"sample": ["sampler's copy"], "update": ["trained parameters", "optimiser's state"]}[program]
+    if program == "update" and _algorithm(plan.config).needs_reference:
+        # Offline they are the sampler's copy.
+        start = "trained parameters as they were at the start"
+        names.append(start if start in plan.held else "sampler's copy")
+    return {name: plan.held[name] for name in (*names, "frozen parameters")}
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -118,13 +120,9 @@ def bytes_on_device(tree: Any) -> int:
     return sum(sizes)
 
 
-def beside(plan: Plan, program: str) -> dict[str, int]:
-    """What lies on a device while a program runs and is none of its arguments: bytes by name."""
-    given = set(GIVEN[program])
-    sizes = {name: bytes_on_device(tree) for name, tree in plan.held.items() if name not in given}
-    if program == "update" and _algorithm(plan.config).needs_reference:
-        sizes["weights as they were at the start"] -= bytes_on_device(plan.held["weights as they were at the start"][0])
-    return {name: size for name, size in sizes.items() if size}
+def beside(plan: Plan, program: str) -> int:
+    """Bytes of a device that are held while a program runs and are none of its arguments."""
+    return bytes_on_device(plan.held) - bytes_on_device(given(plan, program))
 
 
 def cache_bytes(plan: Plan) -> int:
@@ -135,9 +133,15 @@ def cache_bytes(plan: Plan) -> int:
         sizes = (shape.num_layers, rows, shape.num_kv_heads, tokens, shape.head_dim)
         return laid_out(plan.mesh, sizes, plan.model.decoder.dtype, None, ROWS, "tensor")
 
-    prompts = cache(rollout.prompts_per_step, plan.prompt_tokens)
-    drawn = cache(rollout.prompts_per_step * _group(plan.config), rollout.max_completion_tokens)
-    return 2 * bytes_on_device([prompts, drawn])
+    asked = _prompts(plan)
+    drawn = cache(asked * _group(plan.config), rollout.max_completion_tokens)
+    return 2 * bytes_on_device([cache(asked, plan.prompt_tokens), drawn])
+
+
+def _prompts(plan: Plan, parts: int = 1) -> int:
+    """Prompts of a batch, filled up so that every device has as many in each part."""
+    multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
+    return -(-plan.config.rollout.prompts_per_step // multiple) * multiple
 
 
 def _group(config: Config) -> int:
@@ -157,8 +161,7 @@ def compiled(plan: Plan, program: str) -> Program:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            given = bytes_on_device([plan.held[name] for name in GIVEN[program] if name in plan.held])
-            needed = max(_needed(str(error)), given)
+            needed = max(_needed(str(error)), bytes_on_device(given(plan, program)))
             return Program(needed, 0, flops, {}, time.perf_counter() - started, str(error).splitlines()[0])
     memory = executable.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -179,29 +182,28 @@ def _needed(refusal: str) -> int:
 
 
 def _traced_sample(plan: Plan) -> jax.stages.Traced:
-    rollout, prompts = plan.config.rollout, (plan.config.rollout.prompts_per_step, plan.prompt_tokens)
+    held, prompts = plan.held, (_prompts(plan), plan.prompt_tokens)
     return sample.trace(
         plan.model.decoder,
-        combine(plan.held["sampler's copy"], plan.held["frozen parameters to compute with"]),
+        combine(held["sampler's copy"], held["frozen parameters"]),
         laid_out(plan.mesh, prompts, jnp.int32, ROWS),
         laid_out(plan.mesh, prompts, bool, ROWS),
         jax.eval_shape(lambda: jax.random.key(0)),
         group_size=_group(plan.config),
-        max_tokens=rollout.max_completion_tokens,
+        max_tokens=plan.config.rollout.max_completion_tokens,
         sampling=_sampling(plan.config),
         stop_ids=(0,),
     )
 
 
 def _traced_update(plan: Plan) -> jax.stages.Traced:
-    config, held = plan.config, plan.held
-    reference = held["weights as they were at the start"][0] if _algorithm(config).needs_reference else None
-    whole, packed = config.rollout.prompts_per_step, _packed(plan)
+    config, (params, optimizer_state, *reference, frozen) = plan.config, given(plan, "update").values()
+    packed, micro_batches = _packed(plan), _micro_batches(config)
     return update.trace(
-        TrainState(held["trained parameters"], held["optimiser's state"]),
-        held["frozen parameters to compute with"],
-        reference,
-        _batch(plan),
+        TrainState(params, optimizer_state),
+        frozen,
+        reference[0] if reference else None,
+        _batch(plan, _prompts(plan, micro_batches)),
         jax.eval_shape(lambda: jax.random.key(0)),
         packed,
         decoder=plan.model.decoder,
@@ -209,14 +211,18 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
         optimizer=make_optimizer(config.optimizer, config.training.steps),
         sampling=_sampling(config),
         chunk=config.model.logprob_chunk,
-        micro_batches=None if packed else whole // (config.training.micro_batch_prompts or whole),
+        micro_batches=None if packed else micro_batches,
     )
 
 
-def _batch(plan: Plan) -> Batch:
-    rollout = plan.config.rollout
-    prompts = (rollout.prompts_per_step, plan.prompt_tokens)
-    rows = (rollout.prompts_per_step * rollout.group_size, rollout.max_completion_tokens)
+def _micro_batches(config: Config) -> int:
+    return config.rollout.prompts_per_step // (config.training.micro_batch_prompts or config.rollout.prompts_per_step)
+
+
+def _batch(plan: Plan, asked: int) -> Batch:
+    """A batch of so many prompts, laid out."""
+    prompts = (asked, plan.prompt_tokens)
+    rows = (asked * plan.config.rollout.group_size, plan.config.rollout.max_completion_tokens)
     kinds = {name: (rows[:1], jnp.int32) for name in Batch._fields if name not in ("reward_parts", "failures")}
     kinds |= {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool), "completions": (rows, jnp.int32)}
     kinds |= {"completion_mask": (rows, bool), "behaviour_logprobs": (rows, jnp.float32)}
@@ -228,7 +234,7 @@ def _packed(plan: Plan) -> Packed | None:
     """The batch in as many micro-batches of packed rows as there can be; None without a budget of tokens."""
     if plan.config.training.tokens_per_micro_batch is None:
         return None
-    batch, shape = plan.config.rollout.prompts_per_step * plan.config.rollout.group_size, _packed_shape(plan)
+    batch, shape = _prompts(plan) * plan.config.rollout.group_size, _packed_shape(plan)
     most = _turns(plan, "update")
     rows = laid_out(plan.mesh, (most, *shape), jnp.int32)
     return Packed(
@@ -250,8 +256,8 @@ def _turns(plan: Plan, program: str) -> int:
     if plan.config.training.tokens_per_micro_batch is None:
         return 1
     if _algorithm(plan.config).compares_completions:
-        return rollout.prompts_per_step
-    return -(-rollout.prompts_per_step * rollout.group_size // _packed_shape(plan).rows)
+        return _prompts(plan)
+    return -(-_prompts(plan) * rollout.group_size // _packed_shape(plan).rows)
 
 
 def _algorithm(config: Config) -> Algorithm:

@@ -7,22 +7,22 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from recjax.experience import feed as feeds
+from recjax.experience import store
 from recjax.experience.records import Batch
+from recjax.training.batches import Held
 from recjax.training.update import TrainState
 
 
 class Snapshot(NamedTuple):
     """A run after `step` updates. Data position and random keys follow from the seed and `step`.
 
-    behaviour_params are the sampler's copy, `behaviour_version` the updates they had when copied, `queue` the batches
-    drawn, scored and not yet trained on, `progress` the run's running totals.
+    `progress` is the run's running totals.
     """
 
     step: int
     state: TrainState
-    behaviour_params: dict
-    behaviour_version: int
-    queue: list[Batch]
+    held: Held
     progress: dict[str, Any]
 
 
@@ -35,48 +35,44 @@ def open_checkpoints(folder: Path, keep: int) -> ocp.CheckpointManager:
 
 def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     """Writes a checkpoint and waits until it is on disk."""
+    held = snapshot.held
+    rows, feed = feeds.to_plain(held.feed)
+    plain = {"behaviour_version": held.version, "queued": len(held.queue), "feed": feed, "rows": len(rows)}
     items = {
         "state": ocp.args.StandardSave(snapshot.state),
-        "behaviour_params": ocp.args.StandardSave(snapshot.behaviour_params),
-        "progress": ocp.args.JsonSave(
-            {**snapshot.progress, "behaviour_version": snapshot.behaviour_version, "queued": len(snapshot.queue)}
-        ),
+        "behaviour_params": ocp.args.StandardSave(held.behaviour_params),
+        "progress": ocp.args.JsonSave({**snapshot.progress, **plain}),
     }
-    if snapshot.queue:
-        stacked = jax.tree.map(lambda *rows: np.stack(rows), *snapshot.queue)
+    if held.queue:
+        stacked = jax.tree.map(lambda *rows: np.stack(rows), *held.queue)
         items["queue"] = ocp.args.StandardSave(stacked._asdict())
+    if rows:
+        items["rows"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
     manager.save(snapshot.step, args=ocp.args.Composite(**items), force=True)
     manager.wait_until_finished()
 
 
-def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot | None:
-    """The newest checkpoint, or None.
+def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot:
+    """The newest checkpoint.
 
     Args:
-        state, behaviour_params: of the same shapes; their values are not used.
+        state, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved.
     """
     step = manager.latest_step()
-    if step is None:
-        return None
-    like, behaviour_like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state, behaviour_params))
     progress = manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
+    queued, rows, feed = (progress.pop(name) for name in ("queued", "rows", "feed"))
     items = {
-        "state": ocp.args.StandardRestore(like),
-        "behaviour_params": ocp.args.StandardRestore(behaviour_like),
+        "state": ocp.args.StandardRestore(state),
+        "behaviour_params": ocp.args.StandardRestore(behaviour_params),
+        **({"queue": ocp.args.StandardRestore()} if queued else {}),
+        **({"rows": ocp.args.StandardRestore()} if rows else {}),
     }
-    queued = progress.pop("queued")
-    if queued:
-        items["queue"] = ocp.args.StandardRestore()
     restored = manager.restore(step, args=ocp.args.Composite(**items))
     queue = []
     if queued:
         stacked = Batch(**{"reward_parts": {}} | jax.tree.map(np.asarray, dict(restored["queue"])))
         queue = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(queued)]
-    return Snapshot(
-        step=step,
-        state=restored["state"],
-        behaviour_params=restored["behaviour_params"],
-        behaviour_version=progress.pop("behaviour_version"),
-        queue=queue,
-        progress=progress,
-    )
+    fed = store.from_bytes(np.asarray(restored["rows"]["parquet"]).tobytes()) if rows else []
+    version = progress.pop("behaviour_version")
+    held = Held(restored["behaviour_params"], version, queue, feeds.from_plain(fed, feed))
+    return Snapshot(step, restored["state"], held, progress)

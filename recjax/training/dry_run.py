@@ -109,7 +109,7 @@ def dry_run(config: Config) -> DryRun:
     model, task, prompt_tokens, notes = resolve(config)
     memory, activations = [], {}
     if model:
-        memory = _held(model)
+        memory = _held(config, model)
         if prompt_tokens:
             memory += _sampling(config, model.decoder, prompt_tokens)
             update, activations = _update(config, model, prompt_tokens)
@@ -117,9 +117,13 @@ def dry_run(config: Config) -> DryRun:
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
     staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
-    if config.experience:
-        staleness = []
-        notes.append(f"sizes of the batches in {config.experience.store}; those above are of rollout's groups")
+    if experience := config.experience:
+        if experience.store or experience.mix:
+            folder = experience.store or experience.mix.store
+            notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
+        if experience.store or experience.late or experience.replay:
+            staleness = []
+            notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
     checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
     return DryRun(model, task, prompt_tokens, memory, activations, checkpoint, staleness, notes)
 
@@ -162,19 +166,20 @@ def _in_compute_dtype(decoder: Decoder, params: dict) -> dict:
     return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
 
 
-def _held(model: Model) -> list[Item]:
-    """What is there all the time. On a device without bfloat16 copies in float32 are no copies."""
-    trained, frozen, size = _bytes(model.trained), _bytes(model.frozen), model.decoder.dtype.itemsize
-    copy = _bytes(_in_compute_dtype(model.decoder, model.trained))
-    frozen_copy = _bytes(_in_compute_dtype(model.decoder, model.frozen)) if size < 4 else 0
+def _held(config: Config, model: Model) -> list[Item]:
+    """What is there all the time; offline, the sampler's copy is the one of the weights at the start."""
+    trained, size = _bytes(model.trained), model.decoder.dtype.itemsize
+    copy, frozen = (_bytes(_in_compute_dtype(model.decoder, tree)) for tree in (model.trained, model.frozen))
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    read_later = algorithm.needs_reference or config.evaluation.initial_kl
     items = [
-        Item("always", "weights as they were at the start", "4 B × parameters", trained + frozen),
         Item("always", "trained parameters", "4 B × trained", trained),
         Item("always", "Adam's two moments", "8 B × trained", 2 * trained),
         Item("always", "sampler's copy", f"{size} B × trained", copy),
-        Item("always", "sampler's copy, as at the start", f"{size} B × trained", copy if size < 4 else 0),
-        Item("always", "frozen parameters to compute with", f"{size} B × frozen", frozen_copy),
+        Item("always", "frozen parameters", f"{size} B × frozen", frozen),
     ]
+    if read_later and not config.regime.offline:
+        items.append(Item("always", "trained parameters as they were at the start", f"{size} B × trained", copy))
     return [item for item in items if item.bytes]
 
 
@@ -336,7 +341,7 @@ def show(config: Config, result: DryRun) -> None:
 def _show_memory(console: Console, config: Config, result: DryRun) -> None:
     if not result.memory:
         return
-    table = Table("when", "what", "GiB", "formula", title="memory of the device")
+    table = Table("when", "what", "GiB", "formula", title="memory, of all devices together")
     for item in result.memory:
         table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
     console.print(table)

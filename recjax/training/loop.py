@@ -1,30 +1,33 @@
-"""The loop: next batch → update → log, with evaluation and checkpoints. A batch is drawn, or comes from a store."""
+"""The loop: next batch → update → log, with evaluation and checkpoints."""
 
+import contextlib
 import json
 import math
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from tqdm import tqdm
 
-from recjax.algorithms import diagnostics, presets
+from recjax.algorithms import presets
 from recjax.config import Config
-from recjax.experience.collect import Pending, draw, finished, submitted, to_learn_from
-from recjax.experience.records import Batch
-from recjax.experience.stored import stored_batch
-from recjax.models.logprobs import Sampling
-from recjax.models.trainable import combine, in_compute_dtype, split
-from recjax.rollout.prompts import batch_indices
+from recjax.experience.collect import finished, to_learn_from
+from recjax.experience.records import filled_up
+from recjax.experience.stored import run_sampling
+from recjax.models.placement import put_rows, row_shards
+from recjax.models.trainable import combine
 from recjax.tasks.grading import Grading
-from recjax.training import checkpoint, schedule
+from recjax.training import checkpoint
+from recjax.training.batches import next_batch, open_source
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
-from recjax.training.figures import draw_training
+from recjax.training.figures import draw_experience, draw_training
 from recjax.training.metrics import (
     MetricsWriter,
     PhaseSeconds,
@@ -35,7 +38,12 @@ from recjax.training.metrics import (
 )
 from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.setup import Setup
-from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
+from recjax.training.start import begin
+from recjax.training.update import learning_rate_schedule, make_optimizer, update
+
+
+class Preempted(Exception):
+    """The run was asked to stop, and its checkpoint is on disk."""
 
 
 def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
@@ -43,92 +51,71 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
 
     Raises:
         FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
+        RuntimeError: what the config leaves out of what is drawn leaves nothing to train on.
+        Preempted: SIGTERM came; the step that was under way is done and its checkpoint written.
         ValueError: the user's reward function is at fault.
     """
-    with Grading(config, setup.reward) as grading:
-        return _run(config, setup, output, grading)
+    with Grading(config, setup.reward) as grading, _stop_requests() as stopping:
+        return _run(config, setup, output, grading, stopping)
 
 
-def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[str, Any]:
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, which is how clouds and schedulers announce that a machine will go."""
+    stopping = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping: threading.Event) -> dict[str, Any]:
     started = time.perf_counter()
     policy, rollout = setup.policy, config.rollout
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     learning_rate = learning_rate_schedule(config.optimizer, config.training.steps)
-    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
-    sample_key, drop_key = (jax.random.fold_in(jax.random.key(config.seed), stream) for stream in (1, 3))
+    drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
     micro_batches = rollout.prompts_per_step // (config.training.micro_batch_prompts or rollout.prompts_per_step)
 
     # --- Where the run stands: a checkpoint, or before the first step.
-    initial_params, frozen = split(setup.initial_params, config.model)
-    frozen = in_compute_dtype(policy.decoder, frozen, copy=False)
-    reference_params = initial_params if algorithm.needs_reference else None
-    state = TrainState(jax.tree.map(jnp.copy, initial_params), optimizer.init(initial_params))
-    initial_behaviour = in_compute_dtype(policy.decoder, initial_params, copy=False)
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
-    restored = checkpoint.restore(manager, state, initial_behaviour)
-    if jax.device_count() > 1:
-        logging.warning("%d devices are there; this version trains on one of them", jax.device_count())
-    if restored:
-        logging.info("going on from the checkpoint of step %d", restored.step)
+    (step, state, held, progress), resumed, frozen, initial = begin(config, setup, algorithm, optimizer, manager)
+    if resumed:
+        logging.info("going on from the checkpoint of step %d", step)
     stored = setup.stored
-    nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": stored and stored.digest}
-    snapshot = restored or Snapshot(0, state, initial_behaviour, 0, [], nothing_done)
-    step, state, behaviour_params, version, queue, progress = snapshot
     if stored and progress["store"] != stored.digest:
+        place = config.experience.store or config.experience.mix.store
         raise ValueError(
-            f"experience.store = {config.experience.store!r} is not what it was when this run began, and its batches"
-            f" would be others; put its rows back, or give another output than {str(output)!r}"
+            f"the experience store {place!r} is not what it was when this run began, and its batches would be others;"
+            f" put its rows back, or give another output than {str(output)!r}"
         )
     phases, wall_before = PhaseSeconds(progress["seconds"]), progress["wall_seconds"] + setup.seconds
     phases.totals["prepare"] += setup.seconds
-    writer = MetricsWriter(output, keep_through=step if restored else -1)
+    source = open_source(config, setup, frozen, grading, phases, output)
+    writer = MetricsWriter(output, keep_through=step if resumed else -1)
 
     def evaluated(name: str) -> dict[str, float]:
         with phases.phase("evaluate"):
-            initial = combine(initial_params, frozen) if config.evaluation.initial_kl else None
+            before = combine(initial, frozen) if config.evaluation.initial_kl else None
             params = combine(state.params, frozen)
-            result = evaluate(config, policy, params, setup.evaluation, grading, step, initial)
+            result = evaluate(config, policy, params, setup.evaluation, grading, step, before)
             write_samples(output / "samples" / f"{name}.jsonl", result)
         measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
-    def drawn_batch(number: int) -> Pending:
-        indices = batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed)
-        prompts = setup.train.take(indices)
-        with phases.phase("sample"):
-            key, params = jax.random.fold_in(sample_key, number), combine(behaviour_params, frozen)
-            drawn = draw(policy, params, prompts, key, rollout.group_size, rollout.max_completion_tokens, sampling)
-            return submitted(policy, prompts, drawn, grading, version)
-
-    def batch_from_policy() -> Batch:
-        nonlocal behaviour_params, version
-        # What is drawn is scored in the background; the oldest batch is trained on.
-        if schedule.is_sync(step, config.regime):
-            behaviour_params, version = in_compute_dtype(policy.decoder, state.params, copy=True), step - 1
-        numbers = schedule.batches_to_draw(step, len(queue), config.training.steps, config.regime)
-        queue.extend(drawn_batch(number) for number in numbers)
-        with phases.phase("score"):
-            batch = finished(queue.pop(0))
-        staleness = diagnostics.staleness(step, batch.policy_version)
-        if (staleness != schedule.expected_staleness(step, config.regime)).any():
-            raise AssertionError(f"step {step}: staleness {staleness} is not what the regime says")
-        return batch
-
-    def batch_from_store() -> Batch:
-        with phases.phase("sample"):
-            return stored_batch(stored, config, policy, combine(state.params, frozen), step)
-
-    next_batch = batch_from_store if stored else batch_from_policy
-
     def save_checkpoint() -> None:
         with phases.phase("score"):
-            queue[:] = map(finished, queue)
+            held.queue[:] = map(finished, held.queue)
         with phases.phase("checkpoint"):
             progress.update(seconds=dict(phases.totals), wall_seconds=wall_before + time.perf_counter() - started)
-            checkpoint.save(manager, Snapshot(step, state, behaviour_params, version, queue, progress))
+            checkpoint.save(manager, Snapshot(step, state, held, progress))
 
-    if not restored:
+    if not resumed:
         left_out = stored.left_out if stored else {}
         counts = {f"experience/left_out/{reason}": count for reason, count in left_out.items()}
         writer.write({"step": 0, **evaluated("before"), **counts})
@@ -137,23 +124,24 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
     bar = progress_bar(config.algorithm.preset, config.training.steps, initial=step)
     while step < config.training.steps:
         step += 1
-        batch = next_batch()
+        held, batch, counts = next_batch(source, held, step, state.params)
         learned = to_learn_from(batch, config.task)
 
         # --- Update. It reads no parts of the reward, which differ from batch to batch where sources do.
         with phases.phase("update"):
-            packed = packed_batch(config, learned)
+            shared = filled_up(learned, micro_batches * row_shards())
+            packed = packed_batch(config, shared)
             state, metrics = update(
                 state,
                 frozen,
-                reference_params,
-                learned._replace(reward_parts={}),
+                initial if algorithm.needs_reference else None,
+                put_rows(shared._replace(reward_parts={})),
                 jax.random.fold_in(drop_key, step),
                 packed,
                 decoder=policy.decoder,
                 algorithm=algorithm,
                 optimizer=optimizer,
-                sampling=sampling,
+                sampling=run_sampling(config),
                 chunk=config.model.logprob_chunk,
                 micro_batches=None if packed else micro_batches,
             )
@@ -165,6 +153,7 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
         row = {
             "step": step,
             **batch_metrics(step, batch, learned),
+            **counts,
             "learning_rate": float(learning_rate(step - 1)),
             "padding_waste": padding_waste(learned, packed),
             **metrics,
@@ -175,9 +164,11 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
         row["tokens_per_second"] = progress["tokens"] / _loop_seconds(phases)
         row["wall_seconds"] = wall_before + time.perf_counter() - started
         writer.write(row)
-        if last or step % config.training.checkpoint_every == 0:
+        if last or step % config.training.checkpoint_every == 0 or stopping.is_set():
             save_checkpoint()
         _show(bar, row)
+        if stopping.is_set() and not last:
+            raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
     bar.close()
     writer.close()
     manager.close()
@@ -188,7 +179,10 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading) -> dict[s
 def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeconds) -> dict[str, Any]:
     """Draws the figure, writes summary.json and returns what it holds."""
     rows = read_metrics(output / "metrics.jsonl")
-    draw_training(rows, f"{config.algorithm.preset}: {output.name}", output / "figures" / "training.png")
+    title = f"{config.algorithm.preset}: {output.name}"
+    draw_training(rows, title, output / "figures" / "training.png")
+    if config.experience:
+        draw_experience(rows, title, output / "figures" / "experience.png")
     summary = {
         "accuracy_before": rows[0]["evaluation/accuracy"],
         "accuracy_after": rows[-1]["evaluation/accuracy"],

@@ -42,6 +42,8 @@ def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
 
     Vocabularies, key and value heads and the ranks of adapters that an axis does not divide are not split instead.
 
+    Args:
+        mesh: an empty one, which is what is in context where none was put there, fits any model.
     Raises:
         ValueError: with the axis, its size, and what it does not divide.
     """
@@ -51,7 +53,7 @@ def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
         ("fsdp", decoder.hidden_size, "units of the stream"),
     ]
     for axis, whole, what in wholes:
-        size = mesh.shape[axis]
+        size = mesh.shape.get(axis, 1)
         if whole % size:
             largest = max(number for number in range(1, size) if whole % number == 0)
             raise ValueError(

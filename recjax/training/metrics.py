@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,12 +32,12 @@ class MetricsWriter:
         self._file = self._path.open("a")
         self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=keep_through + 1)
 
-    def write(self, row: dict[str, float]) -> None:
-        """Appends a row, which has a "step", to both files."""
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a row, which has a "step", to both files; what is counted by name, in a dictionary, to the first."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in row.items():
-            if name != "step":
+            if name != "step" and not isinstance(value, dict):
                 self._tensorboard.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
@@ -45,7 +46,7 @@ class MetricsWriter:
         self._tensorboard.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a metrics.jsonl; a row cut short by a kill is left out."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -54,7 +55,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, float]:
+def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
     """What the rows of a batch say, those that only fill it up, which have no token, left out.
 
     Args:
@@ -63,10 +64,11 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, float]:
         learned: as the update sees it; the reward is of this one.
     Returns:
         Means over rows, of each part of the reward over the rows that have it. Staleness is of rows with a policy
-        version, and not there without any.
+        version, and not there without any; `staleness_rows` counts rows by it.
     """
     real = batch.completion_mask.any(-1)
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
+    found, counts = np.unique(staleness(step, versions), return_counts=True)
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
@@ -75,6 +77,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, float]:
         "completion_length": float(batch.completion_mask.sum() / real.sum()),
         "truncated": float(batch.truncated[real].mean()),
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
+        "staleness_rows": {str(value): int(count) for value, count in zip(found, counts, strict=True)},
     }
 
 

@@ -8,6 +8,7 @@ from recjax.algorithms import presets
 from recjax.config import Config
 from recjax.experience.records import Batch
 from recjax.experience.rows import Shape
+from recjax.models.placement import row_shards
 
 TILE = 128  # accelerators' attention works on so many tokens at a time
 
@@ -88,7 +89,7 @@ def packed_batch(config: Config, batch: Batch) -> Packed | None:
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     prompts, completions = batch.prompts.shape, batch.completions.shape
     shape = Shape(prompts[0], completions[0] // prompts[0], prompts[1], completions[1])
-    return pack(batch, shape_for(config, shape), algorithm.compares_completions)
+    return pack(batch, shape_for(config, shape, row_shards()), algorithm.compares_completions)
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:

@@ -55,7 +55,7 @@ def _remat(plan: Plan) -> list[Change]:
 
 
 def _smaller_parts(plan: Plan) -> list[Change]:
-    """Micro-batches of fewer prompts: half as many, and the fewest that still give every device a completion."""
+    """Micro-batches of fewer prompts: half as many, and the fewest that still give every device a prompt."""
     rollout, training = plan.config.rollout, plan.config.training
     if training.tokens_per_micro_batch:
         key, sizes = "tokens_per_micro_batch", [training.tokens_per_micro_batch // part for part in (2, 4)]
@@ -63,7 +63,7 @@ def _smaller_parts(plan: Plan) -> list[Change]:
         key, now = "micro_batch_prompts", training.micro_batch_prompts or rollout.prompts_per_step
         shards = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
         whole = [size for size in range(now - 1, 0, -1) if rollout.prompts_per_step % size == 0]
-        even = [size for size in whole if size * rollout.group_size % shards == 0]
+        even = [size for size in whole if size % shards == 0]
         sizes = dict.fromkeys((*even[:1], *even[-1:]))
     cost = "a batch is cut into more parts, and weights travel for each"
     return [Change((f"training.{key}={size}",), cost, ("update",)) for size in sizes]

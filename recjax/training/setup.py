@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
 from recjax.experience.rows import Shape
-from recjax.experience.stored import Stored, load_stored, with_chosen_logprobs
-from recjax.models.policy import Policy, load_policy
+from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
+from recjax.models.placement import row_shards
+from recjax.models.policy import Policy, load_params, policy_alone
 from recjax.models.trainable import in_compute_dtype, with_adapters
 from recjax.rollout.prompts import Prompts, encode_problems, fitting
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Reward, Task
+from recjax.training.mesh import check_fits
 from recjax.training.packing import shape_for
 from recjax.training.warm_start import warm_start
 
@@ -24,7 +26,7 @@ from recjax.training.warm_start import warm_start
 class Setup(NamedTuple):
     """What a run works with, none of which changes while it runs; `seconds` is what it took to make.
 
-    `stored` is what batches are taken from; None: the policy draws them.
+    `stored` is what all of a batch, or a share of it, is taken from.
     """
 
     policy: Policy
@@ -44,16 +46,21 @@ def prepare(config: Config) -> Setup:
     """
     started, rollout = time.perf_counter(), config.rollout
     task = load_task(config)
-    policy, params = load_policy(config, characters([*task.train, *task.evaluation]))
+    policy = policy_alone(config, characters([*task.train, *task.evaluation]))
+    check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     task = without_long_prompts(task, policy.tokenizer, rollout)
     problems = [*task.train, *task.evaluation]
     everything = encode_problems(problems, policy.tokenizer, rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
-    stored = load_stored(config, policy) if config.experience else None
+    experience = config.experience
+    stored = load_stored(config, policy) if experience and (experience.store or experience.mix) else None
+    if stored and experience.mix and experience.mix.of == "group":
+        check_prompts(stored, experience.mix, train)
     if config.training.tokens_per_micro_batch:
         drawn = rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens
-        shape_for(config, stored.shape if stored else Shape(*drawn))
+        shape_for(config, stored.shape if stored else Shape(*drawn), row_shards())
+    params = load_params(config, policy.decoder.config)
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:

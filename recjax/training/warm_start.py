@@ -18,6 +18,7 @@ from recjax import __version__
 from recjax.config import Config, WarmStartConfig
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import constrain_params, put_rows
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.training.cache import cache_folder
@@ -55,7 +56,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
     )
-    optimizer_state = optimizer.init(params)
+    optimizer_state = jax.jit(lambda params: constrain_params(optimizer.init(params)))(params)
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
     texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
@@ -72,7 +73,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
             else:
                 rows = chosen
                 shown = _with_slips(tokens[rows], mask[rows], config.wrong_fraction, generator)
-            batch = (prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows])
+            batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
             params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
@@ -115,4 +116,4 @@ def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch
 
     loss, gradient = jax.value_and_grad(cross_entropy)(params)
     updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-    return optax.apply_updates(params, updates), optimizer_state, loss
+    return *constrain_params((optax.apply_updates(params, updates), optimizer_state)), loss

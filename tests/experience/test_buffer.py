@@ -4,12 +4,12 @@ import collections
 import json
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recjax.config import ReplayConfig
 from recjax.experience import store
-from recjax.experience.buffer import EMPTY, ReplayLimits, add, check_limits, draw, from_plain, staleness, to_plain
+from recjax.experience.buffer import EMPTY, add, draw, from_plain, staleness, to_plain
 from recjax.experience.groups import Group, reward_spread
 from tests.experience.rows import make_row, same, text_row
 
@@ -24,7 +24,7 @@ def make_group(number: int, rewards=(0.0, 1.0), version: int | None = 0) -> Grou
 
 
 LIMITS = st.builds(
-    ReplayLimits,
+    ReplayConfig,
     capacity=st.integers(1, 6),
     max_staleness=st.none() | st.integers(0, 4),
     max_reuse=st.integers(1, 4),
@@ -96,26 +96,26 @@ def drawn_often(limits, groups, step=1, times=400, count=1):
 
 def test_groups_are_drawn_in_proportion():
     equal = [make_group(i) for i in range(4)]
-    np.testing.assert_allclose(drawn_often(ReplayLimits(), equal), [1 / 4] * 4, atol=0.08)
-    halved = drawn_often(ReplayLimits(half_life=1.0), equal, step=4)
+    np.testing.assert_allclose(drawn_often(ReplayConfig(), equal), [1 / 4] * 4, atol=0.08)
+    halved = drawn_often(ReplayConfig(half_life=1.0), equal, step=4)
     np.testing.assert_allclose(halved, np.array([1, 2, 4, 8]) / 15, atol=0.08)
     spread = [make_group(0, (0, 1, 1)), make_group(1, (0, 3, 3))]
-    np.testing.assert_allclose(drawn_often(ReplayLimits(priority="reward_spread"), spread), [1 / 4, 3 / 4], atol=0.08)
+    np.testing.assert_allclose(drawn_often(ReplayConfig(priority="reward_spread"), spread), [1 / 4, 3 / 4], atol=0.08)
     # |r − r̄| is 1/2 and 3/8 on average.
     advantage = [make_group(0, (0, 0, 1, 1)), make_group(1, (0, 0, 0, 1))]
-    often = drawn_often(ReplayLimits(priority="absolute_advantage"), advantage)
+    often = drawn_often(ReplayConfig(priority="absolute_advantage"), advantage)
     np.testing.assert_allclose(often, [4 / 7, 3 / 7], atol=0.08)
 
 
 def test_groups_of_priority_zero_come_when_there_is_no_other():
-    limits = ReplayLimits(priority="reward_spread", keep_no_signal=True)
+    limits = ReplayConfig(priority="reward_spread", keep_no_signal=True)
     groups = [make_group(0, (1, 1)), make_group(1), make_group(2, (1, 1))]
     assert drawn_often(limits, groups, times=20) == [0, 1, 0]
     assert drawn_often(limits, groups, times=20, count=3) == [1, 1, 1]
 
 
 def test_what_leaves_is_counted_by_reason():
-    limits = ReplayLimits(capacity=2, max_staleness=3, max_reuse=1)
+    limits = ReplayConfig(capacity=2, max_staleness=3, max_reuse=1)
     buffer = add(EMPTY, [make_group(0, (1, 1)), make_group(1, version=0), make_group(2, version=4)], 5, limits)
     assert buffer.left == {"capacity": 0, "stale": 1, "used_up": 0, "no_signal": 1}
     buffer = add(buffer, [make_group(3, version=4), make_group(4, version=None)], 5, limits)
@@ -134,18 +134,3 @@ def test_the_oldest_row_makes_a_group_stale():
     group = Group("g", (make_row(0, policy_version=7), make_row(1, policy_version=3), text_row(2)))
     assert staleness(group, 10) == 6
     assert staleness(Group("g", (text_row(2),)), 10) == 0
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        (ReplayLimits(capacity=0), "capacity = 0"),
-        (ReplayLimits(max_staleness=-1), "max_staleness = -1"),
-        (ReplayLimits(max_reuse=0), "max_reuse = 0"),
-        (ReplayLimits(half_life=0.0), "half_life = 0.0"),
-        (ReplayLimits(priority="age"), "priority = 'age': takes none, reward_spread, absolute_advantage"),
-    ],
-)
-def test_limits_that_mean_nothing_are_refused(limits, message):
-    with pytest.raises(ValueError, match=message):
-        check_limits(limits)

@@ -16,7 +16,6 @@ from recjax.experience.sources import (
     groups_at,
     load_groups,
     mixed,
-    share_of,
     with_logprobs,
 )
 from recjax.experience.tokenise import tokenizer_name
@@ -197,14 +196,6 @@ def test_an_epoch_has_every_group_once():
     assert order[:7] != order[7:14]
     with pytest.raises(ValueError, match="7 groups, fewer than the 8"):
         groups_at(groups, 8, 1, 0)
-
-
-@pytest.mark.parametrize(("total", "share"), [(16, 0.5), (16, 0.1), (3, 1 / 3), (5, 0.0), (5, 1.0), (7, 0.77)])
-def test_shares_add_up(total, share):
-    counts = [share_of(total, share, batch) for batch in range(1, 201)]
-    assert all(0 <= count <= total for count in counts)
-    for batches in (1, 3, 50, 200):
-        assert abs(sum(counts[:batches]) - total * share * batches) < 1
 
 
 def test_other_rows_join_the_group_of_their_prompt():

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
-from recjax.experience import store, stored
+from recjax.experience import store
 from recjax.experience.groups import Group
 from recjax.experience.rows import Shape, batch_of_groups
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
-from recjax.training import loop
+from recjax.training import batches, loop
 from recjax.training.checkpoint import Snapshot
 from recjax.training.dry_run import dry_run, show
 from recjax.training.metrics import batch_metrics, read_metrics
@@ -59,11 +59,11 @@ def texts(drawn, tmp_path):
 
 
 def without_store_keys(rows):
-    return [{name: row[name] for name in row if name not in LEFT_OUT} for row in without_times(rows)]
+    return [{name: row[name] for name in row if name not in (*LEFT_OUT, "source_rows")} for row in without_times(rows)]
 
 
 def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, drawn, monkeypatch):
-    monkeypatch.setattr(stored, "groups_at", lambda groups, count, batch, seed: groups[count * (batch - 1) :][:count])
+    monkeypatch.setattr(batches, "groups_at", lambda groups, count, batch, seed: groups[count * (batch - 1) :][:count])
     from_store = train(tiny("store", f"experience.store={drawn}"))
     offline = train(tiny("offline", "regime.offline=true"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
@@ -102,7 +102,7 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     # Groups are ragged; means are of the rows that are there.
     found = prepare(config).stored
     assert len({len(group.rows) for group in found.groups}) > 1
-    groups = stored.groups_at(found.groups, 4, 1, config.seed)
+    groups = batches.groups_at(found.groups, 4, 1, config.seed)
     rewards = [row.reward for group in groups for row in group.rows]
     np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
@@ -137,7 +137,7 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
     monkeypatch.setattr(loop, "update", update)
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4
     added = store.append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])
-    with pytest.raises(ValueError, match=r"experience.store = .*texts' is not what it was when this run began"):
+    with pytest.raises(ValueError, match=r"store '.*texts' is not what it was when this run began"):
         train(config)
     added.unlink()
     assert without_times(train(config)) == without_times(straight)
@@ -172,7 +172,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused("experience.store = '.*' holds no experience")
     refused("experience.store = .*: all 28 groups wait for rewards; python -m recjax.feedback", of=pending)
     some = [*rows[:12], *pending[12:]]
-    few = r"there are 3 groups with all their rewards \(25 wait for some\), fewer than rollout.prompts_per_step = 4"
+    few = r"there are 3 groups with all their rewards \(25 wait for some\), fewer than the 4 that each batch takes"
     refused(few, of=some)
     lacking = "rows have no behaviour log-probs, the first .* of source 'other'; say in experience.missing_logprobs"
     refused(lacking, f"experience.store={texts}")
@@ -191,15 +191,19 @@ def test_settings_that_contradict_a_store_are_refused(tiny):
             tiny("run", "experience.store=somewhere", setting)
     with pytest.raises(ValueError, match="missing_logprobs = 'ignore': takes error, unneeded, initial, current"):
         tiny("run", "experience.store=somewhere", "experience.missing_logprobs=ignore")
-    with pytest.raises(ValueError, match="experience.store has no value"):
+    with pytest.raises(ValueError, match="experience: give at least one of store, mix, late, replay and record"):
         tiny("run", "experience.missing_logprobs=initial")
+    with pytest.raises(ValueError, match="missing_logprobs = 'initial': is read with experience.store and"):
+        tiny("run", "experience.missing_logprobs=initial", "experience.record=true")
+    with pytest.raises(ValueError, match="experience.replay = .*is not read beside experience.store = 'somewhere'"):
+        tiny("run", "experience.store=somewhere", "experience.replay.max_reuse=2")
 
 
 def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
     config = tiny("run", "experience.store=somewhere")
     show(config, dry_run(config))
     printed = capsys.readouterr().out
-    assert "staleness" not in printed and "not known: sizes of the batches in somewhere" in printed
+    assert "not known: sizes of the groups in somewhere" in printed and "not known: staleness" in printed
 
 
 def test_rows_that_fill_a_batch_up_are_in_no_mean():
@@ -218,6 +222,7 @@ def test_rows_that_fill_a_batch_up_are_in_no_mean():
         "completion_length": 3,
         "truncated": 1,
         "staleness": 4,
+        "staleness_rows": {"3": 1, "5": 1},
     }
     foreign = batch._replace(policy_version=np.full(10, -1, np.int32))
     assert "staleness" not in batch_metrics(6, foreign, foreign)

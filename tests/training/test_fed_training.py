@@ -1,0 +1,220 @@
+"""Replay, mixing and late rewards in a run: each equals a run that needs none of it, or leaves the trace it must."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience import store
+from recjax.experience.groups import groups_of
+from recjax.generate_experience import generate
+from recjax.training import batches, loop
+from recjax.training.dry_run import dry_run, show
+from recjax.training.setup import prepare
+from tests.training.tiny_run import TINY, train, without_times
+
+TRIVIAL = "experience.record=true"
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def expert(tmp_path_factory):
+    """A store of three answers to most one-digit sums, all of them right."""
+    folder = tmp_path_factory.mktemp("expert")
+    (folder / "tiny.yaml").write_text(TINY)
+    config = load_config(folder / "tiny.yaml", [f"output={folder}"])
+    generate(config, folder / "drawn", 16, None, None, "initial")
+    kept = [row for group in groups_of(store.read(folder / "drawn")) for row in group.rows[:3]]
+    none = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    store.append(folder / "store", [row._replace(source="expert", reward=1.0, **none) for row in kept])
+    return folder / "store"
+
+
+def learned(rows):
+    """What a run learned from and how: without what only some ways of feeding it log."""
+    return [
+        {name: row[name] for name in row if not name.startswith("experience/") and name != "source_rows"}
+        for row in without_times(rows)
+    ]
+
+
+def test_groups_that_take_the_long_way_teach_the_same(tiny):
+    ahead = ["regime.sync_offset=2", "regime.sync_interval=2"]
+    straight = train(tiny("straight", *ahead))
+    fed = train(tiny("fed", *ahead, TRIVIAL))
+    assert learned(fed) == learned(straight)
+    late = train(tiny("late", "regime.sync_interval=2", "experience.late={shortest: 2, longest: 2}"))
+    # Only who draws first differs: rewards that are two rounds late are two batches drawn ahead.
+    assert [row["staleness"] for row in late[1:]] == [row["staleness"] for row in straight[1:]]
+    assert learned(late) == learned(straight)
+    assert [row["experience/waiting_groups"] for row in late[1:]] == [8] * 7
+    once = train(tiny("once", "regime.sync_interval=2", "experience.replay={max_reuse: 1, keep_no_signal: true}"))
+    assert learned(once) == learned(train(tiny("plain", "regime.sync_interval=2")))
+
+
+def test_what_is_drawn_is_recorded_once_and_reads_as_a_store(tiny, monkeypatch):
+    config = tiny("run", TRIVIAL, "training.steps=5")
+    next_batch, calls = loop.next_batch, itertools.count(1)
+
+    def dies_at_five(*arguments):
+        result = next_batch(*arguments)
+        if next(calls) == 5:  # drawn and recorded, and after the checkpoint of step 3
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(loop, "next_batch", dies_at_five)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.setattr(loop, "next_batch", next_batch)
+    rows = train(config)
+    stored = store.read(Path(config.output) / "experience")
+    assert len(stored) == 5 * 16
+    for row, own in zip(rows[1:], (stored[i : i + 16] for i in range(0, 80, 16)), strict=True):
+        np.testing.assert_allclose(row["reward"], np.mean([one.reward for one in own]), rtol=1e-6)
+        assert {one.policy_version for one in own} == {row["step"] - 1}
+
+
+def test_replay_trains_on_each_group_as_often_as_it_says(tiny, monkeypatch):
+    seen, trained_on = [], batches._batch
+
+    def watched(source, groups):
+        seen.extend(group.id for group in groups)
+        return trained_on(source, groups)
+
+    monkeypatch.setattr(batches, "_batch", watched)
+    options = "experience.replay={draw_every: 3, max_reuse: 3, keep_no_signal: true, max_staleness: 8}"
+    rows = train(tiny("run", options, "training.steps=9"))
+    uses = {name: seen.count(name) for name in seen}
+    assert len(seen) == 9 * 4 and rows[-1]["experience/drawn_batches"] == 3
+    assert uses == dict.fromkeys([f"{batch:06d}/{group:05d}" for batch in (1, 2, 3) for group in range(4)], 3)
+    # Of version 0 at steps 1 to 3, then of those drawn at step 4, and so on.
+    assert [row["staleness"] for row in rows[1:]] == [0, 1, 2] * 3
+    assert rows[2]["ratio/max"] > 1.0001
+
+
+def test_rewards_at_random_times_arrive_all_unless_the_deadline_has_passed(tiny):
+    rows = train(tiny("late", "experience.late={shortest: 0, longest: 4}", "training.steps=12", "evaluation.every=0"))
+    ages = {int(age) for row in rows[1:] for age in row["staleness_rows"]}
+    assert len(ages) > 1 and max(ages) <= 4 + 1
+    assert all(value == 0 for name, value in rows[-1].items() if "left_out" in name)
+    late = ["experience.late={shortest: 0, longest: 4, deadline: 2}", "training.steps=12", "evaluation.every=0"]
+    rows = train(tiny("deadline", *late))
+    lost = {name.split("/")[-1]: rows[-1][name] for name in rows[-1] if "left_out" in name}
+    assert lost["rows_without_reward"] > 0 and lost["rewards_too_late"] > 0
+    sizes = {sum(row["source_rows"].values()) for row in rows[1:]}
+    assert len(sizes) > 1 and max(sizes) <= 16  # groups are ragged
+
+
+@pytest.mark.parametrize("missing", ["initial", "current"])
+def test_half_of_every_group_is_the_experts(tiny, expert, missing, monkeypatch):
+    seen, trained_on = [], batches._batch
+
+    def watched(source, groups):
+        seen.append(groups)
+        return trained_on(source, groups)
+
+    monkeypatch.setattr(batches, "_batch", watched)
+    mix = ["experience.mix.store=" + str(expert), f"experience.missing_logprobs={missing}", "evaluation.every=0"]
+    rows = train(tiny("run", *mix, "training.steps=4"))
+    for row, groups in zip(rows[1:], seen, strict=True):
+        own = row["source_rows"]["policy"]
+        assert own == 8 and row["source_rows"].get("expert", 0) + own == sum(len(group.rows) for group in groups)
+        for group in groups:
+            assert len({one.prompt_tokens.tobytes() for one in group.rows}) == 1
+            assert [one.source for one in group.rows[:2]] == ["policy"] * 2 and len(group.rows) <= 4
+    assert sum(row["source_rows"].get("expert", 0) for row in rows[1:]) > 16
+    # Log-probs of the policy as it is make every ratio one at the first, fresh use; those of the initial one do not.
+    last = rows[-1]["ratio/max"]
+    assert last > 1.001 if missing == "initial" else abs(last - 1) < 1e-5
+
+
+def test_a_share_of_every_batch_is_the_experts(tiny, expert):
+    options = [f"experience.mix={{store: {expert}, share: 0.25, of: batch}}", "experience.missing_logprobs=current"]
+    rows = train(tiny("run", *options, "regime.sync_offset=1", "evaluation.every=0"))
+    assert {tuple(sorted(row["source_rows"].items())) for row in rows[1:]} == {(("expert", 3), ("policy", 12))}
+    # The expert's rows have no version, and do not wait for batches that are drawn ahead.
+    assert [row["staleness_rows"] for row in rows[1:]] == [{"0": 12}] + [{"1": 12}] * 6
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch):
+    everything = [
+        "experience.late={shortest: 0, longest: 3, deadline: 2}",
+        "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spread}",
+        f"experience.mix.store={expert}",
+        "experience.missing_logprobs=current",
+        "regime.sync_interval=2",
+    ]
+    straight = train(tiny("straight", *everything))
+    update, calls = loop.update, itertools.count(1)
+
+    def dies(*args, **named):
+        if next(calls) == stop:
+            raise KeyboardInterrupt
+        return update(*args, **named)
+
+    monkeypatch.setattr(loop, "update", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny("stopped", *everything))
+    monkeypatch.setattr(loop, "update", update)
+    assert without_times(train(tiny("stopped", *everything))) == without_times(straight)
+    assert (Path(tiny("stopped", *everything).output) / "figures" / "experience.png").is_file()
+
+
+def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
+    monkeypatch.setattr(batches, "IDLE_DRAWS", 3)
+    config = tiny("run", "experience.replay.max_reuse=1", "task.reward=tests.training.test_fed_training:nothing")
+    with pytest.raises(RuntimeError, match=r"step 1: 3 batches were drawn .*left_out/no_signal': 16"):
+        train(config)
+
+
+def nothing(prompts, completions, answers) -> list[float]:
+    """No completion is ever right."""
+    return [0.0] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("experience.mix={store: x, share: 0.3}", "mix.share = 0.3: .*whole number out of rollout.group_size = 4"),
+        ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: must be above 0, below 1"),
+        ("experience.mix={store: x, of: row}", "mix.of = 'row': takes group, batch"),
+        ("experience.mix.share=0.5", "experience.mix.store has no value"),
+        ("experience.late={shortest: 3, longest: 2}", "late.longest = 2: must be at least .*shortest = 3"),
+        ("experience.replay.priority=age", "priority = 'age': takes none, reward_spread, absolute_advantage"),
+        ("experience.replay.half_life=0", "half_life = 0.0: must be above 0"),
+        ("experience.replay.capacity=3", "capacity = 3: must hold the 4 groups of a batch"),
+        ("experience.replay={draw_every: 5}", "max_reuse = 4: must be at least experience.replay.draw_every = 5"),
+        ("experience={}", "experience: give at least one of"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(tiny, setting, message):
+    with pytest.raises(ValueError, match=message):
+        tiny("run", setting)
+
+
+def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny, expert):
+    mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current"]
+    config = tiny("run", *mix, 'task.arithmetic.template="{a} {op} {b} ="')
+    with pytest.raises(ValueError, match="vocabulary|answers none of the task's"):
+        prepare(config)
+    subtraction = tiny("run", *mix, "task.arithmetic.problems=[1..9 + 20..29]")
+    with pytest.raises(ValueError, match="vocabulary|answers none of the task's"):
+        prepare(subtraction)
+
+
+def test_a_dry_run_says_what_only_the_run_will_know(tiny, expert, capsys):
+    config = tiny("run", "experience.replay.max_reuse=2")
+    show(config, dry_run(config))
+    assert "not known: staleness" in capsys.readouterr().out
+    config = tiny("run", f"experience.mix.store={expert}", "experience.missing_logprobs=current")
+    assert dry_run(config).staleness == [0] * 7
