@@ -97,7 +97,8 @@ def test_no_more_is_tried_than_asked_for_and_programs_that_stay_as_they_are_are_
 ):
     large = sized(lambda planned, name: 2 * GIB if name == "update" else 0)
     monkeypatch.setattr(compile_check, "compiled", large)
-    assert compile_check.check(file, "host", ["output=x", *SPLIT], memory=1.0, tries=3) == 1
+    options = ["output=x", *SPLIT, "rollout.prompts_per_step=8"]
+    assert compile_check.check(file, "host", options, memory=1.0, tries=3) == 1
     assert large.asked == ["sample", "update", *["update"] * 3]
     assert "none of the changes tried makes it fit" in capsys.readouterr().out
 
@@ -120,7 +121,7 @@ def test_a_combination_is_found_where_no_single_change_is_enough(file, monkeypat
 
 
 def test_changes_come_cheapest_first_and_touch_what_is_too_large(planned):
-    names = [change.overrides[0].split("=")[0] for change in changes(planned(), {"update"})]
+    names = [change.overrides[0].split("=")[0] for change in changes(planned("rollout.prompts_per_step=8"), {"update"})]
     assert [*dict.fromkeys(names)] == [
         "mesh.data",
         "model.remat",

@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 import yaml
 
+from recjax.config import schema_keys
+
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
@@ -136,3 +138,10 @@ def test_a_faulty_jobset_is_refused(fault):
         spec["completions"] = "2"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(jobset, JOBSET_SCHEMA)
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, JOBSET], ids=lambda path: path.name)
+def test_configs_and_keys_that_a_launch_file_names_are_there(path):
+    text = path.read_text()
+    assert all((ROOT / name).is_file() for name in re.findall(r"experiments/[\w/]+\.yaml", text))
+    assert {*re.findall(r"\b(mesh\.\w+)=", text)} <= {*schema_keys()}
