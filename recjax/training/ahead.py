@@ -164,11 +164,14 @@ def compiled(plan: Plan, program: str) -> Program:
             needed = max(_needed(str(error)), bytes_on_device(given(plan, program)))
             return Program(needed, 0, flops, {}, time.perf_counter() - started, str(error).splitlines()[0])
     memory = executable.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    allocated = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    needed = memory.peak_memory_in_bytes
+    if plan.target.devices[0].platform != "tpu":
+        # Elsewhere that leaves temporaries out. A TPU's temporaries are more than it holds of them at any one time.
+        needed = max(needed, lasting + memory.temp_size_in_bytes)
     return Program(
-        needed=max(allocated, memory.peak_memory_in_bytes),
-        temporaries=max(allocated, memory.peak_memory_in_bytes) - memory.argument_size_in_bytes - results,
+        needed=needed,
+        temporaries=needed - lasting,
         flops=flops,
         collectives=collectives(executable.as_text(), unknown_trips=turns),
         seconds=time.perf_counter() - started,

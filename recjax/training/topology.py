@@ -1,5 +1,6 @@
 """What a program can be compiled for: TPU slices that are not here, by name, and this host's own devices."""
 
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -71,16 +72,18 @@ def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Whoever compiles takes no TPU away from others.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options = dict(chip.options)
     if set(re.findall(r"\d+", shape)) == {"1"}:
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except RuntimeError as error:
-        raise ValueError(
-            f"--topology {name}: libtpu, the TPU's compiler, is not there ({str(error).splitlines()[0]}); it needs no"
-            ' TPU: pip install -e ".[tpu]"'
-        ) from error
+        reason = str(error).splitlines()[0]
+        if importlib.util.find_spec("libtpu") is None:
+            reason = 'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"'
+        raise ValueError(f"--topology {name}: {reason}") from error
 
 
 def _host_memory(devices: Sequence[jax.Device]) -> int:
