@@ -43,6 +43,7 @@ class ModelConfig:
     decoder: DecoderShape | None = None
     dtype: str = "auto"  # float32 | bfloat16 | auto: bfloat16 where the device has it
     remat: str = "none"  # what the backward pass computes again: none | dots: all but projections | full: layers
+    attention: str = "auto"  # plain | cudnn: NVIDIA GPUs | splash: TPUs | auto: the device's, where it fits the model
     lora: LoraConfig | None = None
     freeze: list[str] = dataclasses.field(
         default_factory=list

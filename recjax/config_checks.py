@@ -8,6 +8,7 @@ from typing import Any
 from recjax.algorithms import presets
 from recjax.config import TASKS, Config, GradingConfig, RegimeConfig, schema_keys
 from recjax.experience.buffer import PRIORITIES
+from recjax.models.attention import KERNELS
 from recjax.models.decoder import PROJECTIONS, REMAT
 from recjax.tasks.graders import GRADERS, reward_name
 from recjax.tasks.gym import check_gym
@@ -71,6 +72,7 @@ def check(config: Config) -> None:
     plain = config.task.arithmetic or (gym and not gym.chat)
     require(config.task.system_prompt is None or not plain, "task.system_prompt", remedy)
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
+    require(config.model.attention in ("auto", *KERNELS), "model.attention", f"takes auto, {', '.join(KERNELS)}")
     remedy = f"takes {', '.join(REMAT)}; what was true is now full, and false none"
     require(config.model.remat in REMAT, "model.remat", remedy)
     if lora := config.model.lora:

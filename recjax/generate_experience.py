@@ -36,7 +36,7 @@ from recjax.tasks.loading import load_task
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import progress_bar
-from recjax.training.setup import Setup, prepare, without_long_prompts
+from recjax.training.setup import Setup, prepare, untrained, without_long_prompts
 from recjax.training.trained import run_config, run_params
 
 FLAGS = flags.FLAGS
@@ -106,7 +106,7 @@ def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, in
     """What draws, with parameters in the dtype that they compute in, and the optimiser updates that it has had."""
     if run is None:
         # A config may name the store that this is to make.
-        setup, version = prepare(dataclasses.replace(config, experience=None)), 0
+        setup, version = prepare(untrained(config)), 0
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)

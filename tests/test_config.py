@@ -70,6 +70,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
             "training={micro_batch_prompts: 4, tokens_per_micro_batch: 512}",
             ["training.micro_batch_prompts = 4", "beside training.tokens_per_micro_batch = 512", "remove one"],
         ),
+        ("model.attention=flash", ["model.attention = 'flash'", "auto, plain, cudnn, splash"]),
         ("model.remat=true", ["model.remat = 'True'", "none, dots, full", "true is now full"]),
         ("model.decoder.num_heads=3", ["model.decoder.hidden_size = 64", "num_heads = 3"]),
         ("optimizer.schedule=cosin", ["'cosin'", "cosine"]),

@@ -1,7 +1,10 @@
 """Launch files: they pass their linters, say what they need, and use flags, keys and extras that are there."""
 
+import json
+import os
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 import yaml
 
 from recjax.config import schema_keys
+from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -145,3 +149,24 @@ def test_configs_and_keys_that_a_launch_file_names_are_there(path):
     text = path.read_text()
     assert all((ROOT / name).is_file() for name in re.findall(r"experiments/[\w/]+\.yaml", text))
     assert {*re.findall(r"\b(mesh\.\w+)=", text)} <= {*schema_keys()}
+
+
+def local_processes(tmp_path, *options):
+    """The local launch file, run on the tiny run with the Python that runs this."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    command = [LAUNCH / "local_processes.sh", tmp_path / "tiny.yaml", f"output={tmp_path / 'run'}", *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
+    options = ["training.steps=1", "evaluation.every=0", "evaluation.problems=4", "mesh.fsdp=4", "mesh.data=1"]
+    done = local_processes(tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_process_that_fails_ends_the_local_one(tmp_path):
+    done = local_processes(tmp_path, "model.remat=some")
+    assert done.returncode == 1 and "model.remat = 'some'" in done.stderr

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from recjax import hosts
 from recjax.config import TaskConfig
 from recjax.experience.records import Batch
 from recjax.models.logprobs import Sampling
@@ -59,20 +60,27 @@ def draw(
 
 
 def submitted(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Pending:
-    """Sends drawn completions to be scored; the reward sees a text without the token that stopped it."""
+    """Sends drawn completions to be scored; the reward sees a text without the token that stopped it.
+
+    Of several processes each scores the completions of its own share of the prompts.
+    """
     group_size = len(drawn.tokens) // len(prompts.texts)
     said = drawn.mask & ~np.isin(drawn.tokens, policy.stop_ids)
     texts = policy.tokenizer.batch_decode([row[keep] for row, keep in zip(drawn.tokens, said, strict=True)])
-    asked, answers = (
-        [text for text in column for _ in range(group_size)] for column in (prompts.texts, prompts.answers)
+    own = (hosts.share(len(prompts.texts))[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    problems = [prompts.problems[row // group_size] for row in own]
+    scores = grading.submit(
+        [prompts.texts[row // group_size] for row in own],
+        [texts[row] for row in own],
+        [problem.answer for problem in problems],
+        [problem.columns for problem in problems],
+        drawn.mask[own].sum(-1),
     )
-    columns = [problem.columns for problem in prompts.problems for _ in range(group_size)]
-    scores = grading.submit(asked, texts, answers, columns, drawn.mask.sum(-1))
     return Pending(prompts, drawn, policy_version, texts, scores)
 
 
 def finished(batch: Pending | Batch) -> Batch:
-    """The batch with its scores, once they are there.
+    """The batch with its scores, once they are there; of several processes all have the whole batch.
 
     Raises:
         ValueError: the reward function is at fault; see `recjax.tasks.custom.custom_parts`.
@@ -80,7 +88,7 @@ def finished(batch: Pending | Batch) -> Batch:
     if isinstance(batch, Batch):
         return batch
     prompts, drawn, policy_version, texts, scores = batch
-    rewards, parts, accurate, failures = scores.result()
+    rewards, parts, accurate, failures = hosts.gathered(scores.result(), len(texts))
     return Batch(
         prompts=prompts.tokens,
         prompt_mask=prompts.mask,

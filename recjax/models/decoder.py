@@ -191,9 +191,10 @@ class Block(nn.Module):
 
     config: DecoderConfig
     dtype: DTypeLike
+    attention: str
 
     @nn.compact
-    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances):
+    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances, ids):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
@@ -225,7 +226,9 @@ class Block(nn.Module):
         keys = rotate(keys, angles)
         segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, (keys, values)], masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap)
+        # The mask of a layer with a window is made of more than ids.
+        alone = {"ids": ids if layer.windows is None else None, "kernel": self.attention}
+        mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap, **alone)
         mixed = dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
@@ -241,13 +244,15 @@ class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
     `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
-    scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers.
+    scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers. `attention` is one of
+    recjax.models.attention.KERNELS.
     """
 
     config: DecoderConfig
     dtype: DTypeLike = jnp.float32
     remat: str = "none"
     unrolled: bool = False
+    attention: str = "plain"
 
     @nn.compact
     def __call__(
@@ -305,8 +310,8 @@ class Decoder(nn.Module):
             for layer in range(config.num_layers):
                 own = [(keys[layer], values[layer]) for keys, values in keys_values]
                 options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
-                one = block(config, self.dtype, name=f"layer_{layer}")
-                hidden, pair = one(hidden, own, options, angles, masks, distances)
+                one = block(config, self.dtype, self.attention, name=f"layer_{layer}")
+                hidden, pair = one(hidden, own, options, angles, masks, distances, mask)
                 new.append(pair)
             keys_values = tuple(zip(*new, strict=True))
         else:
@@ -314,11 +319,11 @@ class Decoder(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
+                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
                 length=config.num_layers,
             )
-            scanned = layers(config, self.dtype, name="layers")
-            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances)
+            scanned = layers(config, self.dtype, self.attention, name="layers")
+            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, mask)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
 

@@ -47,7 +47,9 @@ def policy_alone(config: Config, characters: str) -> Policy:
     else:
         tokenizer = character_tokenizer(characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
-    decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
+    dtype = compute_dtype(config.model.dtype)
+    kernel = attention_kernel(config.model.attention, decoder_config, dtype)
+    decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
     return Policy(decoder, tokenizer, stop_ids, config.rollout.slots)
 
@@ -70,3 +72,36 @@ def compute_dtype(name: str) -> jnp.dtype:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> str:
+    """The kernel of recjax.models.attention that `model.attention` comes to.
+
+    Args:
+        device: that computes; None: this machine's.
+    Raises:
+        ValueError: a kernel that does not run on the device or lacks what the model needs, with what that is.
+    """
+    device = jax.devices()[0] if device is None else device
+    needs = {
+        "plain": [],
+        "cudnn": [
+            (device.platform == "gpu" and "nvidia" in device.device_kind.lower(), "an NVIDIA GPU"),
+            (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
+            (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
+            (config.attention_cap is None, "a model without a bound on attention scores"),
+        ],
+        "splash": [
+            (device.platform == "tpu", "a TPU"),
+            (not config.windows, "a model without windows"),
+        ],
+    }
+    missing = {kernel: [need for met, need in pairs if not met] for kernel, pairs in needs.items()}
+    if name == "auto":
+        return next(kernel for kernel in ("cudnn", "splash", "plain") if not missing[kernel])
+    if missing[name]:
+        raise ValueError(
+            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind}, in {dtype},"
+            f" with heads of {config.head_dim}. Set it to plain, or to auto for what there is"
+        )
+    return name

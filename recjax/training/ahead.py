@@ -17,6 +17,7 @@ from recjax.experience.records import Batch
 from recjax.experience.rows import Shape
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import ROWS, laid_out, param_shardings
+from recjax.models.policy import attention_kernel
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout.sampler import sample
 from recjax.training.dry_run import Model, resolve
@@ -71,8 +72,11 @@ def plan(config: Config, target: Target) -> Plan:
     model, _, prompt_tokens, notes = resolve(config)
     if model is None or prompt_tokens is None:
         raise ValueError("; ".join([*notes, "" if prompt_tokens else "set rollout.max_prompt_tokens"]).strip("; "))
+    decoder = model.decoder
+    kernel = attention_kernel(config.model.attention, decoder.config, decoder.dtype, target.devices[0])
+    model = model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
-    check_fits(mesh, model.decoder.config)
+    check_fits(mesh, decoder.config)
     planned = Plan(config, target, mesh, model, prompt_tokens, _held(config, mesh, model))
     _turns(planned, "update")  # refuses a budget of tokens that is too small
     return planned

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from recjax import hosts
 from recjax.algorithms import diagnostics
 from recjax.config import Config
 from recjax.experience import feed as feeds
@@ -24,7 +25,7 @@ from recjax.rollout.prompts import Prompts, batch_indices
 from recjax.tasks.grading import Grading, failure_counts
 from recjax.training import schedule
 from recjax.training.metrics import PhaseSeconds
-from recjax.training.setup import Setup
+from recjax.training.setup import Setup, batch_shape
 
 IDLE_DRAWS = 100  # batches drawn for one step beyond those that the config's delays ask for
 
@@ -55,7 +56,7 @@ class Source(NamedTuple):
     grading: Grading
     phases: PhaseSeconds
     tokenizer: str
-    shape: Shape | None
+    shape: Shape
     others: dict[bytes, list[store.Experience]]
     record: Path | None
 
@@ -73,23 +74,10 @@ def open_source(
         grading=grading,
         phases=phases,
         tokenizer=tokenizer_name(setup.policy.tokenizer) if experience else "",
-        shape=stored.shape if experience and experience.store else _shape(config, setup),
+        shape=batch_shape(config, setup.train, stored),
         others=by_prompt(stored.groups) if mix and mix.of == "group" else {},
         record=output / "experience" if experience and experience.record else None,
     )
-
-
-def _shape(config: Config, setup: Setup) -> Shape:
-    """Of batches into which the policy's own groups fit, and those of the store beside them."""
-    rollout = config.rollout
-    shape = Shape(
-        rollout.prompts_per_step, rollout.group_size, setup.train.tokens.shape[1], rollout.max_completion_tokens
-    )
-    if setup.stored is None:
-        return shape
-    theirs = setup.stored.shape
-    group = theirs.group if config.experience.mix.of == "batch" else 0
-    return Shape(shape.prompts, *map(max, shape[1:], theirs._replace(group=group)[1:]))
 
 
 def next_batch(source: Source, held: Held, step: int, params: dict) -> tuple[Held, Batch, dict]:
@@ -205,7 +193,7 @@ def _drawn_groups(source: Source, held: Held, number: int) -> tuple[list[Group],
         time=datetime.now(UTC),
     )
     # A run that goes on from before this batch has written it already.
-    if source.record and rows[0].id not in store.ids(source.record):
+    if source.record and hosts.is_first() and rows[0].id not in store.ids(source.record):
         store.append(source.record, rows)
     return groups_of(rows), failure_counts(batch.failures)
 

@@ -15,12 +15,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from tqdm import tqdm
 
+from recjax import hosts
 from recjax.algorithms import presets
 from recjax.config import Config
 from recjax.experience.collect import finished, to_learn_from
 from recjax.experience.records import filled_up
 from recjax.experience.stored import run_sampling
-from recjax.models.placement import put_rows, row_shards
+from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.tasks.grading import Grading
 from recjax.training import checkpoint
@@ -104,7 +105,8 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
             before = combine(initial, frozen) if config.evaluation.initial_kl else None
             params = combine(state.params, frozen)
             result = evaluate(config, policy, params, setup.evaluation, grading, step, before)
-            write_samples(output / "samples" / f"{name}.jsonl", result)
+            if hosts.is_first():
+                write_samples(output / "samples" / f"{name}.jsonl", result)
         measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
@@ -145,7 +147,7 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
                 chunk=config.model.logprob_chunk,
                 micro_batches=None if packed else micro_batches,
             )
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            metrics = {name: float(value) for name, value in on_host(metrics).items()}
         _require_finite(metrics, step, manager)
 
         # --- Evaluate, log, checkpoint.
@@ -164,20 +166,24 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
         row["tokens_per_second"] = progress["tokens"] / _loop_seconds(phases)
         row["wall_seconds"] = wall_before + time.perf_counter() - started
         writer.write(row)
-        if last or step % config.training.checkpoint_every == 0 or stopping.is_set():
+        asked_to_stop = hosts.any_says(stopping.is_set())
+        if last or step % config.training.checkpoint_every == 0 or asked_to_stop:
             save_checkpoint()
         _show(bar, row)
-        if stopping.is_set() and not last:
+        if asked_to_stop and not last:
             raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
     bar.close()
     writer.close()
     manager.close()
 
-    return _finish(config, output, wall_before + time.perf_counter() - started, phases)
+    if hosts.is_first():
+        _finish(config, output, wall_before + time.perf_counter() - started, phases)
+    hosts.wait_for_all("the summary")
+    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
-def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeconds) -> dict[str, Any]:
-    """Draws the figure, writes summary.json and returns what it holds."""
+def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeconds) -> None:
+    """Draws the figures and writes summary.json."""
     rows = read_metrics(output / "metrics.jsonl")
     title = f"{config.algorithm.preset}: {output.name}"
     draw_training(rows, title, output / "figures" / "training.png")
@@ -193,7 +199,6 @@ def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeco
         "seconds": dict(phases.totals),
     }
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return summary
 
 
 def _loop_seconds(phases: PhaseSeconds) -> float:
@@ -221,7 +226,7 @@ def _show(bar: tqdm, row: dict[str, float]) -> None:
     if "ratio/q01" in row:
         shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
         shown["clip"] = f"{row['clip_fraction/all']:.2f}"
-    if "evaluation/accuracy" in row:
+    if "evaluation/accuracy" in row and hosts.is_first():
         bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
     bar.set_postfix(shown, refresh=False)
     bar.update()

@@ -1,5 +1,6 @@
 """From a config to what a run works with: task, tokenised prompts, initial policy."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from absl import logging
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config, RolloutConfig
+from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.experience.rows import Shape
 from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
 from recjax.models.placement import row_shards
@@ -26,7 +27,8 @@ from recjax.training.warm_start import warm_start
 class Setup(NamedTuple):
     """What a run works with, none of which changes while it runs; `seconds` is what it took to make.
 
-    `stored` is what all of a batch, or a share of it, is taken from.
+    A run takes the `initial_params` out and leaves the dict empty, as it does not hold them all the time. `stored` is
+    what all of a batch, or a share of it, is taken from.
     """
 
     policy: Policy
@@ -44,13 +46,13 @@ def prepare(config: Config) -> Setup:
     Raises:
         ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
-    started, rollout = time.perf_counter(), config.rollout
+    started = time.perf_counter()
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    task = without_long_prompts(task, policy.tokenizer, rollout)
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
     problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, rollout.max_prompt_tokens)
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
     experience = config.experience
@@ -58,8 +60,7 @@ def prepare(config: Config) -> Setup:
     if stored and experience.mix and experience.mix.of == "group":
         check_prompts(stored, experience.mix, train)
     if config.training.tokens_per_micro_batch:
-        drawn = rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens
-        shape_for(config, stored.shape if stored else Shape(*drawn), row_shards())
+        shape_for(config, batch_shape(config, train, stored), row_shards())
     params = load_params(config, policy.decoder.config)
     if config.warm_start:
         params = warm_start(config, policy, params, train)
@@ -70,6 +71,11 @@ def prepare(config: Config) -> Setup:
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started, stored)
+
+
+def untrained(config: Config) -> Config:
+    """The same policy and task, with nothing that only training reads and that `prepare` would check."""
+    return dataclasses.replace(config, experience=None, training=TrainingConfig())
 
 
 def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
@@ -92,6 +98,18 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
         )
     logging.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)
+
+
+def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
+    """Of batches into which the policy's own groups fit and those of the store, where either is trained on."""
+    rollout, experience = config.rollout, config.experience
+    if experience and experience.store:
+        return stored.shape
+    shape = Shape(rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens)
+    if stored is None:
+        return shape
+    group = stored.shape.group if experience.mix.of == "batch" else 0
+    return Shape(shape.prompts, *map(max, shape[1:], stored.shape._replace(group=group)[1:]))
 
 
 def characters(problems: Sequence[Problem]) -> str:

@@ -49,7 +49,7 @@ def begin(
     setup.initial_params.clear()
     frozen = in_compute_dtype(decoder, frozen, copy=False)
     initial = in_compute_dtype(decoder, trained, copy=True)
-    state = TrainState(trained, _initial(optimizer, trained))
+    state = first_state(optimizer, trained)
     kept = initial if algorithm.needs_reference or config.evaluation.initial_kl else None
     if manager.latest_step() is None:
         nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": stored and stored.digest}
@@ -58,6 +58,11 @@ def begin(
     # What is restored needs their place.
     del trained, state, initial
     return Start(checkpoint.restore(manager, *like), True, frozen, kept)
+
+
+def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
+    """The state before the first step, of which the parameters themselves are a part."""
+    return TrainState(params, _initial(optimizer, params))
 
 
 @functools.partial(jax.jit, static_argnums=0)

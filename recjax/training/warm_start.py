@@ -28,8 +28,11 @@ from recjax.training.metrics import progress_bar
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
     """Parameters after the warm start, from the cache where the same one was made before.
 
-    The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on.
+    The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on, but for the mesh,
+    which changes how it is rounded. Several processes make theirs together and leave the cache alone.
     """
+    if jax.process_count() > 1:
+        return supervise(config.warm_start, policy, params, prompts, config.seed)
     depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in ("lora", "freeze")}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
