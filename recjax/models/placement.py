@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch
@@ -111,6 +112,15 @@ def on_host(tree: Any) -> Any:
 @jax.jit
 def _whole(tree: Any) -> Any:
     return jax.tree.map(constrain, tree)
+
+
+def laid_out(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) -> jax.ShapeDtypeStruct:
+    """The shape of an array that would lie on a mesh, for programs that are compiled and not run.
+
+    Args:
+        axes: as for `constrain`.
+    """
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _fitting(axes, shape, mesh.shape)))
 
 
 def row_shards() -> int:

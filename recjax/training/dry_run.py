@@ -51,6 +51,15 @@ class Model(NamedTuple):
     frozen: dict
 
 
+class Resolved(NamedTuple):
+    """What a config is about, as far as it could be reached; `notes` say what could not."""
+
+    model: Model | None
+    task: Task | None
+    prompt_tokens: int | None
+    notes: list[str]
+
+
 class DryRun(NamedTuple):
     """What is known of a run before it starts; None where something could not be reached, which `notes` then says."""
 
@@ -64,8 +73,8 @@ class DryRun(NamedTuple):
     notes: list[str]
 
 
-def dry_run(config: Config) -> DryRun:
-    """Resolves and measures a run.
+def resolve(config: Config) -> Resolved:
+    """The decoder's shapes, the task and the length of prompts.
 
     Raises:
         ValueError: a config that could not run. What the network would have to bring, and does not, is no error.
@@ -88,6 +97,16 @@ def dry_run(config: Config) -> DryRun:
     prompt_tokens = config.rollout.max_prompt_tokens
     if model and task and prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, task, notes)
+    return Resolved(model, task, prompt_tokens, notes)
+
+
+def dry_run(config: Config) -> DryRun:
+    """Resolves and measures a run.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    model, task, prompt_tokens, notes = resolve(config)
     memory, activations = [], {}
     if model:
         memory = _held(config, model)
