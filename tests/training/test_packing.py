@@ -110,6 +110,14 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
         assert (together.sum(0) <= 1).all()
 
 
+def test_completions_of_a_prompt_stay_together_where_they_are_compared():
+    def most_micro_batches_of_a_prompt(whole_prompts):
+        packed = pack(make_batch(), SHAPE, whole_prompts)
+        return (packed.first >= 0).reshape(len(packed.first), -1, 3).any(-1).sum(0).max()
+
+    assert most_micro_batches_of_a_prompt(True) == 1 < most_micro_batches_of_a_prompt(False)
+
+
 def gsm8k_like(generator) -> Batch:
     """96 prompts of 110 tokens and 8 completions each of 190, both medians of log-normals, cut at 256 and 1024."""
     prompts = np.clip(generator.lognormal(np.log(110), 0.3, 96).astype(int), 50, 256)
