@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from recjax.config_loading import load_config
 from recjax.experience.records import Batch
-from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths
+from recjax.experience.rows import Shape
+from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
 from recjax.training.setup import prepare
 from recjax.training.update import update
 from tests.training.test_update import make_batch, step
@@ -161,6 +162,13 @@ def test_a_budget_too_small_is_refused(arguments, words):
         row_shape(*arguments)
     assert all(word in str(error.value) for word in words)
     row_shape(arguments[0] + 1, *arguments[1:])
+
+
+def test_no_batch_gets_more_rows_than_it_has_sequences(tiny):
+    config = tiny("training.tokens_per_micro_batch=2048")
+    assert shape_for(config, Shape(2, 3, 10, 91)) == (6, 102)
+    assert shape_for(config, Shape(2, 3, 10, 91), multiple=4) == (8, 102)
+    assert shape_for(config, Shape(20, 3, 10, 91)) == (20, 102)
 
 
 @pytest.fixture
