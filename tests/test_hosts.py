@@ -110,6 +110,11 @@ def test_one_process_shares_with_nobody():
     np.testing.assert_array_equal(hosts.share(3), [0, 1, 2])
 
 
-def test_half_of_the_flags_is_refused():
+def test_half_of_the_flags_is_refused(monkeypatch):
+    def initialize(*arguments, **timeouts):
+        raise ValueError("The process id of the current process must be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    hosts.meet(None, None, None)
     with pytest.raises(ValueError, match="--processes 2 --process_id None: .* Give all three"):
         hosts.meet("127.0.0.1:1", 2, None)
