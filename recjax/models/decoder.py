@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attend, attention_mask, capped, pairs
-from recjax.models.placement import ROWS, Axes, constrain, constrain_params
+from recjax.models.placement import ROWS, constrain, constrain_params, stream_axes
 
 
 class RopeScaling(NamedTuple):
@@ -170,16 +170,6 @@ class PerLayer(NamedTuple):
 
     frequencies: np.ndarray | Array | None
     windows: np.ndarray | Array | None
-
-
-def stream_axes(time: int) -> tuple[Axes, Axes]:
-    """The mesh axes that split the stream, [batch * time, hidden].
-
-    Rows are split as those of a batch, and weights are gathered along "fsdp". A single token a row is less than the
-    weights are: there units are split along "fsdp", as in the weights, and every device multiplies by the part that it
-    has.
-    """
-    return (ROWS, None) if time > 1 else ("data", "fsdp")
 
 
 class Block(nn.Module):

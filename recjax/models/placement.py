@@ -51,6 +51,16 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
     raise ValueError(f"parameter {path!r} of shape {shape} has no rule in recjax.models.placement.RULES; add one")
 
 
+def stream_axes(time: int) -> tuple[Axes, Axes]:
+    """The mesh axes that split the stream, [batch * time, hidden].
+
+    Rows are split as those of a batch, and weights are gathered along "fsdp". A single token a row is less than the
+    weights are: there units are split along "fsdp", as in the weights, and every device multiplies by the part that it
+    has.
+    """
+    return (ROWS, None) if time > 1 else ("data", "fsdp")
+
+
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
     """A sharding for every array of a tree: parameters, a part of them, copies in another dtype, an optimiser's state.
 
