@@ -21,6 +21,7 @@ from recjax.config import schema_keys
 from recjax.config_loading import load_config
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.dry_run import print_dry_run
+from recjax.training.generators import require_ray
 from recjax.training.loop import Preempted, run
 from recjax.training.run_folder import check_run_folder, open_run_folder
 from recjax.training.setup import prepare
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
         sys.exit(print_dry_run(FLAGS.config, argv[1:]))
     try:
         config = load_config(FLAGS.config, argv[1:])
+        require_ray(config)
         check_run_folder(config, FLAGS.overwrite)
         setup = prepare(config)
         output = open_run_folder(config, FLAGS.overwrite)
