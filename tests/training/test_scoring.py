@@ -10,7 +10,7 @@ import pytest
 from recjax.config import TaskConfig
 from recjax.config_loading import load_config
 from recjax.experience.collect import to_learn_from
-from recjax.training import batches, loop, schedule, source
+from recjax.training import loop, schedule, source
 from recjax.training.metrics import read_metrics
 from tests.training.test_update import make_batch, step
 from tests.training.tiny_run import TINY, train, without_times
