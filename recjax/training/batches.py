@@ -136,13 +136,14 @@ def _from_generators(source: Source, held: Held, step: int, params: dict) -> tup
 
 
 def _issue(source: Source, feed: Feed, version: int, step: int) -> None:
-    """Has the generators draw what is wanted and would get its turn in time."""
+    """Has the generators draw what it is time for and what would get its turn in time, before the last step is done."""
     config, generators, limits = source.config, source.generators, feeds.limits_of(source.config)
-    every = limits.replay.draw_every if limits.replay else 1
+    count, every = own(config)[0], limits.replay.draw_every if limits.replay else 1
     while not generators.are_busy:
-        number = feed.drawn + len(generators.in_flight) + 1
-        wanted = schedule.may_issue(number, feed.round, every, version, step, config.training.steps, config.regime)
-        if not (wanted and _in_time(source, feed, step, [version])):
+        number, ahead = feed.drawn + len(generators.in_flight) + 1, _ahead(source, feed)
+        has_turn = step + len(ahead) // count * every <= config.training.steps
+        has_turn = has_turn and schedule.in_time([*ahead, version], step, count, config.regime)
+        if not (has_turn and schedule.is_wanted(number, feed.round, every, version, step, config.regime)):
             return
         generators.issue(number)
 
@@ -150,19 +151,18 @@ def _issue(source: Source, feed: Feed, version: int, step: int) -> None:
 def _taken(source: Source, feed: Feed, step: int) -> tuple[Feed, list[Group] | None]:
     """`feeds.taken`, unless what is on its way would then come too late."""
     config, limits = source.config, feeds.limits_of(source.config)
-    count = config.rollout.prompts_per_step - stored_per_batch(config)
+    count = own(config)[0]
     later, groups = feeds.taken(feed, count, step, config.seed, limits)
-    if groups and source.generators.in_flight and not _in_time(source, later, step + 1):
+    waits = groups is not None and source.generators.in_flight
+    if waits and not schedule.in_time(_ahead(source, later), step + 1, count, config.regime):
         return feed, None
     return later, groups
 
 
-def _in_time(source: Source, feed: Feed, step: int, more: list[int] | None = None) -> bool:
-    """Whether all that is in the feed or on its way, and more, gets its turn within `regime.max_staleness`."""
-    count, limits = own(source.config)[0], feeds.limits_of(source.config)
-    coming = [version for version in source.generators.in_flight.values() for _ in range(count)]
-    versions = [*feeds.queued_versions(feed, limits), *coming, *(more or [])]
-    return schedule.in_time(versions, step, count, source.config.regime)
+def _ahead(source: Source, feed: Feed) -> list[int]:
+    """The policy versions of groups whose turn is still to come, and of those that generators draw."""
+    coming = [version for version in source.generators.in_flight.values() for _ in range(own(source.config)[0])]
+    return [*feeds.queued_versions(feed, feeds.limits_of(source.config)), *coming]
 
 
 def _number(row: str) -> int:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,7 +78,10 @@ class Generators:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet = {"log_to_driver": False, "logging_level": "ERROR"}
             if self._regime.address is None:
-                ray.init("local", num_cpus=self._regime.generators, include_dashboard=False, **quiet)
+                with warnings.catch_warnings():
+                    # JAX warns of every fork; this one's child does nothing but become a program of Ray.
+                    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                    ray.init("local", num_cpus=self._regime.generators, include_dashboard=False, **quiet)
             else:
                 try:
                     ray.init(self._regime.address, **quiet)

@@ -37,6 +37,20 @@ def expected_staleness(step: int, regime: RegimeConfig) -> int:
     return regime.sync_offset + (step - 1 - regime.sync_offset) % regime.sync_interval
 
 
+def is_wanted(number: int, round_: int, every: int, version: int, step: int, regime: RegimeConfig) -> bool:
+    """Whether it is time for batch `number`, of those that asynchronous generators draw.
+
+    A synchronous run draws it in round (number − 1) · every + 1. Here it comes earlier by the steps that it may wait
+    for its turn.
+
+    Args:
+        round_: of the feed, from 1.
+        every: rounds from one batch to the next.
+        version: of the weights that would draw it.
+    """
+    return (number - 1) * every < round_ + regime.max_staleness - (step - 1 - version)
+
+
 def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfig) -> bool:
     """Whether groups of these versions all get their turn within `regime.max_staleness`.
 
@@ -44,19 +58,3 @@ def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfi
     """
     turns = enumerate(sorted(versions))
     return all(step - 1 + place // groups - version <= regime.max_staleness for place, version in turns)
-
-
-def may_issue(number: int, round_: int, every: int, version: int, step: int, steps: int, regime: RegimeConfig) -> bool:
-    """Whether batch `number` is wanted yet, of the batches that asynchronous generators draw.
-
-    A synchronous run draws it in round (number − 1) · every + 1. Here it comes earlier by the steps that it may wait
-    for its turn, but for what no step is left.
-
-    Args:
-        round_: of the feed, from 1.
-        every: rounds from one batch to the next.
-        version: of the weights that would draw it.
-        steps: the run's last step.
-    """
-    lead = min(regime.max_staleness - (step - 1 - version), steps - step)
-    return (number - 1) * every < round_ + lead
