@@ -1,12 +1,16 @@
 """Asynchronous runs: nothing too stale, nothing lost and nothing double, whoever dies or hangs."""
 
+import contextlib
 import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +22,9 @@ from recjax.experience import store
 from recjax.experience.records import Batch
 from recjax.training import batches, generators, schedule
 from recjax.training.generators import Generators
-from recjax.training.metrics import PhaseSeconds
+from recjax.training.metrics import PhaseSeconds, read_metrics
 from recjax.training.source import Held, Source
-from tests.training.tiny_run import TINY, without_times
+from tests.training.tiny_run import TINY, train, without_times
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
@@ -166,11 +170,22 @@ def test_settings_that_mean_nothing_are_refused(tiny, settings, message):
         tiny("run", *settings)
 
 
-def test_without_ray_an_asynchronous_run_is_refused_and_others_never_ask_for_it(tiny, monkeypatch):
+def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(generators.importlib.util, "find_spec", lambda name: None)
     generators.require_ray(tiny("run"))
     with pytest.raises(ValueError, match=r"pip install recjax\[async\]"):
         generators.require_ray(tiny("run", *ASYNC))
+
+
+def test_a_synchronous_run_never_imports_ray(tiny):
+    config = tiny("run", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0")
+    program = (
+        "import sys; from recjax.config_loading import load_config; from tests.training.tiny_run import train;"
+        "rows = train(load_config(sys.argv[1], sys.argv[2:])); sys.exit(len(rows) != 2 or 'ray' in sys.modules)"
+    )
+    overrides = [f"output={config.output}", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0"]
+    arguments = [str(Path(config.output).parent / "tiny.yaml"), *overrides]
+    assert subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True).returncode == 0
 
 
 # --- Generators alone, which draw in no time.
@@ -268,3 +283,100 @@ def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monke
         apart.issue(7)
         with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row; it was at batch 7"):
             apart.arrived(wait=True)
+
+
+# --- Whole runs.
+
+
+def recorded(config):
+    """The rows of a run's store, without their times."""
+    rows = store.read(Path(config.output) / "experience")
+    plain = [row._replace(time=None) for row in rows]
+    return [[value.tolist() if isinstance(value, np.ndarray) else value for value in row] for row in plain]
+
+
+def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny):
+    options = ["experience.record=true", "evaluation.every=0"]
+    config, synchronous = tiny("async", *ASYNC, "regime.max_staleness=0", *options), tiny("sync", *options)
+    assert learned(train(config)) == learned(train(synchronous))
+    assert recorded(config) == recorded(synchronous)
+
+
+# Trains, noting what on, and loses a generator at its third step.
+DANGEROUS = """
+import sys
+import ray
+from recjax.config_loading import load_config
+from recjax.training import batches, loop
+from tests.training.tiny_run import train
+
+next_batch, trained_on, steps = loop.next_batch, batches._batch, []
+
+def numbered(source, held, step, params):
+    steps.append(step)
+    if len(steps) == 3:
+        ray.kill(source.generators._actors[0], no_restart=True)
+    return next_batch(source, held, step, params)
+
+def watched(source, groups):
+    with open(sys.argv[1] + "/trained.txt", "a") as file:
+        print(steps[-1], *(group.id for group in groups), file=file)
+    return trained_on(source, groups)
+
+loop.next_batch, batches._batch = numbered, watched
+train(load_config(sys.argv[1] + "/tiny.yaml", sys.argv[2:]))
+"""
+
+
+def descendants(pid):
+    """The processes that a process has started, and those that they have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    for _ in range(5):
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
+
+
+def is_running(pid):
+    """Whether a process is more than an entry that nobody has asked after."""
+    try:
+        return bool(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return False
+
+
+def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path):
+    pytest.importorskip("ray")
+    options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
+    config, trained = tiny("run", *options), tmp_path / "trained.txt"
+    trained.touch()
+    command = [sys.executable, "-c", DANGEROUS, str(tmp_path), f"output={config.output}", *options]
+    left_over = set()
+    for kill_at in (5, None):  # the last checkpoint being that of step 3
+        before = len(trained.read_text().splitlines())
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+            while kill_at and process.poll() is None:
+                if len(trained.read_text().splitlines()) - before >= kill_at:
+                    left_over |= descendants(process.pid)
+                    process.kill()
+                time.sleep(0.002)
+            _, said = process.communicate()
+        assert process.returncode == (-signal.SIGKILL if kill_at else 0), said
+    # What was trained on between a checkpoint and a kill is forgotten with it.
+    steps = {int(step): groups for step, *groups in map(str.split, trained.read_text().splitlines())}
+    everything = [f"{batch:06d}/{group:05d}" for batch in range(1, 15) for group in range(4)]
+    assert sorted(itertools.chain(*steps.values())) == everything
+    stored = store.read(Path(config.output) / "experience")
+    assert sorted({row.group_id for row in stored}) == everything and len({row.id for row in stored}) == 14 * 16
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
+    assert rows[-1]["generators/restarts"] == 1 and len(stored) == 14 * 16
+    # The staleness that is logged is that of the rows.
+    versions = {row.group_id: row.policy_version for row in stored}
+    for row in rows[1:]:
+        ages = Counter(str(row["step"] - 1 - versions[group]) for group in steps[row["step"]] for _ in range(4))
+        assert ages == row["staleness_rows"] and max(map(int, ages)) <= 2
+        assert row["experience/left_out/stale"] == 0
+    assert left_over and not [pid for pid in left_over if is_running(pid)]
