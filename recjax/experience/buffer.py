@@ -103,7 +103,7 @@ def first(buffer: Buffer, count: int) -> tuple[Buffer, list[Group]]:
 
 
 def oldest_first(buffer: Buffer) -> Buffer:
-    """The buffer as if groups had come in the order of the weights that drew them; others' groups go first."""
+    """The buffer as if its groups had come in the order of the weights that drew them."""
     return buffer._replace(entries=tuple(sorted(buffer.entries, key=lambda entry: oldest_version(entry.group) or 0)))
 
 

@@ -60,6 +60,7 @@ class Generators:
     def __init__(self, regime: RegimeConfig):
         """Starts nothing yet."""
         self._regime = regime
+        self._actors: list[Any] = []
         self._tasks: dict[Any, Task] = {}
         self._since = [0.0] * regime.generators
         self._failures = [0] * regime.generators
@@ -92,10 +93,11 @@ class Generators:
 
     def __exit__(self, *exception: object) -> None:
         """Ends the generators, whatever they are at, and Ray where this context started it."""
-        for actor in getattr(self, "_actors", []):
-            self._ray.kill(actor)
         if self._begun_here:
             self._ray.shutdown()
+        else:
+            for actor in self._actors:
+                self._ray.kill(actor)
 
     def start(self, opened: Callable[..., Callable[[int, int, dict], Any]], *arguments: Any) -> None:
         """Starts the processes, in each of which `opened(*arguments)` makes the function that draws."""
