@@ -56,7 +56,6 @@ def _from_queue(source: Source, held: Held, step: int, params: dict) -> tuple[He
 def _from_feed(source: Source, held: Held, step: int, params: dict) -> tuple[Held, Batch, dict]:
     """Rounds, until there are enough groups to train on."""
     config, limits = source.config, feeds.limits_of(source.config)
-    from_store = stored_per_batch(config)
     failures, groups = Counter(), None
     while groups is None:
         held = _synced(source, held, step, params)
@@ -66,13 +65,21 @@ def _from_feed(source: Source, held: Held, step: int, params: dict) -> tuple[Hel
             failures.update(failed)
             feed = _arrived(source, feed, feed.drawn + 1, rows, params)
         feed = feeds.delivered(feed, step, limits)
-        feed, groups = feeds.taken(feed, config.rollout.prompts_per_step - from_store, step, config.seed, limits)
+        feed, groups = feeds.taken(feed, own(config)[0], step, config.seed, limits)
         held = held._replace(feed=feed)
         _require_some(feed, limits, step)
+    return held, *_fed(source, feed, groups, failures, step, params)
+
+
+def _fed(
+    source: Source, feed: Feed, groups: list[Group], failures: Counter, step: int, params: dict
+) -> tuple[Batch, dict]:
+    """The batch of groups that came through the feed, with those of a store beside them, and what is logged of it."""
     with source.phases.phase("sample"):
-        groups += _of_store(source, from_store, step, params) if from_store else []
+        from_store = stored_per_batch(source.config)
+        groups = groups + (_of_store(source, from_store, step, params) if from_store else [])
         counted = {f"grading/{reason}": count for reason, count in failures.items()}
-        return held, _batch(source, groups), {**_by_source(groups), **feeds.counts(feed), **counted}
+        return _batch(source, groups), {**_by_source(groups), **feeds.counts(feed), **counted}
 
 
 def _arrived(source: Source, feed: Feed, number: int, rows: list[store.Experience], params: dict) -> Feed:
@@ -109,8 +116,7 @@ def _from_generators(source: Source, held: Held, step: int, params: dict) -> tup
     The trainer waits where too few groups have come, or where a batch is on its way that would come too late for
     `regime.max_staleness` if this step did not wait for it.
     """
-    config, generators, limits = source.config, source.generators, feeds.limits_of(source.config)
-    from_store = stored_per_batch(config)
+    generators, limits = source.generators, feeds.limits_of(source.config)
     failures, groups, waited_before = Counter(), None, generators.waited_seconds
     while groups is None:
         held = _synced(source, held, step, params)
@@ -127,12 +133,10 @@ def _from_generators(source: Source, held: Held, step: int, params: dict) -> tup
                 break
         held = held._replace(feed=feed, in_flight=tuple(generators.in_flight))
         _require_some(feed, limits, step)
-    with source.phases.phase("sample"):
-        groups += _of_store(source, from_store, step, params) if from_store else []
-    counted = {f"grading/{reason}": count for reason, count in failures.items()}
-    counted["generators/in_flight"], counted["generators/restarts"] = len(held.in_flight), generators.restarts
-    counted["generators/waited_seconds"] = generators.waited_seconds - waited_before
-    return held, _batch(source, groups), {**_by_source(groups), **feeds.counts(feed), **counted}
+    batch, counts = _fed(source, feed, groups, failures, step, params)
+    counts["generators/waited_seconds"] = generators.waited_seconds - waited_before
+    counts["generators/in_flight"], counts["generators/restarts"] = len(held.in_flight), generators.restarts
+    return held, batch, counts
 
 
 def _issue(source: Source, feed: Feed, version: int, step: int) -> None:
