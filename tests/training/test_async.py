@@ -148,6 +148,14 @@ def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, mon
         assert max(uses.values()) <= limits.kept.max_reuse
 
 
+def test_replay_draws_as_seldom_as_it_says(tiny, monkeypatch):
+    replay = "experience.replay={draw_every: 3, max_reuse: 20, keep_no_signal: true}"
+    config = tiny("run", "regime.mode=async", "regime.max_staleness=6", replay, "training.steps=25")
+    drawn = simulated(config, 0, monkeypatch)[2]["experience/drawn_batches"]
+    # One every third step, and those that may be drawn six steps ahead.
+    assert 25 // 3 <= drawn <= 25 // 3 + 1 + 6 // 3
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
