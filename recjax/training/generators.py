@@ -5,6 +5,7 @@ Ray is imported when an asynchronous run begins; all others do without it.
 
 import importlib.util
 import os
+import socket
 import sys
 import time
 import warnings
@@ -78,16 +79,20 @@ class Generators:
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-            if self._regime.address is None:
+            if (address := self._regime.address) is None:
                 with warnings.catch_warnings():
                     # JAX warns of every fork; this one's child does nothing but become a program of Ray.
                     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                     ray.init("local", num_cpus=self._regime.generators, include_dashboard=False, **quiet)
             else:
                 try:
-                    ray.init(self._regime.address, **quiet)
-                except ConnectionError as error:
-                    message = f"regime.address = {self._regime.address!r}: no Ray cluster answers there ({error})"
+                    host, colon, port = address.rpartition(":")
+                    if colon and "/" not in host:
+                        # Ray tries for minutes.
+                        socket.create_connection((host, port), timeout=10).close()
+                    ray.init(address, **quiet)
+                except OSError as error:
+                    message = f"regime.address = {address!r}: no Ray cluster answers there ({error})"
                     raise ValueError(message + "; start one with `ray start --head`, or remove it") from error
         return self
 

@@ -196,6 +196,13 @@ def test_a_synchronous_run_never_imports_ray(tiny):
     assert subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True).returncode == 0
 
 
+def test_an_address_where_nobody_answers_is_refused(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="regime.address = 'localhost:1': no Ray cluster answers there"):
+        Generators(RegimeConfig(mode="async", max_staleness=0, address="localhost:1")).__enter__()
+
+
 # --- Generators alone, which draw in no time.
 
 
