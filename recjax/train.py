@@ -25,6 +25,7 @@ from recjax.config import schema_keys
 from recjax.config_loading import load_config
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.dry_run import print_dry_run
+from recjax.training.generators import require_ray
 from recjax.training.loop import Preempted, run
 from recjax.training.mesh import make_mesh
 from recjax.training.run_folder import check_run_folder, open_run_folder
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> None:
     try:
         hosts.meet(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id)
         config = load_config(FLAGS.config, argv[1:])
+        require_ray(config)
         check_run_folder(config, FLAGS.overwrite)
         jax.set_mesh(make_mesh(config.mesh))
         setup = prepare(config)

@@ -76,9 +76,10 @@ def test_what_does_not_fit_is_status_1_and_the_change_named_makes_it_fit(
     assert "does not fit host: update" in printed
     remedy = printed.split("this makes it fit: ")[1].split(" (")[0].split()
     assert remedy == ["training.micro_batch_prompts=4"]
-    count = len(remembered.programs)
+    updates = [key for key in remembered.programs if key[-1] == "update"]
     assert compile_check.check(file, "host", [*LARGE, *remedy], memory=memory) == 0
-    assert len(remembered.programs) == count  # it had been compiled before it was named
+    # It had been compiled before it was named.
+    assert [key for key in remembered.programs if key[-1] == "update"] == updates
 
 
 def sized(sizes):
@@ -112,7 +113,7 @@ def test_changes_that_cannot_fit_are_not_compiled(file, monkeypatch, capsys):
 
 def test_a_combination_is_found_where_no_single_change_is_enough(file, monkeypatch, capsys):
     def sizes(planned, name):
-        return (2 if planned.config.model.remat == "full" and planned.mesh.shape["fsdp"] == 4 else 8) * GIB
+        return (2 if planned.config.model.remat == "full" and planned.mesh.shape["fsdp"] == 4 else 5) * GIB
 
     monkeypatch.setattr(compile_check, "compiled", sized(sizes))
     assert compile_check.check(file, "host", ["output=x"], memory=4.0, tries=20) == 1

@@ -117,11 +117,14 @@ def dry_run(config: Config) -> DryRun:
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
     staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
+    if config.regime.mode == "async":
+        staleness = []
+        notes.append(f"staleness, at most regime.max_staleness = {config.regime.max_staleness}: the run measures it")
     if experience := config.experience:
         if experience.store or experience.mix:
             folder = experience.store or experience.mix.store
             notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
-        if experience.store or experience.late or experience.replay:
+        if staleness and (experience.store or experience.late or experience.replay):
             staleness = []
             notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
     checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None

@@ -25,10 +25,11 @@ from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.tasks.grading import Grading
 from recjax.training import checkpoint
-from recjax.training.batches import next_batch, open_source
+from recjax.training.batches import next_batch, start_generators
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.figures import draw_experience, draw_training
+from recjax.training.generators import Generators
 from recjax.training.metrics import (
     MetricsWriter,
     PhaseSeconds,
@@ -39,6 +40,7 @@ from recjax.training.metrics import (
 )
 from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.setup import Setup
+from recjax.training.source import open_source
 from recjax.training.start import begin
 from recjax.training.update import learning_rate_schedule, make_optimizer, update
 
@@ -52,12 +54,15 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
 
     Raises:
         FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
-        RuntimeError: what the config leaves out of what is drawn leaves nothing to train on.
+        RuntimeError: what the config leaves out of what is drawn leaves nothing to train on, or a generator dies again
+            and again.
         Preempted: SIGTERM came; the step that was under way is done and its checkpoint written.
         ValueError: the user's reward function is at fault.
     """
-    with Grading(config, setup.reward) as grading, _stop_requests() as stopping:
-        return _run(config, setup, output, grading, stopping)
+    # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
+    apart = Generators(config.regime) if config.regime.mode == "async" else contextlib.nullcontext()
+    with Grading(config, setup.reward) as grading, apart as generators, _stop_requests() as stopping:
+        return _run(config, setup, output, grading, generators, stopping)
 
 
 @contextlib.contextmanager
@@ -74,7 +79,14 @@ def _stop_requests() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping: threading.Event) -> dict[str, Any]:
+def _run(
+    config: Config,
+    setup: Setup,
+    output: Path,
+    grading: Grading,
+    generators: Generators | None,
+    stopping: threading.Event,
+) -> dict[str, Any]:
     started = time.perf_counter()
     policy, rollout = setup.policy, config.rollout
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
@@ -97,7 +109,9 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
         )
     phases, wall_before = PhaseSeconds(progress["seconds"]), progress["wall_seconds"] + setup.seconds
     phases.totals["prepare"] += setup.seconds
-    source = open_source(config, setup, frozen, grading, phases, output)
+    source = open_source(config, setup, frozen, grading, phases, output, generators)
+    if generators:
+        start_generators(source, held)
     writer = MetricsWriter(output, keep_through=step if resumed else -1)
 
     def evaluated(name: str) -> dict[str, float]:
@@ -187,7 +201,7 @@ def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeco
     rows = read_metrics(output / "metrics.jsonl")
     title = f"{config.algorithm.preset}: {output.name}"
     draw_training(rows, title, output / "figures" / "training.png")
-    if config.experience:
+    if config.experience or config.regime.mode == "async":
         draw_experience(rows, title, output / "figures" / "experience.png")
     summary = {
         "accuracy_before": rows[0]["evaluation/accuracy"],

@@ -18,6 +18,9 @@ from recjax.config_loading import to_yaml
 _MAY_CHANGE = {
     "output",
     "grading.workers",
+    "regime.generators",
+    "regime.address",
+    "regime.generator_seconds",
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",

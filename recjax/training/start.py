@@ -13,9 +13,9 @@ from recjax.experience.feed import EMPTY
 from recjax.models.placement import constrain_params
 from recjax.models.trainable import in_compute_dtype, split
 from recjax.training import checkpoint
-from recjax.training.batches import Held
 from recjax.training.checkpoint import Snapshot
 from recjax.training.setup import Setup
+from recjax.training.source import Held
 from recjax.training.update import TrainState
 
 
