@@ -1,12 +1,20 @@
-"""Four virtual CPU devices, and shape and type checking of the package, for every test."""
+"""Four virtual CPU devices, and shape and type checking of the package, for every test; the GPU for `-m gpu`."""
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jaxtyping  # noqa: E402  (importing jax reads both variables)
+import jax  # noqa: E402  (which reads the variable)
+import jaxtyping  # noqa: E402
 
 import tests.shape_checking  # noqa: E402, F401  (the hook finds it among the loaded modules)
 
+# Not by an environment variable: what a test starts has one device, unless it asks for more.
+jax.config.update("jax_num_cpu_devices", 4)
 jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
+
+
+def pytest_configure(config):
+    """Leaves the choice of device to JAX where the tests of a GPU, and no others, are run."""
+    if config.option.markexpr == "gpu":
+        jax.config.update("jax_platforms", None)

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-import jax
-
+from recjax import hosts
 from recjax.algorithms import diagnostics
 from recjax.experience import feed as feeds
 from recjax.experience import store
@@ -14,6 +13,7 @@ from recjax.experience.records import Batch
 from recjax.experience.rows import batch_of_groups
 from recjax.experience.sources import groups_at, mixed
 from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
+from recjax.models.placement import on_host
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.training import schedule
 from recjax.training.source import Held, Source, drawer, drawn, drawn_rows, own
@@ -86,7 +86,7 @@ def _arrived(source: Source, feed: Feed, number: int, rows: list[store.Experienc
     """The feed with a batch that has just been drawn, which is recorded where the config says so."""
     limits = feeds.limits_of(source.config)
     # A run that goes on from before this batch has written it already.
-    if source.record and rows[0].id not in store.ids(source.record):
+    if source.record and hosts.is_first() and rows[0].id not in store.ids(source.record):
         store.append(source.record, rows)
     groups, due = feeds.held_back(feed, groups_of(rows), limits, source.config.seed)
     return feeds.arrived(feed, _joined(source, groups, number, params), due, limits)
@@ -101,8 +101,8 @@ def start_generators(source: Source, held: Held) -> None:
     generators, setup = source.generators, source.setup
     # The weights travel beside it, and held-out problems and stores are the trainer's.
     light = setup._replace(initial_params={}, evaluation=setup.train, stored=None)
-    generators.start(drawer, source.config, light, jax.device_get(source.frozen))
-    generators.publish(held.version, jax.device_get(held.behaviour_params))
+    generators.start(drawer, source.config, light, on_host(source.frozen))
+    generators.publish(held.version, on_host(held.behaviour_params))
     issued = held.feed.drawn + len(held.in_flight)
     if source.record:
         store.keep_parts(source.record, lambda row: _number(row) <= issued and _number(row) not in held.in_flight)
@@ -191,7 +191,7 @@ def _synced(source: Source, held: Held, step: int, params: dict) -> Held:
         return held
     copy = in_compute_dtype(source.setup.policy.decoder, params, copy=True)
     if source.generators:
-        source.generators.publish(step - 1, jax.device_get(copy))
+        source.generators.publish(step - 1, on_host(copy))
     return held._replace(behaviour_params=copy, version=step - 1)
 
 

@@ -53,21 +53,18 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     manager.wait_until_finished()
 
 
-def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot | None:
-    """The newest checkpoint, or None.
+def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot:
+    """The newest checkpoint.
 
     Args:
-        state, behaviour_params: of the same shapes; their values are not used.
+        state, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved.
     """
     step = manager.latest_step()
-    if step is None:
-        return None
-    like, behaviour_like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state, behaviour_params))
     progress = manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
     queued, rows, feed = (progress.pop(name) for name in ("queued", "rows", "feed"))
     items = {
-        "state": ocp.args.StandardRestore(like),
-        "behaviour_params": ocp.args.StandardRestore(behaviour_like),
+        "state": ocp.args.StandardRestore(state),
+        "behaviour_params": ocp.args.StandardRestore(behaviour_params),
         **({"queue": ocp.args.StandardRestore()} if queued else {}),
         **({"rows": ocp.args.StandardRestore()} if rows else {}),
     }

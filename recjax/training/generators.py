@@ -42,13 +42,17 @@ class Generator:
 
 
 def require_ray(config: Config) -> None:
-    """Refuses an asynchronous run where Ray is not installed.
+    """Refuses an asynchronous run where Ray is not installed, or where the trainer is several processes.
 
     Raises:
-        ValueError: with the line that installs it.
+        ValueError: with the line that installs it, or what to do instead.
     """
-    if config.regime.mode == "async" and importlib.util.find_spec("ray") is None:
+    if config.regime.mode == "sync":
+        return
+    if importlib.util.find_spec("ray") is None:
         raise ValueError("regime.mode = 'async': needs Ray; pip install recjax[async]")
+    if jax.process_count() > 1:
+        raise ValueError("regime.mode = 'async': trains in one process; start one, or take regime.mode = sync")
 
 
 class Generators:

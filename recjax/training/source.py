@@ -24,7 +24,7 @@ from recjax.rollout.sampler import Completions
 from recjax.tasks.grading import Grading, failure_counts
 from recjax.training.generators import Generators
 from recjax.training.metrics import PhaseSeconds
-from recjax.training.setup import Setup
+from recjax.training.setup import Setup, batch_shape
 
 
 class Held(NamedTuple):
@@ -79,24 +79,11 @@ def open_source(
         grading=grading,
         phases=phases,
         tokenizer=tokenizer_name(setup.policy.tokenizer) if experience else "",
-        shape=stored.shape if experience and experience.store else _shape(config, setup),
+        shape=batch_shape(config, setup.train, stored),
         others=by_prompt(stored.groups) if mix and mix.of == "group" else {},
         record=output / "experience" if experience and experience.record else None,
         generators=generators,
     )
-
-
-def _shape(config: Config, setup: Setup) -> Shape:
-    """Of batches into which the policy's own groups fit, and those of the store beside them."""
-    rollout = config.rollout
-    shape = Shape(
-        rollout.prompts_per_step, rollout.group_size, setup.train.tokens.shape[1], rollout.max_completion_tokens
-    )
-    if setup.stored is None:
-        return shape
-    theirs = setup.stored.shape
-    group = theirs.group if config.experience.mix.of == "batch" else 0
-    return Shape(shape.prompts, *map(max, shape[1:], theirs._replace(group=group)[1:]))
 
 
 def own(config: Config) -> tuple[int, int]:

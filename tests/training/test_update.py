@@ -39,7 +39,7 @@ def make_batch(seed=0, prompts=4, group=3, time=5):
     )
 
 
-def step(batch, preset="grpo", micro_batches=1, overrides=None, remat=False, chunk=1024):
+def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", chunk=1024, packed=None):
     algorithm = build_algorithm(preset, overrides or {})
     state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
     reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
@@ -49,12 +49,13 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat=False, chu
         reference,
         batch,
         jax.random.key(0),
+        packed,
         decoder=Decoder(CONFIG, remat=remat),
         algorithm=algorithm,
         optimizer=SGD,
         sampling=Sampling(0.9),
         chunk=chunk,
-        micro_batches=micro_batches,
+        micro_batches=None if packed else micro_batches,
     )
     return state.params, metrics
 
@@ -94,9 +95,10 @@ def test_padding_changes_nothing():
     chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
 
 
-def test_remat_and_chunks_change_nothing():
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_and_chunks_change_nothing(remat):
     batch = make_batch()
-    chex.assert_trees_all_close(step(batch), step(batch, remat=True, chunk=7), rtol=2e-4, atol=2e-5)
+    chex.assert_trees_all_close(step(batch), step(batch, remat=remat, chunk=7), rtol=2e-4, atol=2e-5)
 
 
 def test_order_of_groups_changes_nothing():
