@@ -45,9 +45,7 @@ class ModelConfig:
     remat: str = "none"  # what the backward pass computes again: none | dots: all but projections | full: layers
     attention: str = "auto"  # plain | cudnn: NVIDIA GPUs | splash: TPUs | auto: the device's, where it fits the model
     lora: LoraConfig | None = None
-    freeze: list[str] = dataclasses.field(
-        default_factory=list
-    )  # regular expressions of parameter paths left as they are
+    freeze: list[str] = dataclasses.field(default_factory=list)  # regular expressions of parameter paths left as is
     logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
 

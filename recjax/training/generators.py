@@ -42,18 +42,17 @@ class Generator:
 
 
 def require_ray(config: Config) -> None:
-    """Refuses an asynchronous run where Ray is not installed, or whose trainer is of several processes.
+    """Refuses an asynchronous run where Ray is not installed, or where the trainer is several processes.
 
     Raises:
         ValueError: with the line that installs it, or what to do instead.
     """
-    if config.regime.mode == "async" and importlib.util.find_spec("ray") is None:
+    if config.regime.mode == "sync":
+        return
+    if importlib.util.find_spec("ray") is None:
         raise ValueError("regime.mode = 'async': needs Ray; pip install recjax[async]")
-    if config.regime.mode == "async" and jax.process_count() > 1:
-        raise ValueError(
-            f"regime.mode = 'async': the trainer is one process, and here are {jax.process_count()}; start one, on as"
-            " many devices as its host has, or set regime.mode to sync"
-        )
+    if jax.process_count() > 1:
+        raise ValueError("regime.mode = 'async': trains in one process; start one, or take regime.mode = sync")
 
 
 class Generators:
