@@ -20,7 +20,7 @@ from recjax.algorithms.presets import build_algorithm
 from recjax.experience.records import Batch
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.training.packing import pack, padding_waste, row_shape
+from recjax.training.packing import Packed, pack, padding_waste, row_shape
 from recjax.training.update import TrainState, update
 
 CONFIG = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
@@ -74,34 +74,40 @@ def main(_) -> None:
     rows = row_shape(shape.tokens_per_micro_batch, shape.prompt_tokens + shape.max_tokens - 1)
     state = TrainState(jax.tree.map(jnp.copy, params), OPTIMIZER.init(params))
     micro_batches = shape.prompts // shape.micro_batch_prompts
-    names = (f"padded, {micro_batches} micro-batches", f"packed, {rows.rows} rows of {rows.tokens} tokens")
+    names = f"padded, {micro_batches} micro-batches", f"packed, {rows.rows} rows of {rows.tokens} tokens"
+    batches = [make_batch(shape, random) for _ in range(shape.repeats)]
 
-    def run(batch: Batch, pack_it: bool) -> tuple[float, float]:
-        """Seconds of an update, and the share of padding."""
-        nonlocal state
-        started = time.perf_counter()
-        packed = pack(batch, rows) if pack_it else None
-        state, metrics = update(
-            state,
-            {},
-            params if shape.reference_kl else None,
-            batch,
-            jax.random.key(0),
-            packed,
+    def arguments(batch: Batch, packed: Packed | None) -> tuple:
+        return state, {}, params if shape.reference_kl else None, batch, jax.random.key(0), packed
+
+    def compiled(packed: Packed | None) -> jax.stages.Compiled:
+        return update.lower(
+            *arguments(batches[0], packed),
             decoder=Decoder(CONFIG),
             algorithm=algorithm,
             optimizer=OPTIMIZER,
             sampling=Sampling(),
             chunk=1024,
-            micro_batches=None if pack_it else micro_batches,
-        )
+            micro_batches=None if packed else micro_batches,
+        ).compile()
+
+    def run(program: jax.stages.Compiled, batch: Batch, pack_it: bool) -> tuple[float, float]:
+        """Seconds of an update, and the share of padding."""
+        nonlocal state
+        started = time.perf_counter()
+        packed = pack(batch, rows) if pack_it else None
+        state, metrics = program(*arguments(batch, packed))
         jax.block_until_ready((state, metrics))
         return time.perf_counter() - started, padding_waste(batch, packed)
 
-    batches = [make_batch(shape, random) for _ in range(shape.repeats)]
-    for name, pack_it in zip(names, (False, True), strict=True):
-        print(f"{name}: first run, compiling with it, {run(batches[0], pack_it)[0]:.1f} s")
-    measured = np.array([[run(batch, pack_it) for pack_it in (False, True)] for batch in batches])
+    programs = []
+    for name, packed in zip(names, (None, pack(batches[0], rows)), strict=True):
+        started = time.perf_counter()
+        programs.append(compiled(packed))
+        seconds, memory = time.perf_counter() - started, programs[-1].memory_analysis().temp_size_in_bytes
+        run(programs[-1], batches[0], packed is not None)
+        print(f"{name}: compiled in {seconds:.1f} s; {memory / 2**20:.0f} MiB beside state and batch")
+    measured = np.array([[run(program, batch, program is programs[1]) for program in programs] for batch in batches])
     print(f"completions: mean {np.mean([batch.completion_mask.sum(-1) for batch in batches]):.1f} tokens")
     for name, (seconds, waste) in zip(names, measured.transpose(1, 2, 0), strict=True):
         ratio = measured[:, 0, 0] / seconds

@@ -2,7 +2,7 @@
 
     python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
 
-Several processes, on one host or on many, train together where each is given the same command; see docs/scaling.md.
+Several processes, on one host or on many, train together where each is given the same command; see docs/devices.md.
 
 Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
 regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM it finishes its

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,8 +21,8 @@ from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import TINY, train, without_times
 
 ROOT = Path(__file__).parents[1]
-# Five prompts: neither two processes nor four devices divide them.
-OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0"]
+# Five prompts: neither two processes nor four devices divide them. Evaluation takes the program that training draws by.
+OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]
 
 
 def start(tmp_path, *options):
@@ -67,13 +68,13 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
     first, second = started = start(tmp_path, "training.steps=4000")
     ended += started
     deadline = time.monotonic() + 240
-    while len(read_metrics(metrics)) < 6 and time.monotonic() < deadline and first.poll() is None:
-        time.sleep(0.1)
+    while len(read_metrics(metrics)) < 7 and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.02)
     second.send_signal(signal.SIGKILL)
     assert first.wait(hosts.LOST_SECONDS + 30) not in (0, -signal.SIGKILL), said(tmp_path, 0)
-    assert "error: process 0 of 2 lost another one" in said(tmp_path, 0)
-    # Past a checkpoint, and the first row was not written twice.
-    assert 6 <= len(read_metrics(metrics)) and said(tmp_path, 1).count("step/s") == 0
+    # Where both were writing a checkpoint, it is JAX that finds out, and ends the process itself.
+    assert re.search("error: process 0 of 2 lost another one|indicates that another task died", said(tmp_path, 0))
+    assert len(read_metrics(metrics)) >= 7 and "step/s" not in said(tmp_path, 1)
 
     ended += (again := start(tmp_path, "training.steps=8"))
     assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
@@ -84,10 +85,11 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
     for one, two in zip(without_times(alone), without_times(together), strict=True):
         assert one.keys() == two.keys()
         for name, value in one.items():
-            np.testing.assert_allclose(two[name], value, rtol=2e-3, atol=1e-5, err_msg=f"{name}, step {one['step']}")
+            near = value if isinstance(value, dict) else pytest.approx(value, rel=2e-3, abs=1e-5)
+            assert two[name] == near, (name, one["step"])
     for name in ("before", "after"):
         one, two = ((tmp_path / run / "samples" / f"{name}.jsonl").read_text() for run in ("one", "two"))
-        assert one == two
+        assert [json.loads(line) for line in one.splitlines()] == [json.loads(line) for line in two.splitlines()]
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["steps"] == 8
 
 
@@ -108,6 +110,11 @@ def test_one_process_shares_with_nobody():
     np.testing.assert_array_equal(hosts.share(3), [0, 1, 2])
 
 
-def test_half_of_the_flags_is_refused():
+def test_half_of_the_flags_is_refused(monkeypatch):
+    def initialize(*arguments, **timeouts):
+        raise ValueError("The process id of the current process must be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    hosts.meet(None, None, None)
     with pytest.raises(ValueError, match="--processes 2 --process_id None: .* Give all three"):
         hosts.meet("127.0.0.1:1", 2, None)

@@ -86,7 +86,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
     needs = {
         "plain": [],
         "cudnn": [
-            (device.platform == "gpu" and "nvidia" in device.device_kind.lower(), "an NVIDIA GPU"),
+            (_has_cudnn_attention(device), "an NVIDIA GPU of compute capability 8.0 or more"),
             (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
             (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
             (config.attention_cap is None, "a model without a bound on attention scores"),
@@ -105,3 +105,8 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
             f" with heads of {config.head_dim}. Set it to plain, or to auto for what there is"
         )
     return name
+
+
+def _has_cudnn_attention(device: jax.Device) -> bool:
+    nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
+    return nvidia and float(device.compute_capability) >= 8.0

@@ -78,6 +78,7 @@ def draw_experience(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         for age, count in counts.items():
             shares[age // width * width] += count / counts.total()
         ages.bar(list(shares), list(shares.values()), width=0.9 * width, align="edge" if width > 1 else "center")
+        ages.set_xlim(min(counts) - width, max(counts) + 2 * width)
     ages.set(xlabel="staleness (optimiser steps)", ylabel="rows with a known version (share)")
 
     names = sorted({name for row in trained for name in row["source_rows"]})

@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from recjax.config import MeshConfig
 from recjax.models.decoder import DecoderConfig
 from recjax.models.placement import ROWS
-from recjax.models.placement import param_shardings as param_shardings
 
 AXES = ("data", "fsdp", "tensor")
 

@@ -79,7 +79,10 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
     """
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     together = shape.group if algorithm.compares_completions else 1
-    return row_shape(config.training.tokens_per_micro_batch, shape.prompt_time + shape.time - 1, together, multiple)
+    longest, sequences = shape.prompt_time + shape.time - 1, shape.prompts * shape.group
+    rows, tokens = row_shape(config.training.tokens_per_micro_batch, longest, together, multiple)
+    # No batch needs more rows than it has sequences.
+    return RowShape(min(rows, -(-sequences // multiple) * multiple), tokens)
 
 
 def packed_batch(config: Config, batch: Batch) -> Packed | None:

@@ -172,9 +172,11 @@ def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windo
     assert set(kernels_here) == (set() if kernel == "splash" and windows else {kernel})
 
 
-def device(platform, kind):
+def device(platform, kind, capability="9.0"):
     """All that is asked of a device."""
-    return mock.Mock(jax.Device, platform=platform, device_kind=kind)
+    made = mock.Mock(jax.Device, platform=platform, device_kind=kind)
+    made.compute_capability = capability
+    return made
 
 
 H100, TPU, CPU = device("gpu", "NVIDIA H100 80GB HBM3"), device("tpu", "TPU v5 lite"), device("cpu", "cpu")
@@ -191,6 +193,7 @@ HALF, SINGLE = jnp.dtype("bfloat16"), jnp.dtype("float32")
         (H100, GEMMA, HALF, "plain"),
         (H100, dataclasses.replace(LLAMA, head_dim=256), HALF, "plain"),
         (device("gpu", "AMD Instinct MI300X"), LLAMA, HALF, "plain"),
+        (device("gpu", "NVIDIA T4", "7.5"), LLAMA, HALF, "plain"),
         (TPU, LLAMA, SINGLE, "splash"),
         (TPU, GEMMA, HALF, "plain"),
         (CPU, LLAMA, SINGLE, "plain"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -108,21 +107,23 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
     assert without_times(train(config)) == without_times(straight)
 
 
-def test_sigkill_and_resume_equals_straight_through(tiny, tmp_path):
-    options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=5"]
-    config = tiny("killed", *options)
+def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_path):
+    options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=400"]
+    config = tiny("stopped", *options)
     command = [sys.executable, "-m", "recjax.train", "--config", str(tmp_path / "tiny.yaml"), *options]
-    process = subprocess.Popen([*command, f"output={config.output}"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, f"output={config.output}"], stderr=subprocess.PIPE, text=True)
     metrics = Path(config.output) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while len(read_metrics(metrics)) < 15 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
     done = read_metrics(metrics)[-1]["step"]
-    assert 13 < done < 400
+    assert 13 < done < 400 and f"stopped after step {done}, as asked" in said and "Traceback" not in said
+    assert (Path(config.output) / "checkpoints" / str(done)).is_dir()
     options[2] = f"training.steps={done + 6}"
-    resumed, straight = train(tiny("killed", *options)), train(tiny("straight", *options))
+    resumed, straight = train(tiny("stopped", *options)), train(tiny("straight", *options))
     # The last step is evaluated because it is the last, wherever that is.
     assert without_times(resumed) == without_times(straight)
 
@@ -232,3 +233,28 @@ def test_jit_compiles_the_update_once(tiny):
     loop.update.clear_cache()
     train(tiny("run", "regime.sync_interval=3"))
     assert loop.update._cache_size() == 1
+
+
+def test_nothing_is_compiled_once_a_run_is_under_way(tiny, monkeypatch):
+    compiled, update = [], loop.update
+
+    def counted(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    counts = []
+
+    def watched(*args, **named):
+        result = update(*args, **named)
+        counts.append(len(compiled))
+        return result
+
+    monkeypatch.setattr(loop, "update", watched)
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(counted)
+    try:
+        train(tiny("run", "regime.sync_interval=2", "regime.sync_offset=1", "evaluation.every=0"))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(counted)
+    # Whatever comes between one update and the next has come by the third.
+    assert counts[0] > 0 and len({*counts[2:]}) == 1

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from recjax.config_loading import load_config
 from recjax.experience.records import Batch
-from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths
+from recjax.experience.rows import Shape
+from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
 from recjax.training.setup import prepare
 from recjax.training.update import update
 from tests.training.test_update import make_batch, step
@@ -110,6 +111,14 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
         assert (together.sum(0) <= 1).all()
 
 
+def test_completions_of_a_prompt_stay_together_where_they_are_compared():
+    def most_micro_batches_of_a_prompt(whole_prompts):
+        packed = pack(make_batch(), SHAPE, whole_prompts)
+        return (packed.first >= 0).reshape(len(packed.first), -1, 3).any(-1).sum(0).max()
+
+    assert most_micro_batches_of_a_prompt(True) == 1 < most_micro_batches_of_a_prompt(False)
+
+
 def gsm8k_like(generator) -> Batch:
     """96 prompts of 110 tokens and 8 completions each of 190, both medians of log-normals, cut at 256 and 1024."""
     prompts = np.clip(generator.lognormal(np.log(110), 0.3, 96).astype(int), 50, 256)
@@ -153,6 +162,13 @@ def test_a_budget_too_small_is_refused(arguments, words):
         row_shape(*arguments)
     assert all(word in str(error.value) for word in words)
     row_shape(arguments[0] + 1, *arguments[1:])
+
+
+def test_no_batch_gets_more_rows_than_it_has_sequences(tiny):
+    config = tiny("training.tokens_per_micro_batch=2048")
+    assert shape_for(config, Shape(2, 3, 10, 91)) == (6, 102)
+    assert shape_for(config, Shape(2, 3, 10, 91), multiple=4) == (8, 102)
+    assert shape_for(config, Shape(20, 3, 10, 91)) == (20, 102)
 
 
 @pytest.fixture

@@ -1,0 +1,65 @@
+"""A run that kills itself: SIGKILL at a numbered event, an event being a call of the loop's or a change to its files.
+
+Imported once by a server that forks a process for each run, so that twenty runs do not import JAX twenty times.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+
+from recjax.config_loading import load_config
+from recjax.training import loop
+from recjax.training.metrics import MetricsWriter
+from tests.training.tiny_run import train
+
+WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def trained(config: str, overrides: list[str], compiled: str, kill_at: int | None) -> None:
+    """Trains in this process, which ends itself at event number `kill_at`; the number of events goes to `events.json`.
+
+    Args:
+        compiled: folder where compiled programs are kept.
+    """
+    jax.config.update("jax_compilation_cache_dir", compiled)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    output = next(value.split("=", 1)[1] for value in overrides if value.startswith("output="))
+    seen = []
+
+    def event(name: str) -> None:
+        seen.append(name)
+        if len(seen) == kill_at:
+            Path(output, "killed_at.txt").open("a").write(f"{kill_at} {name}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def file_change(name: str, arguments: tuple) -> None:
+        written = name == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING
+        if (written or name in ("os.rename", "os.mkdir", "os.remove")) and str(arguments[0]).startswith(output):
+            if "killed_at" not in str(arguments[0]):
+                event(f"{name} {Path(str(arguments[0])).relative_to(output)}")
+
+    def watched(function, name: str):
+        def calls(*args, **named):
+            result = function(*args, **named)
+            event(name)
+            return result
+
+        return calls
+
+    def half_a_row(writer: MetricsWriter, row: dict) -> None:
+        writer._file.write(json.dumps(row)[:40])
+        writer._file.flush()
+        event("metrics")
+        writer._file.seek(writer._file.tell() - 40)
+        writer._file.truncate()
+        write(writer, row)
+
+    write, MetricsWriter.write = MetricsWriter.write, half_a_row
+    loop.update, loop.next_batch = watched(loop.update, "update"), watched(loop.next_batch, "batch")
+    sys.addaudithook(file_change)
+    train(load_config(config, overrides))
+    Path(output, "events.json").write_text(json.dumps(seen))

@@ -1,0 +1,77 @@
+"""Runs that SIGKILL ends again and again, anywhere, go on and end as a run does that nothing happened to."""
+
+import multiprocessing
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience import store
+from recjax.generate_experience import generate
+from recjax.training.metrics import read_metrics
+from tests.training.killed_run import trained
+from tests.training.tiny_run import TINY, train, without_times
+
+KILLS = 5
+OPTIONS = ["training.steps=12", "training.checkpoint_every=2", "evaluation.every=4", "evaluation.problems=5"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config, a store, and where runs and compiled programs go."""
+    folder = tmp_path_factory.mktemp("kills")
+    (folder / "tiny.yaml").write_text(TINY)
+    generate(load_config(folder / "tiny.yaml", [f"output={folder}"]), folder / "store", 12, None, None, "initial")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Starts processes that have JAX imported and no device yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training.killed_run"])
+    return context
+
+
+@pytest.mark.parametrize(
+    "mode",
+    {
+        "queue": ["regime.sync_interval=3", "regime.sync_offset=2"],
+        "offline": ["experience.store={folder}/store"],
+        "replay": ["experience.replay={draw_every: 2, half_life: 2.0}", "experience.record=true"],
+        "late and mixed": [
+            "experience.late={longest: 3, deadline: 2}",
+            "experience.mix={store: {folder}/store, share: 0.25}",
+            "experience.record=true",
+        ],
+    }.items(),
+    ids=lambda mode: mode[0],
+)
+def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, forks, mode):
+    name, settings = mode
+    options = [*OPTIONS, *(setting.replace("{folder}", str(folder)) for setting in settings)]
+    straight_output, output = folder / f"{name} straight", folder / name
+    output.mkdir()
+    generator = np.random.default_rng(sum(name.encode()))
+    straight = train(load_config(folder / "tiny.yaml", [*options, f"output={straight_output}"]))
+
+    def run(kill_at: int | None) -> int:
+        arguments = (str(folder / "tiny.yaml"), [*options, f"output={output / 'run'}"], str(folder / "jax"), kill_at)
+        process = forks.Process(target=trained, args=arguments)
+        process.start()
+        process.join(120)
+        return process.exitcode
+
+    # A checkpoint is some thirty events and a step three, so a whole run has about three hundred.
+    for kill_at in generator.integers(1, 65, size=KILLS).tolist():
+        assert run(kill_at) == -signal.SIGKILL
+    assert run(None) == 0
+    assert len((output / "run" / "killed_at.txt").read_text().splitlines()) == KILLS
+    rows = read_metrics(output / "run" / "metrics.jsonl")
+    assert without_times(rows) == without_times(straight)
+    if "experience.record=true" in options:
+        ours, theirs = (store.read(Path(place) / "experience") for place in (output / "run", straight_output))
+        assert [row.id for row in ours] == [row.id for row in theirs]
+        assert [row.reward for row in ours] == [row.reward for row in theirs]
