@@ -46,6 +46,7 @@ setup(
     ],
     extras_require={
         "async": ["ray>=2.60,<3"],
+        "benchmarks": ["psutil>=6.0"],
         "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
@@ -59,6 +60,7 @@ setup(
             "hypothesis>=6.100",
             "jsonschema>=4.20",
             "peft>=0.17",
+            "psutil>=6.0",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "ray>=2.60,<3",

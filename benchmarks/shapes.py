@@ -1,0 +1,72 @@
+"""What is measured: models, prompts and lengths, by the letter that `--shape` takes. The standard library alone."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A Llama with random weights."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One step: `prompts` × `group_size` completions and the update on them.
+
+    model: sizes, or a Hugging Face folder.
+    stop_share: share of the vocabulary that ends a completion; 0: one token that no model has, so that every system
+        looks for it and none finds it, and all completions have `completion_tokens` tokens.
+    micro_batches: equal parts of the batch, of which gradients are taken one after the other, in every system.
+    gpu: the shape is for a GPU and is left out without one.
+    systems: names of benchmarks.systems.SYSTEMS, with `:bfloat16` where that is the precision; without, float32.
+    recjax: lines of recjax's config that the shape is measured with.
+    """
+
+    model: Sizes | str
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    systems: tuple[str, ...]
+    stop_share: float = 0.0
+    micro_batches: int = 1
+    gpu: bool = False
+    recjax: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group_size
+
+
+ALL = ("recjax", "torch", "torch_shared", "transformers", "trl", "tunix")
+SMALL = Sizes(4096, 256, 1024, 4, 4, 4, 64)
+SHAPES = {
+    "toy": Shape(Sizes(64, 32, 64, 2, 4, 2, 8), 2, 4, 8, 8, ALL, recjax=("rollout.slots=8",)),
+    "a": Shape(
+        SMALL, 8, 8, 64, 64, (*ALL, "recjax:bfloat16", "torch:bfloat16", "torch_shared:bfloat16"),
+        recjax=("rollout.slots=64",),
+    ),
+    "b": Shape(
+        "models/SmolLM2-135M-Instruct", 4, 4, 64, 32, (*ALL, "recjax:bfloat16", "torch:bfloat16"),
+        recjax=("rollout.slots=16",),
+    ),
+    "c": Shape(SMALL, 4, 16, 512, 32, ALL, recjax=("rollout.slots=64",)),
+    "d": Shape(
+        SMALL, 8, 8, 64, 256, ("recjax", "recjax_waiting", "torch", "torch_shared", "transformers", "trl"),
+        stop_share=0.05, recjax=("rollout.slots=64",),
+    ),
+    "e": Shape(
+        Sizes(151936, 1536, 8960, 28, 12, 2, 128), 64, 8, 256, 1024,
+        # Each holds weights, gradients and AdamW's moments, about 25 GB, beside its cache.
+        ("recjax:bfloat16", "transformers:bfloat16"),
+        micro_batches=16, gpu=True, recjax=("rollout.slots=512",),
+    ),
+}  # fmt: skip

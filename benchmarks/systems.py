@@ -1,0 +1,78 @@
+"""The systems that are compared: each a program in its own environment, and how that environment is made."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+
+
+class System(NamedTuple):
+    """worker: a module of benchmarks.workers. requirements: a file's name; None: where the driver itself runs."""
+
+    worker: str
+    requirements: str | None
+    options: dict
+    what: str
+
+
+SYSTEMS = {
+    "recjax": System("recjax_worker", None, {}, "recjax"),
+    "recjax_waiting": System(
+        "recjax_worker", None, {"lines": ["rollout.slots=null"]}, "recjax, all rows until the slowest ends"
+    ),
+    "torch": System(
+        "torch_worker", "torch", {"shared": False}, "plain torch: own loop, static cache, prompts run once"
+    ),
+    "torch_shared": System(
+        "torch_worker", "torch", {"shared": True}, "the same, and prompts read once a group in decode and update"
+    ),
+    "transformers": System("transformers_worker", "torch", {}, "transformers' generate and a torch step"),
+    "trl": System("trl_worker", "trl", {}, "TRL's GRPOTrainer"),
+    "tunix": System("tunix_worker", "tunix", {}, "Tunix's GRPO learner"),
+}
+
+
+def named(label: str) -> tuple[System, str]:
+    """The system and the precision of a label such as `torch:bfloat16`.
+
+    Raises:
+        ValueError: there is no such system or precision.
+    """
+    name, _, precision = label.partition(":")
+    if name not in SYSTEMS or precision not in ("", "float32", "bfloat16"):
+        raise ValueError(f"--systems {label!r}: name one of {', '.join(SYSTEMS)}, alone or with :bfloat16")
+    return SYSTEMS[name], precision or "float32"
+
+
+def interpreter(system: System, cache: Path, given: dict[str, str]) -> str:
+    """The Python that runs a system's worker; makes its environment where it is not there.
+
+    Args:
+        cache: folder of the environments.
+        given: requirements' names → interpreters to use in their place.
+    Raises:
+        RuntimeError: the environment could not be made, with pip's last words.
+    """
+    if system.requirements is None:
+        return sys.executable
+    if system.requirements in given:
+        return given[system.requirements]
+    file = HERE / "requirements" / f"{system.requirements}.txt"
+    folder = cache / system.requirements
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    made = folder / "requirements.txt"  # written last, so that an environment cut short is made again
+    if made.is_file() and made.read_text() == file.read_text():
+        return str(python)
+    print(f"{folder}: installing {file}", file=sys.stderr, flush=True)
+    venv.create(folder, clear=True, with_pip=True)
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", "-r", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "ERROR" in line] or result.stderr.splitlines()[-1:]
+        raise RuntimeError(f"pip could not install {file.name}: {lines[-1] if lines else 'no reason given'}")
+    made.write_text(file.read_text())
+    return str(python)

@@ -1,0 +1,205 @@
+"""Tables of what benchmarks.run measured, in Markdown; no number of them is typed by hand.
+
+    python -m benchmarks.tables docs/performance.md a.json b.json [...]
+
+Replaces, in the page, what is between `<!-- tables -->` and `<!-- end of tables -->`.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+PHASES = {
+    "step": "whole step",
+    "generate": "generation",
+    "prefill": "prefill",
+    "decode": "decode",
+    "behaviour_logprobs": "behaviour log-probs",
+    "rescore": "forward pass of log-probs",
+    "grade": "grading",
+    "update": "update",
+    "weight_copy": "copy of weights",
+    "checkpoint": "checkpoint",
+}
+TIMES_OF = ("step", "generate", "update")  # the phases whose ratio to recjax is shown
+
+
+def tables(results: Sequence[dict[str, Any]]) -> str:
+    """All tables of some runs."""
+    return "\n".join(_section(result) for result in results)
+
+
+def _section(result: dict[str, Any]) -> str:
+    if not result["rows"]:
+        return f"### Shape {result['shape']}\n\nNot measured: {_reasons(result['skipped'])}.\n"
+    given, machine = result["given"], result["machine"]
+    lengths = f"prompt {given['prompt_tokens']}, completion {given['completion_tokens']}"
+    stop = f", of which each token ends with chance {given['stop_share']:.0%}" if given["stop_share"] else ""
+    loads = result["other_load"]
+    lines = [
+        f"### Shape {result['shape']}",
+        "",
+        f"{_model(given['model'])}; {given['prompts']} prompts × {given['group_size']}, {lengths}{stop};"
+        f" {result['repeats']} rounds on {machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}."
+        f" Other load before a round: median {np.median(loads):.0%}, at most {max(loads):.0%}.",
+        "",
+        f"`python -m benchmarks.run {' '.join(result['command'])}`",
+        "",
+        *_times(result["rows"]),
+        "",
+        *_phases(result["rows"]),
+        "",
+        *_checks(result["checks"]),
+        "",
+        *_peaks(result),
+    ]
+    lines += ["", *_notes(result["notes"])]
+    if result["skipped"]:
+        lines += ["", f"Left out: {_reasons(result['skipped'])}."]
+    lines += ["", f"Versions: {_versions(result['rows'])}.", ""]
+    return "\n".join(lines)
+
+
+def _model(model: str | dict) -> str:
+    if isinstance(model, str):
+        return f"`{model}`"
+    names = {"hidden": "hidden", "layers": "layers", "heads": "heads", "kv_heads": "key-value heads"}
+    names |= {"intermediate": "intermediate", "vocabulary": "vocabulary"}
+    return "Random weights: " + ", ".join(f"{name} {model[field]}" for field, name in names.items())
+
+
+def _times(rows: list[dict]) -> list[str]:
+    """Seconds and tokens per second of the main phases, and recjax's advantage, pairwise by round."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    found = {(row["system"], row["phase"]): row for row in rows}
+    phases = [phase for phase in TIMES_OF if any((system, phase) in found for system in systems)]
+    cells = [["system", *(f"{PHASES[phase]}, s" for phase in phases)]]
+    cells[0] += ["generation, tokens/s", *(f"recjax: × in {PHASES[phase]}" for phase in phases), "peak memory, GiB"]
+    for system in systems:
+        own = {phase: found.get((system, phase)) for phase in phases}
+        rate = own.get("generate") and f"{own['generate']['tokens_per_second']:.0f}"
+        _, _, precision = system.partition(":")
+        against = f"recjax:{precision}" if precision else "recjax"
+        ratios = [_ratio(found.get((against, phase)), own[phase]) for phase in phases]
+        step = own.get("step") or {}
+        memory = step.get("peak_device_bytes") or step.get("peak_memory_bytes")
+        memory = f"{memory / 2**30:.2f}" if memory else ""
+        cells.append([system, *(_seconds(own[phase]) for phase in phases), rate or "", *ratios, memory])
+    return _table(cells)
+
+
+def _seconds(row: dict | None) -> str:
+    if row is None:
+        return ""
+    seconds = row["seconds"]
+    digits = 3 if seconds["median"] < 1 else 2
+    return f"{seconds['median']:.{digits}f} ({seconds['min']:.{digits}f}–{seconds['max']:.{digits}f})"
+
+
+def _ratio(ours: dict | None, theirs: dict | None) -> str:
+    """How many times as many tokens a second we do, round by round: median (lowest–highest)."""
+    if ours is None or theirs is None or ours is theirs:
+        return ""
+    count = min(len(ours["rounds"]), len(theirs["rounds"]))
+    rates = [
+        np.divide(row.get("tokens", np.ones(len(row["rounds"])))[:count], row["rounds"][:count])
+        for row in (ours, theirs)
+    ]
+    ratios = rates[0] / rates[1]
+    return f"{np.median(ratios):.2f} ({ratios.min():.2f}–{ratios.max():.2f})"
+
+
+def _phases(rows: list[dict]) -> list[str]:
+    """Median seconds of every phase, the first call's seconds, and the shares of the peak."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    found = {(row["system"], row["phase"]): row for row in rows}
+    cells = [["median seconds", *systems]]
+    for phase, name in PHASES.items():
+        if any((system, phase) in found for system in systems):
+            cells.append([name, *(_median(found.get((system, phase))) for system in systems)])
+    first = [found.get((system, "step"), {}).get("first_seconds") for system in systems]
+    cells.append(["first step, compiling among it", *(f"{seconds:.1f}" if seconds else "" for seconds in first)])
+    for phase, field, name in [
+        ("update", "flops_share", "update: share of peak FLOP/s"),
+        ("decode", "flops_share", "decode: share of peak FLOP/s"),
+        ("decode", "bytes_share", "decode: share of peak bandwidth"),
+    ]:
+        shares = [found.get((system, phase), {}).get(field) for system in systems]
+        if any(share is not None for share in shares):
+            cells.append([name, *(f"{share:.0%}" if share is not None else "" for share in shares)])
+    return _table(cells)
+
+
+def _median(row: dict | None) -> str:
+    return "" if row is None else f"{row['seconds']['median']:.3g}"
+
+
+def _checks(checks: dict[str, dict]) -> list[str]:
+    cells = [["agreement", "greedy tokens equal", "largest difference of log π", "loss", "gradient norm"]]
+    for system, found in checks.items():
+        greedy, logprobs, loss = (found.get(name, {}) for name in ("greedy", "logprobs", "loss"))
+        tokens = f"{greedy['equal_tokens']:.1%} of {greedy['tokens']}" if "tokens" in greedy else ""
+        difference = logprobs.get("largest_difference")
+        numbers = [loss.get("loss"), loss.get("gradient_norm")]
+        cells.append(
+            [system, tokens, "" if difference is None else f"{difference:.1e}"]
+            + ["" if number is None else f"{number:.6g}" for number in numbers]
+        )
+    return _table(cells)
+
+
+def _peaks(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Peaks in {precision}: {peak['flops'] / 1e9:.0f} GFLOP/s, {peak['bytes'] / 1e9:.1f} GB/s ({peak['from']})."
+        for precision, peak in result["peaks"].items()
+        if peak
+    ]
+    return lines
+
+
+def _notes(notes: dict[str, dict]) -> list[str]:
+    """What the systems chose or were set to, but for TRL's many settings, which are in the file."""
+    shown = {system: {name: text for name, text in own.items() if name != "settings"} for system, own in notes.items()}
+    return [
+        f"- {system}: "
+        + "; ".join(f"{name} {' '.join(text) if isinstance(text, list) else text}" for name, text in own.items())
+        for system, own in shown.items()
+        if own
+    ]
+
+
+def _reasons(skipped: dict[str, str]) -> str:
+    return "; ".join(f"{system} ({reason})" for system, reason in skipped.items())
+
+
+def _versions(rows: list[dict]) -> str:
+    found = {f"{name} {version}" for row in rows for name, version in row["versions"].items()}
+    return ", ".join(sorted(found))
+
+
+def _table(cells: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:]]
+
+
+def main(page: str, files: Sequence[str]) -> None:
+    """Puts the tables of the files into the page."""
+    path = Path(page)
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"error: {page} has no lines {BEGIN} and {END} to put tables between; add them")
+    made = tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in files])
+    path.write_text(f"{before}{BEGIN}\n\n{made}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(f"usage: {__doc__.splitlines()[2].strip()}")
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,1 @@
+"""One program a system, each run in its own environment; they share `protocol` and nothing of recjax."""

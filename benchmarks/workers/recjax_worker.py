@@ -1,0 +1,211 @@
+"""recjax as its training loop runs it: sampler, grading, update and checkpoint of one config."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
+from recjax.algorithms import presets
+from recjax.config_loading import load_config
+from recjax.experience.collect import draw, finished, submitted, to_learn_from
+from recjax.experience.feed import EMPTY
+from recjax.experience.records import Batch
+from recjax.experience.stored import run_sampling
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.trainable import combine, in_compute_dtype, split
+from recjax.rollout.sampler import draw_tokens
+from recjax.tasks.grading import Grading
+from recjax.training import checkpoint
+from recjax.training.batches import Held
+from recjax.training.cache import keep_compiled_programs
+from recjax.training.checkpoint import Snapshot
+from recjax.training.setup import prepare as prepare_run
+from recjax.training.update import TrainState, make_optimizer, update
+
+CONFIG = """
+output: {scratch}/run
+model: {{path: {folder}/model, dtype: {precision}}}
+task: {{file: {{train: {folder}/prompts.jsonl, evaluation: {folder}/held_out.jsonl}}, reward: "{reward}"}}
+rollout: {{prompts_per_step: {prompts}, group_size: {group_size}, max_completion_tokens: {completion_tokens}}}
+algorithm: {{preset: grpo}}
+training: {{micro_batch_prompts: {micro_batch_prompts}}}
+"""
+
+
+def read_config(inputs: Inputs):
+    """The run's config: the shape, and the lines of config that it names or the system brings."""
+    file = inputs.scratch / "config.yaml"
+    parts = inputs.shape["prompts"] // inputs.shape["micro_batches"]
+    values = inputs.shape | {
+        "folder": inputs.folder,
+        "scratch": inputs.scratch,
+        "precision": inputs.precision,
+        "micro_batch_prompts": parts,
+    }
+    file.write_text(CONFIG.format(reward="benchmarks.reward:vowel_share", **values))
+    lines = inputs.options.get("lines", inputs.shape["recjax"])
+    return load_config(file, lines), lines
+
+
+def prepare(inputs: Inputs) -> System:
+    """The pieces of a run, and what is timed of them."""
+    config, lines = read_config(inputs)
+    setup = prepare_run(config)
+    policy, sampling = setup.policy, run_sampling(config)
+    prompts = setup.train.take(np.arange(inputs.shape["prompts"]))
+    np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
+    grading = Grading(config, setup.reward).__enter__()
+    optimizer = make_optimizer(config.optimizer, config.training.steps)
+    params, frozen = split(setup.initial_params, config.model)
+    frozen = in_compute_dtype(policy.decoder, frozen, copy=False)
+    updated = functools.partial(
+        update,
+        decoder=policy.decoder,
+        algorithm=presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides()),
+        optimizer=optimizer,
+        sampling=sampling,
+        chunk=config.model.logprob_chunk,
+        micro_batches=inputs.shape["micro_batches"],
+    )
+    run = {"state": TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params))}
+    del params
+    setup = setup._replace(initial_params=None)
+    limit = config.rollout.max_completion_tokens
+
+    def sampler_params():
+        return in_compute_dtype(policy.decoder, run["state"].params, copy=True)
+
+    def drawn(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int):
+        key = jax.random.fold_in(jax.random.key(config.seed), number)
+        return draw(policy, combine(behaviour, frozen), prompts, key, group_size, max_tokens, sampling)
+
+    def step(number: int) -> dict:
+        watch = Stopwatch()
+        behaviour = sampler_params()
+        completions = drawn(number, behaviour, limit, sampling, config.rollout.group_size)
+        watch.part("generate")
+        batch = finished(submitted(policy, prompts, completions, grading, number))
+        watch.part("grade")
+        learned = to_learn_from(batch, config.task)._replace(reward_parts={})
+        run["state"], metrics = updated(run["state"], frozen, None, learned, jax.random.key(number))
+        run["held"] = Held(behaviour, number, [], EMPTY)
+        jax.block_until_ready((jax.device_get(metrics), run["state"]))
+        watch.part("update")
+        return {"inside": watch.seconds, "tokens": int(completions.mask.sum())}
+
+    def prefill(number: int) -> dict:
+        started = time.perf_counter()
+        behaviour = jax.block_until_ready(sampler_params())
+        copied = time.perf_counter() - started
+        drawn(number, behaviour, 1, sampling, config.rollout.group_size)
+        return {"inside": {"weight_copy": copied}}
+
+    def write_checkpoint(number: int) -> dict:
+        manager = checkpoint.open_checkpoints(inputs.scratch / "checkpoints", 1)
+        progress = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": None}
+        checkpoint.save(manager, Snapshot(number, run["state"], run["held"], progress))
+        manager.close()
+        return {}
+
+    # --- Behaviour log-probs: what storing them adds to drawing, and the forward pass that it saves.
+    scores = jax.random.normal(jax.random.key(1), (inputs.shape["vocabulary"],))
+    rows = len(inputs.completions)
+
+    def drawing(number: int) -> dict:
+        watch = Stopwatch()
+        for stored in (True, False):
+            jax.block_until_ready(_drawing_alone(scores, jax.random.key(number), sampling, rows, limit, stored))
+            watch.part("with_logprobs" if stored else "without_logprobs")
+        return {"inside": watch.seconds}
+
+    mask = np.ones(inputs.completions.shape, bool)
+    rescored = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+
+    def logprobs() -> np.ndarray:
+        given = (prompts.tokens, prompts.mask, inputs.completions, mask)
+        everything = combine(run["state"].params, frozen)
+        chunk = config.model.logprob_chunk
+        return np.asarray(rescored(policy.decoder, everything, *given, sampling=sampling, chunk=chunk)[0])
+
+    def rescore(number: int) -> dict:
+        logprobs()
+        return {}
+
+    # --- What is compared with the other systems.
+    def greedy() -> list:
+        return drawn(0, sampler_params(), limit, Sampling(temperature=0.0), 1).tokens.tolist()
+
+    def save_logprobs(file: str) -> None:
+        np.save(file, logprobs())
+
+    def loss(file: str) -> dict:
+        state = jax.tree.map(jnp.copy, run["state"])
+        batch = Batch(
+            prompts=prompts.tokens,
+            prompt_mask=prompts.mask,
+            completions=inputs.completions,
+            completion_mask=mask,
+            behaviour_logprobs=np.load(file),
+            rewards=inputs.rewards,
+            group_ids=np.repeat(np.arange(len(prompts.texts), dtype=np.int32), config.rollout.group_size),
+            policy_version=np.zeros(rows, np.int32),
+            truncated=np.zeros(rows, bool),
+            accurate=np.zeros(rows, bool),
+            reward_parts={},
+        )
+        metrics = updated(state, frozen, None, batch, jax.random.key(0))[1]
+        return {name: float(metrics[name]) for name in ("loss", "gradient_norm")}
+
+    return System(
+        phases={
+            "step": step,
+            "prefill": prefill,
+            "drawing": drawing,
+            "rescore": rescore,
+            "checkpoint": write_checkpoint,
+        },
+        checks={"greedy": greedy, "logprobs": save_logprobs, "loss": loss, "peaks": functools.partial(_peaks, inputs)},
+        peak_device_bytes=lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        packages=("jax", "jaxlib", "flax", "optax"),
+        notes={"config": list(lines), "device": jax.local_devices()[0].device_kind},
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "rows", "times", "stored"))
+def _drawing_alone(scores, key, sampling: Sampling, rows: int, times: int, stored: bool):
+    """`times` tokens for each row from scores that differ by row and time, with their log-probabilities or without."""
+
+    def one(total, time):
+        shifted = scores + jnp.sin(time + jnp.arange(rows))[:, None] * scores[::-1]
+        tokens, logprobs = draw_tokens(shifted, sampling, jax.random.split(jax.random.fold_in(key, time), rows))
+        return total + tokens.sum() + (logprobs.sum() if stored else 0.0), None
+
+    return jax.lax.scan(one, 0.0, jnp.arange(times))[0]
+
+
+def _peaks(inputs: Inputs) -> dict[str, float]:
+    """The best of five: FLOP/s of a matrix product in the precision, bytes/s of a copy that no cache holds."""
+    dtype = jnp.dtype(inputs.precision)
+    square, long = jnp.ones((2048, 2048), dtype), jnp.ones(1 << 27, jnp.float32)
+    product, copied = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
+
+    def best(call) -> float:
+        seconds = []
+        for _ in range(6):
+            started = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds.append(time.perf_counter() - started)
+        return min(seconds[1:])
+
+    return {
+        "flops": 2 * 2048**3 / best(lambda: product(square, square)),
+        "bytes": 2 * long.nbytes / best(lambda: copied(long)),
+    }
+
+
+if __name__ == "__main__":
+    keep_compiled_programs()
+    serve(prepare)

@@ -1,0 +1,122 @@
+"""The benchmark's driver on the toy shape, and what is made of a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import tables
+from benchmarks.costs import shares, work_of
+from benchmarks.rows import make_rows
+from benchmarks.systems import named
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("run") / "toy.json"
+    command = [sys.executable, "-m", "benchmarks.run", "--shape", "toy", "--out", str(out)]
+    command += ["--systems", "recjax,trl", "--python", "trl=/no/such/python", "--repeats", "2", "--warmups", "1"]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    subprocess.run([*command, "--patience", "0"], check=True, env=environment, cwd=REPOSITORY)
+    return json.loads(out.read_text())
+
+
+def test_recjax_alone_fills_the_rows(result):
+    rows = {row["phase"]: row for row in result["rows"]}
+    expected = {"step", "generate", "grade", "update", "prefill", "decode", "rescore", "checkpoint", "weight_copy"}
+    assert rows.keys() == expected | {"behaviour_logprobs"}
+    step = rows["step"]
+    assert step["seconds"]["min"] <= step["seconds"]["median"] <= step["seconds"]["max"] < step["first_seconds"]
+    assert step["tokens"] == [64, 64] and len(step["rounds"]) == step["repeats"] == 2
+    np.testing.assert_allclose(step["tokens_per_second"], np.median(64 / np.array(step["rounds"])))
+    parts = sum(np.array(rows[phase]["rounds"]) for phase in ("generate", "grade", "update"))
+    assert (parts <= step["rounds"]).all()
+    assert step["peak_memory_bytes"] > 2**20 and step["precision"] == "float32" and "jax" in step["versions"]
+    assert rows["update"]["flops_share"] > 0 and rows["decode"]["bytes_share"] is not None
+    assert result["peaks"]["float32"]["flops"] > 1e8 and len(result["other_load"]) == 3
+    assert result["notes"]["recjax"]["config"] == ["rollout.slots=8"]
+
+
+def test_a_system_that_cannot_start_is_left_out_with_its_reason(result):
+    assert "/no/such/python" in result["skipped"]["trl"]
+    assert "Left out: trl" in tables.tables([result])
+
+
+def test_an_unknown_system_is_refused():
+    with pytest.raises(ValueError, match="'torhc': name one of recjax, "):
+        named("torhc")
+    with pytest.raises(ValueError, match="'torch:float8'"):
+        named("torch:float8")
+
+
+def fake_rows() -> list[dict]:
+    """Two systems, of which the second takes twice and four times as long; a warm-up before."""
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 2}
+    config |= {"intermediate_size": 3, "vocab_size": 5, "head_dim": 2}
+    shape = {"prompts": 1, "prompt_tokens": 2, "rows": 2}
+
+    def answers(factors: list[float]) -> dict:
+        step = {
+            number: {"seconds": 9.0 * factor, "tokens": 6, "inside": {"generate": 4.0 * factor}, "rest": "update"}
+            for number, factor in zip((-1, 0, 1), factors, strict=True)
+        }
+        return {"step": step, "prefill": {number: {"seconds": 1.0} for number in step}}
+
+    about = {label: {"versions": {}, "notes": {}} for label in ("recjax", "torch")}
+    measured = {"recjax": {"flops": 100.0, "bytes": 50.0}, "torch": {"flops": 10.0, "bytes": 500.0}}
+    given = {"recjax": answers([100, 1, 1]), "torch": answers([100, 2, 4])}
+    rows, peaks = make_rows("a", shape, config, about, measured, given)
+    assert peaks["float32"]["flops"] == 100 and peaks["float32"]["bytes"] == 500 and peaks["bfloat16"] == {}
+    return rows
+
+
+def test_rows_leave_the_warm_up_out_and_take_parts_apart():
+    rows = {(row["system"], row["phase"]): row for row in fake_rows()}
+    assert rows["torch", "step"]["rounds"] == [18, 36] and rows["torch", "step"]["first_seconds"] == 900
+    assert rows["torch", "update"]["rounds"] == [10, 20]
+    assert rows["torch", "decode"]["rounds"] == [7, 15]
+    assert rows["recjax", "generate"]["tokens_per_second"] == 1.5
+
+
+def test_ratios_are_of_one_round():
+    rows = {(row["system"], row["phase"]): row for row in fake_rows()}
+    assert tables._ratio(rows["recjax", "step"], rows["torch", "step"]) == "3.00 (2.00–4.00)"
+    # Where completions differ in length, it is tokens a second that are compared.
+    theirs = rows["torch", "step"] | {"tokens": [12, 12]}
+    assert tables._ratio(rows["recjax", "step"], theirs) == "1.50 (1.00–2.00)"
+
+
+def test_least_work_by_hand():
+    """One layer of 2 × (2·2 + 2·2) + 3·2·3 = 34 weights, head of 10; 1 prompt of 2 tokens, 2 rows of 3."""
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 2}
+    config |= {"intermediate_size": 3, "vocab_size": 5, "head_dim": 2}
+    work = work_of({"prompts": 1, "prompt_tokens": 2, "rows": 2}, config, "bfloat16", 6)
+    pairs_of_completions = 2 * sum(2 + own for own in (1, 2, 3))
+    assert work["update"].flops == 3 * (2 * 34 * (2 + 6) + 2 * 10 * 6 + 4 * 2 * (3 + pairs_of_completions))
+    assert work["decode"].flops == 2 * (34 + 10) * 6 + 4 * 2 * pairs_of_completions
+    assert work["decode"].bytes == 2 * sum(34 + 10 + 2 * 2 * (2 + 2 * own) for own in (0, 1, 2))
+    assert shares(work["decode"], 2.0, {"flops": 1.0, "bytes": 1.0})["bytes_share"] == work["decode"].bytes / 2
+
+
+def test_tables_go_between_the_marks_and_nowhere_else(tmp_path, result):
+    page, file = tmp_path / "page.md", tmp_path / "toy.json"
+    file.write_text(json.dumps(result))
+    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    for _ in range(2):
+        tables.main(str(page), [str(file)])
+    text = page.read_text()
+    assert text.startswith(f"before\n{tables.BEGIN}\n") and text.endswith(f"{tables.END}\nafter\n")
+    assert "old" not in text and text.count("### Shape toy") == 1
+    widths = [
+        line.count("|") for line in text.splitlines() if line.startswith("| whole step") or "median seconds" in line
+    ]
+    assert len(set(widths)) == 1
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="has no lines"):
+        tables.main(str(page), [str(file)])
