@@ -70,7 +70,7 @@ def prepare(inputs: Inputs) -> System:
         chunk=config.model.logprob_chunk,
         micro_batches=inputs.shape["micro_batches"],
     )
-    run = {"state": TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params))}
+    run = {"state": TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params)), "saved": 0}
     del params
     setup = setup._replace(initial_params=None)
     limit = config.rollout.max_completion_tokens
@@ -106,7 +106,8 @@ def prepare(inputs: Inputs) -> System:
     def write_checkpoint(number: int) -> dict:
         manager = checkpoint.open_checkpoints(inputs.scratch / "checkpoints", 1)
         progress = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": None}
-        checkpoint.save(manager, Snapshot(number, run["state"], run["held"], progress))
+        run["saved"] += 1
+        checkpoint.save(manager, Snapshot(run["saved"], run["state"], run["held"], progress))
         manager.close()
         return {}
 
