@@ -17,7 +17,6 @@ from recjax.training.update import TrainState, learning_rate_schedule, make_opti
 CONFIG = DecoderConfig(11, 16, 32, 2, 2, 1, 8)
 PARAMS = init_params(CONFIG, jax.random.key(0))
 SGD = optax.sgd(1.0)
-PRESETS = ["reinforce", "grpo", "rec_ring_is", "asymre", "opmd", "red_drop", "red_weight", "pairwise_consistency"]
 
 
 def make_batch(seed=0, prompts=4, group=3, time=5):
@@ -60,7 +59,8 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
     return state.params, metrics
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# One of each kind: weights by ratio, a regulariser, weights by advantage, random drops, pairs of completions.
+@pytest.mark.parametrize("preset", ["grpo", "opmd", "red_weight", "red_drop", "pairwise_consistency"])
 def test_micro_batches_change_nothing(preset):
     batch = make_batch()
     chex.assert_trees_all_close(step(batch, preset, 1), step(batch, preset, 4), rtol=2e-4, atol=2e-5)
