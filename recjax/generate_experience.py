@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
@@ -29,13 +28,15 @@ from recjax.experience.collect import draw, scored
 from recjax.experience.rows import rows_of_batch
 from recjax.experience.tokenise import tokenizer_name
 from recjax.models.logprobs import Sampling
+from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.prompts import batch_indices, encode_problems
 from recjax.tasks.grading import Grading
 from recjax.tasks.loading import load_task
 from recjax.training.cache import keep_compiled_programs
+from recjax.training.mesh import make_mesh
 from recjax.training.metrics import progress_bar
-from recjax.training.setup import Setup, prepare, without_long_prompts
+from recjax.training.setup import Setup, prepare, untrained, without_long_prompts
 from recjax.training.trained import run_config, run_params
 
 FLAGS = flags.FLAGS
@@ -105,13 +106,13 @@ def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, in
     """What draws, with parameters in the dtype that they compute in, and the optimiser updates that it has had."""
     if run is None:
         # A config may name the store that this is to make.
-        setup, version = prepare(dataclasses.replace(config, experience=None)), 0
+        setup, version = prepare(untrained(config)), 0
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
-        setup = Setup(policy, jax.tree.map(jnp.asarray, params), train, train.take(np.arange(0)), task.reward, 0.0)
+        setup = Setup(policy, put_params(params), train, train.take(np.arange(0)), task.reward, 0.0)
     params = in_compute_dtype(setup.policy.decoder, setup.initial_params, copy=False)
     return setup._replace(initial_params=params), version
 
@@ -150,7 +151,8 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     try:
         config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
-        new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
+        with jax.set_mesh(make_mesh(config.mesh)):
+            new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
     except ValueError as error:
         sys.exit(f"error: {error}")
     rows = len(store.ids(FLAGS.output))

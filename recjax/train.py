@@ -2,6 +2,8 @@
 
     python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
 
+Several processes, on one host or on many, train together where each is given the same command; see docs/devices.md.
+
 Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
 regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM it finishes its
 step, writes a checkpoint and ends with status 143.
@@ -13,20 +15,27 @@ import sys
 from logging import INFO
 from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
+from recjax import hosts
 from recjax.config import schema_keys
 from recjax.config_loading import load_config
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.dry_run import print_dry_run
+from recjax.training.generators import require_ray
 from recjax.training.loop import Preempted, run
+from recjax.training.mesh import make_mesh
 from recjax.training.run_folder import check_run_folder, open_run_folder
 from recjax.training.setup import prepare
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
+flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes train together.")
+flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
+flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 flags.DEFINE_bool("overwrite", False, "Delete what an earlier run left in the output folder.")
 flags.DEFINE_bool(
     "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
@@ -42,8 +51,11 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         sys.exit(print_dry_run(FLAGS.config, argv[1:]))
     try:
+        hosts.meet(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id)
         config = load_config(FLAGS.config, argv[1:])
+        require_ray(config)
         check_run_folder(config, FLAGS.overwrite)
+        jax.set_mesh(make_mesh(config.mesh))
         setup = prepare(config)
         output = open_run_folder(config, FLAGS.overwrite)
     except ValueError as error:
@@ -53,7 +65,12 @@ def main(argv: list[str]) -> None:
     except Preempted as stopped:
         print(f"{output}: {stopped}", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
-    show_result(output, summary)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        hosts.end_after(error)
+    if hosts.is_first():
+        show_result(output, summary)
 
 
 def show_result(output: Path, summary: dict) -> None:

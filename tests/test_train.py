@@ -27,7 +27,7 @@ def config(tmp_path):
 
 def test_help_lists_flags_and_config_keys():
     shown = command("--help")
-    flags = ("--config", "--[no]overwrite", "--[no]dry_run")
+    flags = ("--config", "--[no]overwrite", "--[no]dry_run", "--coordinator", "--processes", "--process_id")
     for part in (*flags, "optimizer.learning_rate", "regime.sync_interval", "key=value"):
         assert part in shown.stdout + shown.stderr
 

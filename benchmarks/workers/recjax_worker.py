@@ -11,19 +11,21 @@ from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.algorithms import presets
 from recjax.config_loading import load_config
 from recjax.experience.collect import draw, finished, submitted, to_learn_from
-from recjax.experience.feed import EMPTY
-from recjax.experience.records import Batch
+from recjax.experience.records import Batch, filled_up
 from recjax.experience.stored import run_sampling
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.models.trainable import combine, in_compute_dtype, split
+from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout.sampler import draw_tokens
 from recjax.tasks.grading import Grading
 from recjax.training import checkpoint
-from recjax.training.batches import Held
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.checkpoint import Snapshot
+from recjax.training.mesh import make_mesh
+from recjax.training.packing import packed_batch
 from recjax.training.setup import prepare as prepare_run
-from recjax.training.update import TrainState, make_optimizer, update
+from recjax.training.start import begin
+from recjax.training.update import make_optimizer, update
 
 CONFIG = """
 output: {scratch}/run
@@ -53,27 +55,39 @@ def read_config(inputs: Inputs):
 def prepare(inputs: Inputs) -> System:
     """The pieces of a run, and what is timed of them."""
     config, lines = read_config(inputs)
+    jax.set_mesh(make_mesh(config.mesh))
     setup = prepare_run(config)
     policy, sampling = setup.policy, run_sampling(config)
     prompts = setup.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
     grading = Grading(config, setup.reward).__enter__()
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     optimizer = make_optimizer(config.optimizer, config.training.steps)
-    params, frozen = split(setup.initial_params, config.model)
-    frozen = in_compute_dtype(policy.decoder, frozen, copy=False)
-    updated = functools.partial(
-        update,
-        decoder=policy.decoder,
-        algorithm=presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides()),
-        optimizer=optimizer,
-        sampling=sampling,
-        chunk=config.model.logprob_chunk,
-        micro_batches=inputs.shape["micro_batches"],
-    )
-    run = {"state": TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params)), "saved": 0}
-    del params
-    setup = setup._replace(initial_params=None)
+    manager = checkpoint.open_checkpoints(inputs.scratch / "checkpoints", 1)
+    snapshot, _, frozen, _ = begin(config, setup, algorithm, optimizer, manager)
+    run = snapshot._asdict()
+    del snapshot
     limit = config.rollout.max_completion_tokens
+
+    def updated(state, batch: Batch, number: int):
+        parts = config.rollout.prompts_per_step // (config.training.micro_batch_prompts or len(prompts.texts))
+        shared = filled_up(batch, parts * row_shards())
+        packed = packed_batch(config, shared)
+        state, metrics = update(
+            state,
+            frozen,
+            None,
+            put_rows(shared._replace(reward_parts={})),
+            jax.random.key(number),
+            packed,
+            decoder=policy.decoder,
+            algorithm=algorithm,
+            optimizer=optimizer,
+            sampling=sampling,
+            chunk=config.model.logprob_chunk,
+            micro_batches=None if packed else parts,
+        )
+        return state, {name: float(value) for name, value in on_host(metrics).items()}
 
     def sampler_params():
         return in_compute_dtype(policy.decoder, run["state"].params, copy=True)
@@ -89,10 +103,9 @@ def prepare(inputs: Inputs) -> System:
         watch.part("generate")
         batch = finished(submitted(policy, prompts, completions, grading, number))
         watch.part("grade")
-        learned = to_learn_from(batch, config.task)._replace(reward_parts={})
-        run["state"], metrics = updated(run["state"], frozen, None, learned, jax.random.key(number))
-        run["held"] = Held(behaviour, number, [], EMPTY)
-        jax.block_until_ready((jax.device_get(metrics), run["state"]))
+        run["state"], _ = updated(run["state"], to_learn_from(batch, config.task), number)
+        run["held"] = run["held"]._replace(behaviour_params=behaviour, version=number)
+        jax.block_until_ready(run["state"])
         watch.part("update")
         return {"inside": watch.seconds, "tokens": int(completions.mask.sum())}
 
@@ -104,11 +117,8 @@ def prepare(inputs: Inputs) -> System:
         return {"inside": {"weight_copy": copied}}
 
     def write_checkpoint(number: int) -> dict:
-        manager = checkpoint.open_checkpoints(inputs.scratch / "checkpoints", 1)
-        progress = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": None}
-        run["saved"] += 1
-        checkpoint.save(manager, Snapshot(run["saved"], run["state"], run["held"], progress))
-        manager.close()
+        run["step"] += 1
+        checkpoint.save(manager, Snapshot(**run))
         return {}
 
     # --- Behaviour log-probs: what storing them adds to drawing, and the forward pass that it saves.
@@ -157,8 +167,8 @@ def prepare(inputs: Inputs) -> System:
             accurate=np.zeros(rows, bool),
             reward_parts={},
         )
-        metrics = updated(state, frozen, None, batch, jax.random.key(0))[1]
-        return {name: float(metrics[name]) for name in ("loss", "gradient_norm")}
+        metrics = updated(state, batch, 0)[1]
+        return {name: metrics[name] for name in ("loss", "gradient_norm")}
 
     return System(
         phases={

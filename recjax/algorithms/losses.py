@@ -112,6 +112,12 @@ class Algorithm:
         return any(function not in BEHAVIOUR_FREE for function in functions)
 
     @property
+    def compares_completions(self) -> bool:
+        """Whether the loss is of whole groups, whose completions a micro-batch must then hold together."""
+        objective = self.objective.func if isinstance(self.objective, functools.partial) else self.objective
+        return objective is not policy_gradient
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss has a KL to a reference policy."""
         return self.reference_kl is not None

@@ -102,6 +102,11 @@ def first(buffer: Buffer, count: int) -> tuple[Buffer, list[Group]]:
     return _without(buffer, buffer.entries[count:], "used_up"), groups
 
 
+def oldest_first(buffer: Buffer) -> Buffer:
+    """The buffer as if its groups had come in the order of the weights that drew them."""
+    return buffer._replace(entries=tuple(sorted(buffer.entries, key=lambda entry: oldest_version(entry.group) or 0)))
+
+
 def _log_chance(entry: Entry, step: int, limits: ReplayConfig) -> float:
     priority = PRIORITIES[limits.priority](entry.group)
     recency = 0.0 if limits.half_life is None else -np.log(2.0) * (step - entry.added) / limits.half_life

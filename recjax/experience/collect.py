@@ -1,6 +1,5 @@
 """Prompts to scored completions: the one path for training and for evaluation."""
 
-import functools
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -8,9 +7,11 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from recjax import hosts
 from recjax.config import TaskConfig
 from recjax.experience.records import Batch
 from recjax.models.logprobs import Sampling
+from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions, sample
@@ -44,37 +45,42 @@ def draw(
     max_tokens: int,
     sampling: Sampling,
 ) -> Completions:
-    """`group_size` completions of each prompt from `params`, as host arrays."""
-    way = sample if policy.slots is None else functools.partial(sample_in_slots, slots=policy.slots)
-    drawn = way(
-        policy.decoder,
-        params,
-        prompts.tokens,
-        prompts.mask,
-        key,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop_ids=policy.stop_ids,
-    )
-    return jax.device_get(drawn)
+    """`group_size` completions of each prompt from `params`, as host arrays.
+
+    Devices that share the prompts get as many each: the first ones are asked again to fill them up, and not counted.
+    """
+    options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": policy.stop_ids}
+    if policy.slots is not None:
+        return sample_in_slots(policy.decoder, params, prompts.tokens, prompts.mask, key, slots=policy.slots, **options)
+    count = len(prompts.texts)
+    filled = np.arange(-(-count // row_shards()) * row_shards()) % count
+    asked = put_rows((prompts.tokens[filled], prompts.mask[filled]))
+    drawn = on_host(sample(policy.decoder, params, *asked, key, **options))
+    return jax.tree.map(lambda rows: rows[: count * group_size], drawn)
 
 
 def submitted(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Pending:
-    """Sends drawn completions to be scored; the reward sees a text without the token that stopped it."""
+    """Sends drawn completions to be scored; the reward sees a text without the token that stopped it.
+
+    Of several processes each scores the completions of its own share of the prompts.
+    """
     group_size = len(drawn.tokens) // len(prompts.texts)
     said = drawn.mask & ~np.isin(drawn.tokens, policy.stop_ids)
     texts = policy.tokenizer.batch_decode([row[keep] for row, keep in zip(drawn.tokens, said, strict=True)])
-    asked, answers = (
-        [text for text in column for _ in range(group_size)] for column in (prompts.texts, prompts.answers)
+    own = (hosts.share(len(prompts.texts))[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    problems = [prompts.problems[row // group_size] for row in own]
+    scores = grading.submit(
+        [prompts.texts[row // group_size] for row in own],
+        [texts[row] for row in own],
+        [problem.answer for problem in problems],
+        [problem.columns for problem in problems],
+        drawn.mask[own].sum(-1),
     )
-    columns = [problem.columns for problem in prompts.problems for _ in range(group_size)]
-    scores = grading.submit(asked, texts, answers, columns, drawn.mask.sum(-1))
     return Pending(prompts, drawn, policy_version, texts, scores)
 
 
 def finished(batch: Pending | Batch) -> Batch:
-    """The batch with its scores, once they are there.
+    """The batch with its scores, once they are there; of several processes all have the whole batch.
 
     Raises:
         ValueError: the reward function is at fault; see `recjax.tasks.custom.custom_parts`.
@@ -82,7 +88,7 @@ def finished(batch: Pending | Batch) -> Batch:
     if isinstance(batch, Batch):
         return batch
     prompts, drawn, policy_version, texts, scores = batch
-    rewards, parts, accurate, failures = scores.result()
+    rewards, parts, accurate, failures = hosts.gathered(scores.result(), len(texts))
     return Batch(
         prompts=prompts.tokens,
         prompt_mask=prompts.mask,

@@ -4,15 +4,16 @@ Time is in rounds. A round draws a batch where one is due, hands out the rewards
 enough groups are whole. Once a run is under way, each round is an optimiser step.
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from recjax.config import Config, LateConfig, ReplayConfig
+from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
 from recjax.experience import buffer, waiting
 from recjax.experience.buffer import Buffer
 from recjax.experience.feedback import Late
-from recjax.experience.groups import Group
+from recjax.experience.groups import Group, oldest_version
 from recjax.experience.store import Experience
 from recjax.experience.waiting import Waiting
 
@@ -47,16 +48,27 @@ EMPTY = Feed(0, 0, 0, (), waiting.NOBODY, buffer.EMPTY)
 
 
 class Limits(NamedTuple):
-    """What a config says of the way that groups take; `offset` is in rounds."""
+    """What a config says of the way that groups take; `offset` is in rounds.
+
+    asynchronous: groups come in any order, and those of the oldest weights go first. kept: the buffer's limits, which
+    without replay are those of a queue.
+    """
 
     offset: int
     late: LateConfig
     replay: ReplayConfig | None
+    asynchronous: bool
+    kept: ReplayConfig
 
 
 def limits_of(config: Config) -> Limits:
     """The limits of a run whose groups take this way."""
-    return Limits(config.regime.sync_offset, config.experience.late or LateConfig(), config.experience.replay)
+    experience, regime = config.experience or ExperienceConfig(), config.regime
+    kept = experience.replay or ONCE
+    if bounds := [limit for limit in (kept.max_staleness, regime.max_staleness) if limit is not None]:
+        kept = dataclasses.replace(kept, max_staleness=min(bounds))
+    late = experience.late or LateConfig()
+    return Limits(regime.sync_offset, late, experience.replay, regime.mode == "async", kept)
 
 
 def is_draw(feed: Feed, limits: Limits) -> bool:
@@ -104,21 +116,27 @@ def delivered(feed: Feed, step: int, limits: Limits) -> Feed:
     now = {due.row: due.late for due in feed.due if due.round <= feed.round}
     queue = waiting.rewarded(feed.waiting, now)
     queue, whole = waiting.release(queue, feed.round, limits.late.deadline)
-    ready = buffer.add(feed.ready, whole, step, limits.replay or ONCE)
+    ready = buffer.add(feed.ready, whole, step, limits.kept)
     return feed._replace(due=tuple(due for due in feed.due if due.round > feed.round), waiting=queue, ready=ready)
 
 
 def taken(feed: Feed, count: int, step: int, seed: int, limits: Limits) -> tuple[Feed, list[Group] | None]:
     """The groups to train on at `step`, or None where there are not enough yet, and the feed after that."""
-    if limits.replay:
-        feed = feed._replace(ready=buffer.expire(feed.ready, step, limits.replay))
+    feed = feed._replace(ready=buffer.expire(feed.ready, step, limits.kept))
     if len(feed.ready.entries) < count:
         return feed, None
     if limits.replay:
-        ready, groups = buffer.draw(feed.ready, count, step, seed, limits.replay)
+        ready, groups = buffer.draw(feed.ready, count, step, seed, limits.kept)
     else:
-        ready, groups = buffer.first(feed.ready, count)
+        ready, groups = buffer.first(buffer.oldest_first(feed.ready) if limits.asynchronous else feed.ready, count)
     return feed._replace(ready=ready, idle=0), groups
+
+
+def queued_versions(feed: Feed, limits: Limits) -> list[int]:
+    """The policy versions of groups whose turn is still to come; in replay the ready ones have no turn."""
+    groups = [group for group, _ in feed.waiting.groups]
+    groups += [] if limits.replay else [entry.group for entry in feed.ready.entries]
+    return [version for group in groups if (version := oldest_version(group)) is not None]
 
 
 def counts(feed: Feed) -> dict[str, int]:

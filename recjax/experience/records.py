@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 
@@ -30,3 +31,23 @@ class Batch(NamedTuple):
     accurate: np.ndarray
     reward_parts: dict[str, np.ndarray]
     failures: np.ndarray | None = None
+
+
+def filled_up(batch: Batch, multiple: int) -> Batch:
+    """The batch with prompts behind it, up to a multiple of their number, whose completions have no token.
+
+    Such rows take no part in loss, advantages or diagnostics.
+    """
+    count = len(batch.prompts)
+    missing = -count % multiple
+    if not missing:
+        return batch
+
+    def more(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x, np.zeros((missing * len(x) // count, *x.shape[1:]), x.dtype)])
+
+    filled = jax.tree.map(more, batch)
+    filled.prompt_mask[count:, 0] = True  # a prompt has a token
+    first = batch.group_ids.max() + 1
+    filled.group_ids[len(batch.group_ids) :] = first + np.repeat(np.arange(missing), len(batch.group_ids) // count)
+    return filled

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from recjax.algorithms import presets
@@ -15,6 +14,7 @@ from recjax.experience.rows import Shape, batch_of_groups
 from recjax.experience.store import Experience, read
 from recjax.experience.tokenise import tokenised
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import on_host, put_rows
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import batch_indices
 
@@ -94,8 +94,8 @@ def with_logprobs(
     for start in range(0, len(lacking), shape.prompts):
         part = [_scored(group) for group in lacking[start : start + shape.prompts]]
         batch = batch_of_groups(part, shape)
-        arrays = map(jnp.asarray, (batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask))
-        logprobs = np.asarray(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
+        arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask))
+        logprobs = on_host(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
         for place, group in enumerate(lacking[start : start + shape.prompts]):
             rows = []
             for number, row in enumerate(group.rows, start=place * shape.group):

@@ -114,6 +114,15 @@ def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int]
     return path
 
 
+def keep_parts(folder: str | Path, wanted: Callable[[str], bool]) -> None:
+    """Deletes the parts of a store that begin with the id of a row that is not wanted; no store is no error."""
+    if Path(folder).is_dir():
+        with locked(folder):
+            for part in part_files(folder):
+                if not wanted(read_columns(part, ["id"])["id"][0].as_py()):
+                    part.unlink()
+
+
 def read(folder: str | Path) -> list[Experience]:
     """All rows of a store in the order they were appended, every one of them checked.
 

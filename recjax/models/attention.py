@@ -1,8 +1,15 @@
-"""Attention over keys that lie in several places, under one softmax."""
+"""Attention over keys that lie in several places, under one softmax; by an accelerator's own kernel where it can."""
+
+import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+KERNELS = ("plain", "cudnn", "splash")
+LANES = 128  # tokens that a block of splash attention has at least
 
 
 def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1 _ length"]:
@@ -25,7 +32,13 @@ def pairs(queries: Array, keys: Array) -> tuple[Array, Array]:
 
 
 def attend(
-    queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None = None
+    queries: Float[Array, "batch heads time head_dim"],
+    segments: list,
+    scale: float,
+    cap: float | None = None,
+    *,
+    ids: Array | None = None,
+    kernel: str = "plain",
 ) -> Array:
     """Attention of every query over the keys of all segments under one softmax.
 
@@ -35,9 +48,31 @@ def attend(
             the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
         scale: factor on the scores.
         cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
+        ids: the mask of the tokens themselves, where it and causality are all that a lone segment's mask is made of.
+        kernel: of KERNELS, what computes several tokens' attention to themselves alone. Over contexts, for a single
+            token, and where the kernel lacks something, it is plain. At padding the kernels differ, and mean nothing.
     Returns:
         [batch * time, heads * head_dim].
     """
+    batch, heads, time, head_dim = queries.shape
+    if len(segments) == 1 and time > 1:
+        keys, values, mask = segments[0]
+        if kernel == "cudnn" and cap is None:
+            return _in_rows(cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale))
+        if kernel == "splash" and ids is not None:
+            return _in_rows(_splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap))
+    return _in_rows(plain_attention(queries, segments, scale, cap))
+
+
+def _in_rows(mixed: Float[Array, "batch heads time head_dim"]) -> Array:
+    batch, heads, time, head_dim = mixed.shape
+    return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
+
+
+def plain_attention(
+    queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None
+) -> Float[Array, "batch heads time head_dim"]:
+    """Attention as it is defined, its scores whole in memory; arguments are those of `attend`."""
     batch, heads, time, head_dim = queries.shape
     kv_heads = segments[0][0].shape[1]
 
@@ -59,7 +94,87 @@ def attend(
         part = by_row(weights[..., start : start + length], rows)
         mixed += jnp.einsum("rnkgts,rksd->rnkgtd", part, values).reshape(queries.shape)
         start += length
-    return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
+    return mixed
+
+
+def cudnn_attention(
+    queries: Float[Array, "batch heads time head_dim"],
+    keys: Float[Array, "batch kv_heads time head_dim"],
+    values: Float[Array, "batch kv_heads time head_dim"],
+    mask: Bool[Array, "batch 1 time time"],
+    scale: float,
+) -> Float[Array, "batch heads time head_dim"]:
+    """Causal attention by cuDNN's flash attention, in bfloat16 on an NVIDIA GPU.
+
+    Args:
+        mask: no query may look ahead; it tells cuDNN more than causality does.
+    """
+    time = queries.shape[2]
+    # cuDNN takes even numbers of tokens.
+    padded = [_lengthened(x.swapaxes(1, 2), 1, 2) for x in (queries, keys, values)]
+    mask = _lengthened(_lengthened(mask, 2, 2), 3, 2)
+    mixed = jax.nn.dot_product_attention(*padded, mask=mask, scale=scale, is_causal=True, implementation="cudnn")
+    return mixed[:, :time].swapaxes(1, 2)
+
+
+def splash_attention(
+    queries: Float[Array, "batch heads time head_dim"],
+    keys: Float[Array, "batch kv_heads time head_dim"],
+    values: Float[Array, "batch kv_heads time head_dim"],
+    ids: Int[Array, "batch time"],
+    scale: float,
+    cap: float | None,
+    interpret: bool = False,
+) -> Float[Array, "batch heads time head_dim"]:
+    """Causal attention of tokens to those of their own id, by splash attention on a TPU, which skips what it masks.
+
+    Args:
+        scale, cap: as those of `attend`.
+        interpret: run the kernel step by step, on any device.
+    """
+    time = queries.shape[2]
+    padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
+    length = padded[0].shape[2]
+    block = next(size for size in (512, 256, LANES) if length % size == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * queries.shape[1]),
+        block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=cap,
+        interpret=interpret,
+    )
+    ids = _lengthened(ids, 1, LANES)
+    mixed = jax.vmap(kernel)(*padded, splash_attention_kernel.SegmentIds(ids, ids))
+    return mixed[:, :, :time]
+
+
+def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Array, scale: float, cap: float | None):
+    """`splash_attention` of the rows and heads that each device of the mesh in context has, which XLA cannot split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return splash_attention(queries, keys, values, ids, scale, cap)
+
+    def axes(wanted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+        return wanted if count % math.prod(mesh.shape[axis] for axis in wanted) == 0 else None
+
+    rows = axes(("data", "fsdp"), len(ids))
+    heads = PartitionSpec(rows, axes(("tensor",), keys.shape[1]))
+    local = jax.shard_map(
+        lambda *arrays: splash_attention(*arrays, scale, cap),
+        in_specs=(heads, heads, heads, PartitionSpec(rows)),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return local(queries, keys, values, ids)
+
+
+def _lengthened(x: Array, axis: int, multiple: int) -> Array:
+    """The array with zeros at the end of an axis, up to a multiple."""
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, padding)
 
 
 def capped(x: Array, cap: float | None) -> Array:

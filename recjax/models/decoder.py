@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attend, attention_mask, capped, pairs
+from recjax.models.placement import ROWS, constrain, constrain_params, stream_axes
 
 
 class RopeScaling(NamedTuple):
@@ -38,6 +39,12 @@ class Lora(NamedTuple):
 
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+# What the forward pass keeps of a layer, beside its input, where the backward pass computes the rest again.
+REMAT = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
@@ -174,12 +181,14 @@ class Block(nn.Module):
 
     config: DecoderConfig
     dtype: DTypeLike
+    attention: str
 
     @nn.compact
-    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances):
+    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances, ids):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
+        rows, units = stream_axes(time)
 
         def dense(x, features, name, use_bias=False):
             y = nn.Dense(features, use_bias=use_bias, dtype=self.dtype, name=name)(x)
@@ -196,9 +205,9 @@ class Block(nn.Module):
 
         def heads_of(x, count, name):
             x = dense(x, count * config.head_dim, name, config.qkv_bias)
-            return x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2)
+            return constrain(x.reshape(batch, time, count, config.head_dim).swapaxes(1, 2), ROWS, "tensor")
 
-        x = norm(name="attention_norm")(hidden)
+        x = constrain(norm(name="attention_norm")(hidden), rows, units)
         queries = heads_of(x, config.num_heads, "query")
         keys = heads_of(x, config.num_kv_heads, "key")
         values = heads_of(x, config.num_kv_heads, "value")
@@ -207,28 +216,33 @@ class Block(nn.Module):
         keys = rotate(keys, angles)
         segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, (keys, values)], masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap)
-        mixed = dense(mixed, config.hidden_size, "output")
+        # The mask of a layer with a window is made of more than ids.
+        alone = {"ids": ids if layer.windows is None else None, "kernel": self.attention}
+        mixed = attend(rotate(queries, angles), segments, scale, config.attention_cap, **alone)
+        mixed = dense(constrain(mixed, rows, "tensor"), config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
-        x = norm(name="mlp_norm")(hidden)
+        x = constrain(norm(name="mlp_norm")(hidden), rows, units)
         gate = ACTIVATIONS[config.activation](dense(x, config.intermediate_size, "gate"))
-        mixed = dense(gate * dense(x, config.intermediate_size, "up"), config.hidden_size, "down")
+        gated = constrain(gate * dense(x, config.intermediate_size, "up"), rows, "tensor")
+        mixed = dense(gated, config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
-        return hidden, (keys, values)
+        return constrain(hidden, rows, units), (keys, values)
 
 
 class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
-    `remat` recomputes each layer in the backward pass, which trades time for memory. `unrolled` writes the layers out
-    instead of scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers.
+    `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
+    scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers. `attention` is one of
+    recjax.models.attention.KERNELS.
     """
 
     config: DecoderConfig
     dtype: DTypeLike = jnp.float32
-    remat: bool = False
+    remat: str = "none"
     unrolled: bool = False
+    attention: str = "plain"
 
     @nn.compact
     def __call__(
@@ -258,7 +272,10 @@ class Decoder(nn.Module):
             embedding_init=nn.initializers.normal(config.hidden_size**-0.5),
             name="embedding",
         )
-        embedded = embed(tokens.reshape(-1))
+        rows, units = stream_axes(tokens.shape[1])
+        # Rows that are split along "fsdp" need whole vectors; looked up in parts, they would first lie everywhere.
+        table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
+        embedded = constrain(jnp.take(table, tokens.reshape(-1), axis=0), rows, units)
         if config.scale_embeddings:
             embedded *= jnp.asarray(config.hidden_size**0.5, self.dtype)
 
@@ -273,7 +290,9 @@ class Decoder(nn.Module):
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
             distances = [jnp.subtract(*pairs(positions, theirs)) for _, theirs in sources]
 
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        block = Block
+        if self.remat != "none":
+            block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
         keys_values = tuple((context.keys, context.values) for context in contexts)
         per_layer = PerLayer(frequencies, windows)
         if self.unrolled:
@@ -281,8 +300,8 @@ class Decoder(nn.Module):
             for layer in range(config.num_layers):
                 own = [(keys[layer], values[layer]) for keys, values in keys_values]
                 options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
-                one = block(config, self.dtype, name=f"layer_{layer}")
-                hidden, pair = one(hidden, own, options, angles, masks, distances)
+                one = block(config, self.dtype, self.attention, name=f"layer_{layer}")
+                hidden, pair = one(hidden, own, options, angles, masks, distances, mask)
                 new.append(pair)
             keys_values = tuple(zip(*new, strict=True))
         else:
@@ -290,11 +309,11 @@ class Decoder(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
+                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
                 length=config.num_layers,
             )
-            scanned = layers(config, self.dtype, name="layers")
-            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances)
+            scanned = layers(config, self.dtype, self.attention, name="layers")
+            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, mask)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
 
@@ -323,7 +342,7 @@ def init_params(config: DecoderConfig, key: Array) -> dict:
         initializer = nn.initializers.lecun_normal()
         shape = (config.hidden_size, config.vocab_size)
         params["head"] = {"kernel": initializer(jax.random.fold_in(key, 1), shape)}
-    return params
+    return constrain_params(params)
 
 
 def abstract_params(config: DecoderConfig) -> dict:

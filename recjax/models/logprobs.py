@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
+from recjax.models.placement import constrain, over_rows
 
 
 class Sampling(NamedTuple):
@@ -71,21 +72,28 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
 
-    [batch, time, vocab] never exists whole: the scores of a chunk are recomputed in the backward pass.
+    [batch, time, vocab] never exists whole: the scores of a chunk are recomputed in the backward pass. On a mesh each
+    device goes through its own rows, with a head that is gathered once and not for every chunk.
     """
-    count = tokens.size
-    chunk = min(chunk, count)
-    padding = -count % chunk
-    flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
-    flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, chunk)
+    name = "head" if "head" in params else "embedding"
 
-    @jax.checkpoint
-    def one_chunk(inputs):
-        chunk_hidden, chunk_tokens = inputs
-        return logprobs_and_entropy(logits(config, params, chunk_hidden), chunk_tokens, sampling)
+    def of_rows(head, hidden, tokens):
+        count = tokens.size
+        length = min(chunk, count)
+        padding = -count % length
+        flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(-1, length, hidden.shape[-1])
+        flat_tokens = jnp.pad(tokens.reshape(count), (0, padding)).reshape(-1, length)
 
-    logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
-    return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
+        @jax.checkpoint
+        def one_chunk(inputs):
+            chunk_hidden, chunk_tokens = inputs
+            scores = constrain(logits(config, head, chunk_hidden), None, "tensor")
+            return logprobs_and_entropy(scores, chunk_tokens, sampling)
+
+        logprobs, entropy = jax.lax.map(one_chunk, (flat_hidden, flat_tokens))
+        return logprobs.reshape(-1)[:count].reshape(tokens.shape), entropy.reshape(-1)[:count].reshape(tokens.shape)
+
+    return over_rows(of_rows, {name: params[name]}, hidden, tokens)
 
 
 def last_hidden(
@@ -128,3 +136,39 @@ def completion_logprobs(
         rest, _ = decoder.apply({"params": params}, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
         first = jnp.concatenate([first, rest], axis=1)
     return chunked_logprobs(decoder.config, params, first, completions, sampling, chunk)
+
+
+def packed_logprobs(
+    decoder: Decoder,
+    params: dict,
+    tokens: Int[Array, "rows row_tokens"],
+    positions: Int[Array, "rows row_tokens"],
+    segments: Int[Array, "rows row_tokens"],
+    targets: Int[Array, "rows row_tokens"],
+    *,
+    sampling: Sampling,
+    chunk: int,
+) -> tuple[Float[Array, "rows row_tokens"], Float[Array, "rows row_tokens"]]:
+    """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
+
+    Args:
+        tokens, positions, segments, targets: as in `recjax.training.packing.Packed`. Values at padding mean nothing.
+        sampling: what the completions were drawn with.
+        chunk: positions whose vocabulary scores exist at one time.
+    """
+    hidden, _ = decoder.apply({"params": params}, tokens, positions, segments)
+    return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
+
+
+def completions_of_packed(
+    values: Float[Array, "rows row_tokens"], first: Int[Array, " batch"], mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """Values at the places of completions' tokens; 0 where `mask` is False.
+
+    Args:
+        values: of the targets of packed sequences.
+        first: as in `recjax.training.packing.Packed`.
+        mask: True at tokens of completions that are in these rows.
+    """
+    places = jnp.where(mask, first[:, None] + jnp.arange(mask.shape[1]), 0)
+    return jnp.where(mask, values.reshape(-1)[places], 0.0)

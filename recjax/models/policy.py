@@ -24,25 +24,22 @@ class Policy(NamedTuple):
     slots: int | None = None
 
 
-def load_policy(config: Config, characters: str) -> tuple[Policy, dict]:
-    """The policy that `model` describes and its float32 parameters.
+def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
+    """The float32 parameters of the policy that `model` describes, without adapters.
 
     Args:
-        characters: what the built-in tokenizer must know, for a decoder made from scratch.
+        decoder_config: of `policy_alone`.
     """
-    policy = policy_alone(config, characters)
     if config.model.path:
-        params = load_pretrained(config.model.path)[1]
-    else:
-        params = init_params(policy.decoder.config, jax.random.fold_in(jax.random.key(config.seed), 0))
-    return policy, params
+        return load_pretrained(config.model.path)[1]
+    return init_params(decoder_config, jax.random.fold_in(jax.random.key(config.seed), 0))
 
 
 def policy_alone(config: Config, characters: str) -> Policy:
     """The policy that `model` describes, without its parameters: no weights are read or made.
 
     Args:
-        characters: as for `load_policy`.
+        characters: what the built-in tokenizer must know, for a decoder made from scratch.
     """
     if config.model.path:
         decoder_config = read_config(model_folder(config.model.path))
@@ -50,7 +47,9 @@ def policy_alone(config: Config, characters: str) -> Policy:
     else:
         tokenizer = character_tokenizer(characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
-    decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
+    dtype = compute_dtype(config.model.dtype)
+    kernel = attention_kernel(config.model.attention, decoder_config, dtype)
+    decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
     return Policy(decoder, tokenizer, stop_ids, config.rollout.slots)
 
@@ -73,3 +72,41 @@ def compute_dtype(name: str) -> jnp.dtype:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> str:
+    """The kernel of recjax.models.attention that `model.attention` comes to.
+
+    Args:
+        device: that computes; None: this machine's.
+    Raises:
+        ValueError: a kernel that does not run on the device or lacks what the model needs, with what that is.
+    """
+    device = jax.devices()[0] if device is None else device
+    needs = {
+        "plain": [],
+        "cudnn": [
+            (_has_cudnn_attention(device), "an NVIDIA GPU of compute capability 8.0 or more"),
+            (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
+            (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
+            (config.attention_cap is None, "a model without a bound on attention scores"),
+        ],
+        "splash": [
+            (device.platform == "tpu", "a TPU"),
+            (not config.windows, "a model without windows"),
+        ],
+    }
+    missing = {kernel: [need for met, need in pairs if not met] for kernel, pairs in needs.items()}
+    if name == "auto":
+        return next(kernel for kernel in ("cudnn", "splash", "plain") if not missing[kernel])
+    if missing[name]:
+        raise ValueError(
+            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind}, in {dtype},"
+            f" with heads of {config.head_dim}. Set it to plain, or to auto for what there is"
+        )
+    return name
+
+
+def _has_cudnn_attention(device: jax.Device) -> bool:
+    nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
+    return nvidia and float(device.compute_capability) >= 8.0

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
 from recjax.models.decoder import Decoder, DecoderConfig, Lora, abstract_params
+from recjax.models.placement import constrain_params
 
 
 def is_adapter(path: str) -> bool:
@@ -33,7 +34,7 @@ def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.A
 
     leaves = {path: leaf for path, leaf in flatten(abstract_params(decoder.config)).items() if is_adapter(path)}
     adapters = unflatten({path: fresh(path, leaf, number) for number, (path, leaf) in enumerate(leaves.items())})
-    return decoder, combine(params, adapters)
+    return decoder, combine(params, jax.jit(constrain_params)(adapters))
 
 
 def merged(config: DecoderConfig, params: dict) -> dict:

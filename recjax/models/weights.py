@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.families import check_fields, decoder_config
+from recjax.models.placement import Axes, constrain, param_axes, put
 from recjax.models.tokenizers import TOKENIZER_FILES, model_folder
 
 # Parameter path → Hugging Face name; a decoder has some of them. A `kernel` is stored transposed there, as [out, in].
@@ -53,7 +54,7 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
         path: a folder with config.json and model.safetensors (or model.safetensors.index.json and its shards) in
             float32, float16 or bfloat16; or a hub name.
     Returns:
-        The config, and the parameter tree in float32 on the default device.
+        The config, and the parameter tree in float32 where it lies on the mesh in context.
     Raises:
         ValueError: the model is not one that the decoder computes exactly, or a file is missing, damaged or at odds
             with the config.
@@ -103,7 +104,7 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
 
 
 def read_params(folder: Path, config: DecoderConfig) -> dict:
-    """The parameter tree from a folder's safetensors files, float32 on the default device.
+    """The parameter tree from a folder's safetensors files, float32, where it lies on the mesh in context.
 
     Tensors go there one at a time, each into its layer's place, so that the host holds one of them and no whole model.
 
@@ -121,6 +122,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
         def read(path, leaf):
             path = jax.tree_util.keystr(path, simple=True, separator="/")
             layered, transposed = path.startswith("layers/"), path.endswith("/kernel")
+            axes = param_axes(path, leaf.shape)
             shape = leaf.shape[1:] if layered else leaf.shape
 
             def tensor(name):
@@ -128,18 +130,23 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
                 return values.T if transposed else values
 
             if not layered:
-                return jnp.asarray(tensor(names[path][0])).astype(jnp.float32)
-            stacked = jnp.zeros(leaf.shape)
+                return put(tensor(names[path][0]), *axes).astype(jnp.float32)
+            stacked = _zeros(leaf.shape, axes)
             for layer, name in enumerate(names[path]):
-                stacked = _with_layer(stacked, layer, tensor(name))
+                stacked = _with_layer(stacked, layer, put(tensor(name), *axes[1:]), axes)
             return stacked
 
         return jax.tree_util.tree_map_with_path(read, abstract_params(config))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _with_layer(stacked: Array, layer: ArrayLike, tensor: ArrayLike) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, 0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zeros(shape: tuple[int, ...], axes: tuple[Axes, ...]) -> Array:
+    return constrain(jnp.zeros(shape), *axes)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _with_layer(stacked: Array, layer: ArrayLike, tensor: ArrayLike, axes: tuple[Axes, ...]) -> Array:
+    return constrain(jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, 0), *axes)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden, logprobs_and_entropy, sampling_logits
+from recjax.models.placement import ROWS, constrain
 
 
 class Completions(NamedTuple):
@@ -37,6 +38,7 @@ def draw_tokens(
     scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """One token a row with the row's own key, and its log-probability under the distribution that drew it."""
+    scores = constrain(scores, ROWS)
     if sampling.temperature == 0:
         tokens = jnp.argmax(scores, axis=-1)
     else:
@@ -106,9 +108,9 @@ def sample(
             (prompt_context, Context(*state.cache, earlier, cache_positions)),
         )
         here = (0, 0, 0, last, 0)
-        cache = (
-            jax.lax.dynamic_update_slice(state.cache[0], new[0], here),
-            jax.lax.dynamic_update_slice(state.cache[1], new[1], here),
+        cache = tuple(
+            constrain(jax.lax.dynamic_update_slice(held, one, here), None, ROWS, "tensor")
+            for held, one in zip(state.cache, new, strict=True)
         )
         return record(state._replace(cache=cache), logits(config, params, hidden[:, 0]))
 

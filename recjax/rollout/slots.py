@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from recjax.models.decoder import Context, Decoder, logits, unrolled_params
 from recjax.models.logprobs import Sampling, last_hidden
+from recjax.models.placement import on_host
 from recjax.rollout.sampler import Completions, draw_tokens
 
 ROUND = 16  # tokens that a row gets at most before the host looks again
@@ -79,7 +80,7 @@ def sample_in_slots(
     cache, *first = _prefill(params, prompts, prompt_mask, key, group_size=group_size, **options)
     batch = len(prompts) * group_size
     tokens, logprobs = np.zeros((batch, max_tokens), np.int32), np.zeros((batch, max_tokens), np.float32)
-    tokens[:, 0], logprobs[:, 0] = jax.device_get(first)
+    tokens[:, 0], logprobs[:, 0] = on_host(first)
     counts = np.ones(batch, np.int32)
     waiting = np.flatnonzero(~np.isin(tokens[:, 0], stop_ids)) if max_tokens > 1 else np.zeros(0, int)
 
@@ -106,7 +107,7 @@ def sample_in_slots(
         fewer = max((candidate for candidate in sizes if candidate < size), default=0)
         enough = -(-size // 8) if len(waiting) else size - fewer
         memory, state = _decode(params, memory, held, key, enough, max_tokens=max_tokens, stop_ids=stop_ids, **options)
-        state = jax.device_get(state)
+        state = on_host(state)
         slot, time = np.nonzero((held.rows >= 0)[:, None] & (np.arange(ROUND) < state.counts[:, None]))
         places = held.rows[slot], held.drawn[slot] + time
         tokens[places], logprobs[places] = state.tokens[slot, time], state.logprobs[slot, time]

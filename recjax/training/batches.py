@@ -1,95 +1,24 @@
-"""The batch of each step, from where the config says: drawn and queued, drawn and fed on, or taken from a store."""
+"""The batch of each step, from where the config says: drawn and queued, or fed on, or by others, or from a store."""
 
 from collections import Counter
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import NamedTuple
 
-import jax
-
+from recjax import hosts
 from recjax.algorithms import diagnostics
-from recjax.config import Config
 from recjax.experience import feed as feeds
 from recjax.experience import store
-from recjax.experience.collect import Pending, draw, finished, scored, submitted
+from recjax.experience.collect import Pending, finished, submitted
 from recjax.experience.feed import Feed
 from recjax.experience.groups import Group, groups_of
 from recjax.experience.records import Batch
-from recjax.experience.rows import Shape, batch_of_groups, rows_of_batch
-from recjax.experience.sources import by_prompt, groups_at, mixed
-from recjax.experience.stored import run_sampling, stored_per_batch, with_logprobs_of_now
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.rows import batch_of_groups
+from recjax.experience.sources import groups_at, mixed
+from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
+from recjax.models.placement import on_host
 from recjax.models.trainable import combine, in_compute_dtype
-from recjax.rollout.prompts import Prompts, batch_indices
-from recjax.tasks.grading import Grading, failure_counts
 from recjax.training import schedule
-from recjax.training.metrics import PhaseSeconds
-from recjax.training.setup import Setup
+from recjax.training.source import Held, Source, drawer, drawn, drawn_rows, own
 
 IDLE_DRAWS = 100  # batches drawn for one step beyond those that the config's delays ask for
-
-
-class Held(NamedTuple):
-    """What a run has beside its train state: the sampler's weights, and what was drawn and not yet trained on.
-
-    behaviour_params are the sampler's copy, `version` the updates they had when copied. `queue` holds batches that go
-    straight to the trainer, `feed` groups that go another way.
-    """
-
-    behaviour_params: dict
-    version: int
-    queue: list[Pending | Batch]
-    feed: Feed
-
-
-class Source(NamedTuple):
-    """What batches are made with, none of which changes during a run.
-
-    frozen: parameters beside the trained ones. others: rows of a store by prompt, which join the policy's groups.
-    record: folder of the store that keeps what is drawn.
-    """
-
-    config: Config
-    setup: Setup
-    frozen: dict
-    grading: Grading
-    phases: PhaseSeconds
-    tokenizer: str
-    shape: Shape | None
-    others: dict[bytes, list[store.Experience]]
-    record: Path | None
-
-
-def open_source(
-    config: Config, setup: Setup, frozen: dict, grading: Grading, phases: PhaseSeconds, output: Path
-) -> Source:
-    """The source of a run's batches."""
-    experience, stored = config.experience, setup.stored
-    mix = experience and experience.mix
-    return Source(
-        config=config,
-        setup=setup,
-        frozen=frozen,
-        grading=grading,
-        phases=phases,
-        tokenizer=tokenizer_name(setup.policy.tokenizer) if experience else "",
-        shape=stored.shape if experience and experience.store else _shape(config, setup),
-        others=by_prompt(stored.groups) if mix and mix.of == "group" else {},
-        record=output / "experience" if experience and experience.record else None,
-    )
-
-
-def _shape(config: Config, setup: Setup) -> Shape:
-    """Of batches into which the policy's own groups fit, and those of the store beside them."""
-    rollout = config.rollout
-    shape = Shape(
-        rollout.prompts_per_step, rollout.group_size, setup.train.tokens.shape[1], rollout.max_completion_tokens
-    )
-    if setup.stored is None:
-        return shape
-    theirs = setup.stored.shape
-    group = theirs.group if config.experience.mix.of == "batch" else 0
-    return Shape(shape.prompts, *map(max, shape[1:], theirs._replace(group=group)[1:]))
 
 
 def next_batch(source: Source, held: Held, step: int, params: dict) -> tuple[Held, Batch, dict]:
@@ -99,6 +28,8 @@ def next_batch(source: Source, held: Held, step: int, params: dict) -> tuple[Hel
         params: trained ones, as they are now.
     """
     experience = source.config.experience
+    if source.generators:
+        return _from_generators(source, held, step, params)
     if experience is None:
         return _from_queue(source, held, step, params)
     if experience.store:
@@ -125,24 +56,122 @@ def _from_queue(source: Source, held: Held, step: int, params: dict) -> tuple[He
 def _from_feed(source: Source, held: Held, step: int, params: dict) -> tuple[Held, Batch, dict]:
     """Rounds, until there are enough groups to train on."""
     config, limits = source.config, feeds.limits_of(source.config)
-    from_store = stored_per_batch(config)
     failures, groups = Counter(), None
     while groups is None:
         held = _synced(source, held, step, params)
         feed = feeds.begin_round(held.feed)
         if feeds.is_draw(feed, limits):
-            drawn, failed = _drawn_groups(source, held, feed.drawn + 1)
+            rows, failed = drawn_rows(source, held, feed.drawn + 1)
             failures.update(failed)
-            drawn, due = feeds.held_back(feed, drawn, limits, config.seed)
-            feed = feeds.arrived(feed, _joined(source, drawn, feed.drawn + 1, params), due, limits)
+            feed = _arrived(source, feed, feed.drawn + 1, rows, params)
         feed = feeds.delivered(feed, step, limits)
-        feed, groups = feeds.taken(feed, config.rollout.prompts_per_step - from_store, step, config.seed, limits)
+        feed, groups = feeds.taken(feed, own(config)[0], step, config.seed, limits)
         held = held._replace(feed=feed)
         _require_some(feed, limits, step)
+    return held, *_fed(source, feed, groups, failures, step, params)
+
+
+def _fed(
+    source: Source, feed: Feed, groups: list[Group], failures: Counter, step: int, params: dict
+) -> tuple[Batch, dict]:
+    """The batch of groups that came through the feed, with those of a store beside them, and what is logged of it."""
     with source.phases.phase("sample"):
-        groups += _of_store(source, from_store, step, params) if from_store else []
+        from_store = stored_per_batch(source.config)
+        groups = groups + (_of_store(source, from_store, step, params) if from_store else [])
         counted = {f"grading/{reason}": count for reason, count in failures.items()}
-        return held, _batch(source, groups), {**_by_source(groups), **feeds.counts(feed), **counted}
+        return _batch(source, groups), {**_by_source(groups), **feeds.counts(feed), **counted}
+
+
+def _arrived(source: Source, feed: Feed, number: int, rows: list[store.Experience], params: dict) -> Feed:
+    """The feed with a batch that has just been drawn, which is recorded where the config says so."""
+    limits = feeds.limits_of(source.config)
+    # A run that goes on from before this batch has written it already.
+    if source.record and hosts.is_first() and rows[0].id not in store.ids(source.record):
+        store.append(source.record, rows)
+    groups, due = feeds.held_back(feed, groups_of(rows), limits, source.config.seed)
+    return feeds.arrived(feed, _joined(source, groups, number, params), due, limits)
+
+
+def start_generators(source: Source, held: Held) -> None:
+    """Starts generators on what the checkpoint says was in flight.
+
+    What came after the checkpoint was drawn by weights that will not be again. It leaves the record, and its numbers
+    are drawn anew.
+    """
+    generators, setup = source.generators, source.setup
+    # The weights travel beside it, and held-out problems and stores are the trainer's.
+    light = setup._replace(initial_params={}, evaluation=setup.train, stored=None)
+    generators.start(drawer, source.config, light, on_host(source.frozen))
+    generators.publish(held.version, on_host(held.behaviour_params))
+    issued = held.feed.drawn + len(held.in_flight)
+    if source.record:
+        store.keep_parts(source.record, lambda row: _number(row) <= issued and _number(row) not in held.in_flight)
+    for number in held.in_flight:
+        generators.issue(number)
+
+
+def _from_generators(source: Source, held: Held, step: int, params: dict) -> tuple[Held, Batch, dict]:
+    """Rounds, as in `_from_feed`, of batches that generators draw while the trainer trains.
+
+    The trainer waits where too few groups have come, or where a batch is on its way that would come too late for
+    `regime.max_staleness` if this step did not wait for it.
+    """
+    generators, limits = source.generators, feeds.limits_of(source.config)
+    failures, groups, waited_before = Counter(), None, generators.waited_seconds
+    while groups is None:
+        held = _synced(source, held, step, params)
+        feed = feeds.begin_round(held.feed)
+        _issue(source, feed, held.version, step)
+        for wait in (False, True):
+            with source.phases.phase("sample"):
+                done = generators.arrived(wait)
+            for number, (rows, failed) in done:
+                failures.update(failed)
+                feed = _arrived(source, feed, number, rows, params)
+            feed, groups = _taken(source, feeds.delivered(feed, step, limits), step)
+            if groups is not None:
+                break
+        held = held._replace(feed=feed, in_flight=tuple(generators.in_flight))
+        _require_some(feed, limits, step)
+    batch, counts = _fed(source, feed, groups, failures, step, params)
+    counts["generators/waited_seconds"] = generators.waited_seconds - waited_before
+    counts["generators/in_flight"], counts["generators/restarts"] = len(held.in_flight), generators.restarts
+    return held, batch, counts
+
+
+def _issue(source: Source, feed: Feed, version: int, step: int) -> None:
+    """Has the generators draw what it is time for and what would get its turn in time, before the last step is done."""
+    config, generators, limits = source.config, source.generators, feeds.limits_of(source.config)
+    count, every = own(config)[0], limits.replay.draw_every if limits.replay else 1
+    while not generators.are_busy:
+        number, ahead = feed.drawn + len(generators.in_flight) + 1, _ahead(source, feed)
+        has_turn = step + len(ahead) // count * every <= config.training.steps
+        has_turn = has_turn and schedule.in_time([*ahead, version], step, count, config.regime)
+        if not (has_turn and schedule.is_wanted(number, feed.round, every, version, step, config.regime)):
+            return
+        generators.issue(number)
+
+
+def _taken(source: Source, feed: Feed, step: int) -> tuple[Feed, list[Group] | None]:
+    """`feeds.taken`, unless what is on its way would then come too late."""
+    config, limits = source.config, feeds.limits_of(source.config)
+    count = own(config)[0]
+    later, groups = feeds.taken(feed, count, step, config.seed, limits)
+    waits = groups is not None and source.generators.in_flight
+    if waits and not schedule.in_time(_ahead(source, later), step + 1, count, config.regime):
+        return feed, None
+    return later, groups
+
+
+def _ahead(source: Source, feed: Feed) -> list[int]:
+    """The policy versions of groups whose turn is still to come, and of those that generators draw."""
+    coming = [version for version in source.generators.in_flight.values() for _ in range(own(source.config)[0])]
+    return [*feeds.queued_versions(feed, feeds.limits_of(source.config)), *coming]
+
+
+def _number(row: str) -> int:
+    """The number of the batch that a row's id names."""
+    return int(row.split("/")[0])
 
 
 def _require_some(feed: Feed, limits: feeds.Limits, step: int) -> None:
@@ -161,53 +190,15 @@ def _synced(source: Source, held: Held, step: int, params: dict) -> Held:
     if not schedule.is_sync(step, source.config.regime) or held.version == step - 1:
         return held
     copy = in_compute_dtype(source.setup.policy.decoder, params, copy=True)
+    if source.generators:
+        source.generators.publish(step - 1, on_host(copy))
     return held._replace(behaviour_params=copy, version=step - 1)
 
 
 def _drawn_batch(source: Source, held: Held, number: int) -> Pending:
-    prompts, drawn = _drawn(source, held, number, *_own(source.config))
+    prompts, completions = drawn(source, held, number)
     with source.phases.phase("sample"):
-        return submitted(source.setup.policy, prompts, drawn, source.grading, held.version)
-
-
-def _drawn(source: Source, held: Held, number: int, count: int, group_size: int) -> tuple[Prompts, tuple]:
-    config, setup = source.config, source.setup
-    prompts = setup.train.take(batch_indices(len(setup.train.texts), count, number, config.seed))
-    with source.phases.phase("sample"):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
-        params = combine(held.behaviour_params, source.frozen)
-        limit = config.rollout.max_completion_tokens
-        return prompts, draw(setup.policy, params, prompts, key, group_size, limit, run_sampling(config))
-
-
-def _own(config: Config) -> tuple[int, int]:
-    """Prompts of a batch, and completions of each, that the policy draws itself."""
-    rollout, mix = config.rollout, config.experience and config.experience.mix
-    in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
-    return rollout.prompts_per_step - stored_per_batch(config), rollout.group_size - in_group
-
-
-def _drawn_groups(source: Source, held: Held, number: int) -> tuple[list[Group], dict[str, int]]:
-    """The scored groups of a batch, and how many of its rows could not be graded, by reason."""
-    config, policy = source.config, source.setup.policy
-    count, group_size = _own(config)
-    prompts, drawn = _drawn(source, held, number, count, group_size)
-    with source.phases.phase("score"):
-        batch, texts = scored(policy, prompts, drawn, source.grading, held.version)
-    rows = rows_of_batch(
-        batch,
-        texts,
-        prompts,
-        name=f"{number:06d}",
-        source="policy",
-        tokenizer=source.tokenizer,
-        sampling=run_sampling(config),
-        time=datetime.now(UTC),
-    )
-    # A run that goes on from before this batch has written it already.
-    if source.record and rows[0].id not in store.ids(source.record):
-        store.append(source.record, rows)
-    return groups_of(rows), failure_counts(batch.failures)
+        return submitted(source.setup.policy, prompts, completions, source.grading, held.version)
 
 
 def _joined(source: Source, groups: list[Group], number: int, params: dict) -> list[Group]:
@@ -215,7 +206,7 @@ def _joined(source: Source, groups: list[Group], number: int, params: dict) -> l
     if not source.others:
         return groups
     config = source.config
-    count = config.rollout.group_size - _own(config)[1]
+    count = config.rollout.group_size - own(config)[1]
     with source.phases.phase("sample"):
         return _with_logprobs(source, mixed(groups, source.others, count, number, config.seed), params)
 
@@ -230,7 +221,9 @@ def _with_logprobs(source: Source, groups: list[Group], params: dict) -> list[Gr
 
 
 def _batch(source: Source, groups: list[Group]) -> Batch:
-    return batch_of_groups(groups, source.shape, logprobs=source.config.experience.missing_logprobs != "unneeded")
+    experience = source.config.experience
+    unneeded = experience is not None and experience.missing_logprobs == "unneeded"
+    return batch_of_groups(groups, source.shape, logprobs=not unneeded)
 
 
 def _by_source(groups: list[Group]) -> dict[str, dict[str, int]]:

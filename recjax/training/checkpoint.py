@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from recjax.experience import feed as feeds
 from recjax.experience import store
 from recjax.experience.records import Batch
-from recjax.training.batches import Held
+from recjax.training.source import Held
 from recjax.training.update import TrainState
 
 
@@ -38,6 +38,7 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     held = snapshot.held
     rows, feed = feeds.to_plain(held.feed)
     plain = {"behaviour_version": held.version, "queued": len(held.queue), "feed": feed, "rows": len(rows)}
+    plain["in_flight"] = list(held.in_flight)
     items = {
         "state": ocp.args.StandardSave(snapshot.state),
         "behaviour_params": ocp.args.StandardSave(held.behaviour_params),
@@ -52,21 +53,18 @@ def save(manager: ocp.CheckpointManager, snapshot: Snapshot) -> None:
     manager.wait_until_finished()
 
 
-def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot | None:
-    """The newest checkpoint, or None.
+def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params: dict) -> Snapshot:
+    """The newest checkpoint.
 
     Args:
-        state, behaviour_params: of the same shapes; their values are not used.
+        state, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved.
     """
     step = manager.latest_step()
-    if step is None:
-        return None
-    like, behaviour_like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state, behaviour_params))
     progress = manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
     queued, rows, feed = (progress.pop(name) for name in ("queued", "rows", "feed"))
     items = {
-        "state": ocp.args.StandardRestore(like),
-        "behaviour_params": ocp.args.StandardRestore(behaviour_like),
+        "state": ocp.args.StandardRestore(state),
+        "behaviour_params": ocp.args.StandardRestore(behaviour_params),
         **({"queue": ocp.args.StandardRestore()} if queued else {}),
         **({"rows": ocp.args.StandardRestore()} if rows else {}),
     }
@@ -77,5 +75,6 @@ def restore(manager: ocp.CheckpointManager, state: TrainState, behaviour_params:
         queue = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(queued)]
     fed = store.from_bytes(np.asarray(restored["rows"]["parquet"]).tobytes()) if rows else []
     version = progress.pop("behaviour_version")
-    held = Held(restored["behaviour_params"], version, queue, feeds.from_plain(fed, feed))
+    in_flight = tuple(progress.pop("in_flight"))
+    held = Held(restored["behaviour_params"], version, queue, feeds.from_plain(fed, feed), in_flight)
     return Snapshot(step, restored["state"], held, progress)

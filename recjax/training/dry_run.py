@@ -14,8 +14,9 @@ from rich.table import Table
 from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
-from recjax.models.decoder import Decoder, abstract_params
-from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.experience.rows import Shape
+from recjax.models.decoder import REMAT, Decoder, abstract_params
+from recjax.models.logprobs import Sampling, completion_logprobs, packed_logprobs
 from recjax.models.policy import compute_dtype, scratch_config
 from recjax.models.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split
@@ -23,6 +24,7 @@ from recjax.models.weights import read_config
 from recjax.rollout.prompts import encode_problems
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
+from recjax.training.packing import shape_for
 from recjax.training.schedule import expected_staleness
 from recjax.training.setup import characters
 
@@ -49,6 +51,15 @@ class Model(NamedTuple):
     frozen: dict
 
 
+class Resolved(NamedTuple):
+    """What a config is about, as far as it could be reached; `notes` say what could not."""
+
+    model: Model | None
+    task: Task | None
+    prompt_tokens: int | None
+    notes: list[str]
+
+
 class DryRun(NamedTuple):
     """What is known of a run before it starts; None where something could not be reached, which `notes` then says."""
 
@@ -56,14 +67,14 @@ class DryRun(NamedTuple):
     task: Task | None
     prompt_tokens: int | None
     memory: list[Item]
-    other_activations: int | None
+    activations: dict[str, int]
     checkpoint_bytes: int | None
     staleness: list[int]
     notes: list[str]
 
 
-def dry_run(config: Config) -> DryRun:
-    """Resolves and measures a run.
+def resolve(config: Config) -> Resolved:
+    """The decoder's shapes, the task and the length of prompts.
 
     Raises:
         ValueError: a config that could not run. What the network would have to bring, and does not, is no error.
@@ -86,25 +97,38 @@ def dry_run(config: Config) -> DryRun:
     prompt_tokens = config.rollout.max_prompt_tokens
     if model and task and prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, task, notes)
-    memory, other = [], None
+    return Resolved(model, task, prompt_tokens, notes)
+
+
+def dry_run(config: Config) -> DryRun:
+    """Resolves and measures a run.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    model, task, prompt_tokens, notes = resolve(config)
+    memory, activations = [], {}
     if model:
-        memory = _held(model)
+        memory = _held(config, model)
         if prompt_tokens:
             memory += _sampling(config, model.decoder, prompt_tokens)
-            update, other = _update(config, model, prompt_tokens)
+            update, activations = _update(config, model, prompt_tokens)
             memory += update
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
     staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
+    if config.regime.mode == "async":
+        staleness = []
+        notes.append(f"staleness, at most regime.max_staleness = {config.regime.max_staleness}: the run measures it")
     if experience := config.experience:
         if experience.store or experience.mix:
             folder = experience.store or experience.mix.store
             notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
-        if experience.store or experience.late or experience.replay:
+        if staleness and (experience.store or experience.late or experience.replay):
             staleness = []
             notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
     checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
-    return DryRun(model, task, prompt_tokens, memory, other, checkpoint, staleness, notes)
+    return DryRun(model, task, prompt_tokens, memory, activations, checkpoint, staleness, notes)
 
 
 def _model(config: Config, task: Task | None) -> Model:
@@ -145,19 +169,20 @@ def _in_compute_dtype(decoder: Decoder, params: dict) -> dict:
     return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
 
 
-def _held(model: Model) -> list[Item]:
-    """What is there all the time. On a device without bfloat16 copies in float32 are no copies."""
-    trained, frozen, size = _bytes(model.trained), _bytes(model.frozen), model.decoder.dtype.itemsize
-    copy = _bytes(_in_compute_dtype(model.decoder, model.trained))
-    frozen_copy = _bytes(_in_compute_dtype(model.decoder, model.frozen)) if size < 4 else 0
+def _held(config: Config, model: Model) -> list[Item]:
+    """What is there all the time; offline, the sampler's copy is the one of the weights at the start."""
+    trained, size = _bytes(model.trained), model.decoder.dtype.itemsize
+    copy, frozen = (_bytes(_in_compute_dtype(model.decoder, tree)) for tree in (model.trained, model.frozen))
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    read_later = algorithm.needs_reference or config.evaluation.initial_kl
     items = [
-        Item("always", "weights as they were at the start", "4 B × parameters", trained + frozen),
         Item("always", "trained parameters", "4 B × trained", trained),
         Item("always", "Adam's two moments", "8 B × trained", 2 * trained),
         Item("always", "sampler's copy", f"{size} B × trained", copy),
-        Item("always", "sampler's copy, as at the start", f"{size} B × trained", copy if size < 4 else 0),
-        Item("always", "frozen parameters to compute with", f"{size} B × frozen", frozen_copy),
+        Item("always", "frozen parameters", f"{size} B × frozen", frozen),
     ]
+    if read_later and not config.regime.offline:
+        items.append(Item("always", "trained parameters as they were at the start", f"{size} B × trained", copy))
     return [item for item in items if item.bytes]
 
 
@@ -177,47 +202,60 @@ def _sampling(config: Config, decoder: Decoder, prompt_tokens: int) -> list[Item
     ]
 
 
-def _update(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], int]:
-    """Memory of the update, and its activations if model.remat were the other way round."""
-    rollout, shape = config.rollout, model.decoder.config
-    prompts = config.training.micro_batch_prompts or rollout.prompts_per_step
-    rows, time = prompts * rollout.group_size, rollout.max_completion_tokens
-    chunk = min(config.model.logprob_chunk, rows * time)
-    plain, recomputed = (_activations(config, model, prompts, prompt_tokens, remat) for remat in (False, True))
-    recomputed += plain // shape.num_layers
-    kept, other = (recomputed, plain) if config.model.remat else (plain, recomputed)
-    what = "kept by jax.vjp" + (", and one layer recomputed" if config.model.remat else "")
-    what += f": {prompts} prompts × {prompt_tokens} + {rows} completions × {time} tokens"
+def _update(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
+    """Memory of the update, and its activations under every value of model.remat."""
+    asked, tokens, of = _micro_batch(config, prompt_tokens)
+    chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
+    activations = {remat: _activations(config, model, asked, remat) for remat in REMAT}
+    for remat in REMAT:
+        if remat != "none":
+            activations[remat] += activations["none"] // model.decoder.config.num_layers
+    what = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
     trained = _bytes(model.trained)
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * trained),
-        Item("update", "activations", what, kept),
+        Item("update", "activations", f"{what}: {of}", activations[config.model.remat]),
         Item(
             "update",
             "chunk of vocabulary scores",
-            f"4 × {chunk} × {shape.vocab_size} × 4 B",
-            16 * chunk * shape.vocab_size,
+            f"4 × {chunk} × {vocabulary} × 4 B",
+            16 * chunk * vocabulary,
         ),
     ]
-    return items, other
+    return items, activations
 
 
-def _activations(config: Config, model: Model, prompts: int, prompt_tokens: int, remat: bool) -> int:
+def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtypeStruct], int, str]:
+    """Arrays that log-probs of a micro-batch are taken of, at how many places, and what they hold, in words."""
+    rollout, training = config.rollout, config.training
+    time = rollout.max_completion_tokens
+    if training.tokens_per_micro_batch:
+        shape = shape_for(config, Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, time))
+        words = f"{shape.rows} packed rows × {shape.tokens} tokens"
+        return [jax.ShapeDtypeStruct(shape, jnp.int32)] * 4, shape.rows * shape.tokens, words
+    prompts = training.micro_batch_prompts or rollout.prompts_per_step
+    rows = prompts * rollout.group_size
+    shapes = [(prompts, prompt_tokens), (rows, time)]
+    asked = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in (jnp.int32, bool)]
+    return asked, rows * time, f"{prompts} prompts × {prompt_tokens} + {rows} completions × {time} tokens"
+
+
+def _activations(config: Config, model: Model, asked: list[jax.ShapeDtypeStruct], remat: str) -> int:
     """Bytes that the forward pass of a micro-batch keeps for the backward pass, parameters themselves left out.
 
     They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may keep some more or fewer.
     """
     decoder = model.decoder.clone(remat=remat)
-    rows, time = prompts * config.rollout.group_size, config.rollout.max_completion_tokens
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    shapes = [((prompts, prompt_tokens), (jnp.int32, bool)), ((rows, time), (jnp.int32, bool))]
-    asked = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtypes in shapes for dtype in dtypes]
+    logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
+    options = {
+        "sampling": Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
+        "chunk": config.model.logprob_chunk,
+    }
     frozen = _in_compute_dtype(decoder, model.frozen)
 
     def residuals(trained, frozen, *asked):
         def logprobs(trained):
-            params = combine(trained, frozen)
-            return completion_logprobs(decoder, params, *asked, sampling=sampling, chunk=config.model.logprob_chunk)
+            return logprobs_of(decoder, combine(trained, frozen), *asked, **options)
 
         return jax.vjp(logprobs, trained)[1]
 
@@ -306,7 +344,7 @@ def show(config: Config, result: DryRun) -> None:
 def _show_memory(console: Console, config: Config, result: DryRun) -> None:
     if not result.memory:
         return
-    table = Table("when", "what", "GiB", "formula", title="memory of the device")
+    table = Table("when", "what", "GiB", "formula", title="memory, of all devices together")
     for item in result.memory:
         table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
     console.print(table)
@@ -315,9 +353,9 @@ def _show_memory(console: Console, config: Config, result: DryRun) -> None:
         parts = [item.bytes for item in result.memory if item.phase == phase]
         if parts:
             console.print(f"in all, {phase}: {(always + sum(parts)) / GIB:.2f} GiB")
-    if result.other_activations is not None:
-        remedy = f"model.remat={str(not config.model.remat).lower()}"
-        console.print(f"activations with {remedy}: {result.other_activations / GIB:.3f} GiB")
+    for remat, size in result.activations.items():
+        if remat != config.model.remat:
+            console.print(f"activations with model.remat={remat}: {size / GIB:.3f} GiB")
     checkpoints = config.training.keep_checkpoints
     size = result.checkpoint_bytes / GIB
     console.print(f"a checkpoint: {size:.2f} GiB on disk; {checkpoints} are kept, one more while it is written")

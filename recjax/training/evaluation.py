@@ -13,6 +13,7 @@ from absl import logging
 from recjax.config import Config
 from recjax.experience.collect import Collected, draw, scored
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import on_host, put_rows
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions
@@ -142,16 +143,13 @@ def evaluate(
             initial, _ = _initial_logprobs(
                 policy.decoder,
                 initial_params,
-                done.asked.tokens,
-                done.asked.mask,
-                done.drawn.tokens,
-                done.drawn.mask,
+                *put_rows((done.asked.tokens, done.asked.mask, done.drawn.tokens, done.drawn.mask)),
                 sampling=Sampling(config.evaluation.temperature, config.evaluation.top_k, config.evaluation.top_p),
                 chunk=config.model.logprob_chunk,
             )
             batch = done.collected.batch
             kept = len(batch.rewards)
-            divergence += float((batch.behaviour_logprobs - np.asarray(initial)[:kept])[batch.completion_mask].sum())
+            divergence += float((batch.behaviour_logprobs - on_host(initial)[:kept])[batch.completion_mask].sum())
             tokens += int(batch.completion_mask.sum())
         samples += sample_rows(done)
     warn_of_ungraded(sample["ungraded"] for sample in samples)

@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from tqdm import tqdm
 
+from recjax import hosts
 from recjax.algorithms import presets
 from recjax.config import Config
 from recjax.experience.collect import finished, to_learn_from
-from recjax.experience.feed import EMPTY
+from recjax.experience.records import filled_up
 from recjax.experience.stored import run_sampling
-from recjax.models.trainable import combine, in_compute_dtype, split
+from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.trainable import combine
 from recjax.tasks.grading import Grading
 from recjax.training import checkpoint
-from recjax.training.batches import Held, next_batch, open_source
+from recjax.training.batches import next_batch, start_generators
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.figures import draw_experience, draw_training
+from recjax.training.generators import Generators
 from recjax.training.metrics import (
     MetricsWriter,
     PhaseSeconds,
@@ -36,8 +38,11 @@ from recjax.training.metrics import (
     progress_bar,
     read_metrics,
 )
+from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.setup import Setup
-from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
+from recjax.training.source import open_source
+from recjax.training.start import begin
+from recjax.training.update import learning_rate_schedule, make_optimizer, update
 
 
 class Preempted(Exception):
@@ -49,12 +54,15 @@ def run(config: Config, setup: Setup, output: Path) -> dict[str, Any]:
 
     Raises:
         FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
-        RuntimeError: what the config leaves out of what is drawn leaves nothing to train on.
+        RuntimeError: what the config leaves out of what is drawn leaves nothing to train on, or a generator dies again
+            and again.
         Preempted: SIGTERM came; the step that was under way is done and its checkpoint written.
         ValueError: the user's reward function is at fault.
     """
-    with Grading(config, setup.reward) as grading, _stop_requests() as stopping:
-        return _run(config, setup, output, grading, stopping)
+    # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
+    apart = Generators(config.regime) if config.regime.mode == "async" else contextlib.nullcontext()
+    with Grading(config, setup.reward) as grading, apart as generators, _stop_requests() as stopping:
+        return _run(config, setup, output, grading, generators, stopping)
 
 
 @contextlib.contextmanager
@@ -71,7 +79,14 @@ def _stop_requests() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping: threading.Event) -> dict[str, Any]:
+def _run(
+    config: Config,
+    setup: Setup,
+    output: Path,
+    grading: Grading,
+    generators: Generators | None,
+    stopping: threading.Event,
+) -> dict[str, Any]:
     started = time.perf_counter()
     policy, rollout = setup.policy, config.rollout
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
@@ -81,21 +96,11 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
     micro_batches = rollout.prompts_per_step // (config.training.micro_batch_prompts or rollout.prompts_per_step)
 
     # --- Where the run stands: a checkpoint, or before the first step.
-    initial_params, frozen = split(setup.initial_params, config.model)
-    frozen = in_compute_dtype(policy.decoder, frozen, copy=False)
-    reference_params = initial_params if algorithm.needs_reference else None
-    state = TrainState(jax.tree.map(jnp.copy, initial_params), optimizer.init(initial_params))
-    initial_behaviour = in_compute_dtype(policy.decoder, initial_params, copy=False)
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
-    restored = checkpoint.restore(manager, state, initial_behaviour)
-    if jax.device_count() > 1:
-        logging.warning("%d devices are there; this version trains on one of them", jax.device_count())
-    if restored:
-        logging.info("going on from the checkpoint of step %d", restored.step)
+    (step, state, held, progress), resumed, frozen, initial = begin(config, setup, algorithm, optimizer, manager)
+    if resumed:
+        logging.info("going on from the checkpoint of step %d", step)
     stored = setup.stored
-    nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": stored and stored.digest}
-    snapshot = restored or Snapshot(0, state, Held(initial_behaviour, 0, [], EMPTY), nothing_done)
-    step, state, held, progress = snapshot
     if stored and progress["store"] != stored.digest:
         place = config.experience.store or config.experience.mix.store
         raise ValueError(
@@ -104,15 +109,18 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
         )
     phases, wall_before = PhaseSeconds(progress["seconds"]), progress["wall_seconds"] + setup.seconds
     phases.totals["prepare"] += setup.seconds
-    source = open_source(config, setup, frozen, grading, phases, output)
-    writer = MetricsWriter(output, keep_through=step if restored else -1)
+    source = open_source(config, setup, frozen, grading, phases, output, generators)
+    if generators:
+        start_generators(source, held)
+    writer = MetricsWriter(output, keep_through=step if resumed else -1)
 
     def evaluated(name: str) -> dict[str, float]:
         with phases.phase("evaluate"):
-            initial = combine(initial_params, frozen) if config.evaluation.initial_kl else None
+            before = combine(initial, frozen) if config.evaluation.initial_kl else None
             params = combine(state.params, frozen)
-            result = evaluate(config, policy, params, setup.evaluation, grading, step, initial)
-            write_samples(output / "samples" / f"{name}.jsonl", result)
+            result = evaluate(config, policy, params, setup.evaluation, grading, step, before)
+            if hosts.is_first():
+                write_samples(output / "samples" / f"{name}.jsonl", result)
         measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
@@ -123,7 +131,7 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
             progress.update(seconds=dict(phases.totals), wall_seconds=wall_before + time.perf_counter() - started)
             checkpoint.save(manager, Snapshot(step, state, held, progress))
 
-    if not restored:
+    if not resumed:
         left_out = stored.left_out if stored else {}
         counts = {f"experience/left_out/{reason}": count for reason, count in left_out.items()}
         writer.write({"step": 0, **evaluated("before"), **counts})
@@ -137,20 +145,23 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
 
         # --- Update. It reads no parts of the reward, which differ from batch to batch where sources do.
         with phases.phase("update"):
+            shared = filled_up(learned, micro_batches * row_shards())
+            packed = packed_batch(config, shared)
             state, metrics = update(
                 state,
                 frozen,
-                reference_params,
-                learned._replace(reward_parts={}),
+                initial if algorithm.needs_reference else None,
+                put_rows(shared._replace(reward_parts={})),
                 jax.random.fold_in(drop_key, step),
+                packed,
                 decoder=policy.decoder,
                 algorithm=algorithm,
                 optimizer=optimizer,
                 sampling=run_sampling(config),
                 chunk=config.model.logprob_chunk,
-                micro_batches=micro_batches,
+                micro_batches=None if packed else micro_batches,
             )
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            metrics = {name: float(value) for name, value in on_host(metrics).items()}
         _require_finite(metrics, step, manager)
 
         # --- Evaluate, log, checkpoint.
@@ -160,6 +171,7 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
             **batch_metrics(step, batch, learned),
             **counts,
             "learning_rate": float(learning_rate(step - 1)),
+            "padding_waste": padding_waste(learned, packed),
             **metrics,
         }
         last = step == config.training.steps
@@ -168,24 +180,28 @@ def _run(config: Config, setup: Setup, output: Path, grading: Grading, stopping:
         row["tokens_per_second"] = progress["tokens"] / _loop_seconds(phases)
         row["wall_seconds"] = wall_before + time.perf_counter() - started
         writer.write(row)
-        if last or step % config.training.checkpoint_every == 0 or stopping.is_set():
+        asked_to_stop = hosts.any_says(stopping.is_set())
+        if last or step % config.training.checkpoint_every == 0 or asked_to_stop:
             save_checkpoint()
         _show(bar, row)
-        if stopping.is_set() and not last:
+        if asked_to_stop and not last:
             raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
     bar.close()
     writer.close()
     manager.close()
 
-    return _finish(config, output, wall_before + time.perf_counter() - started, phases)
+    if hosts.is_first():
+        _finish(config, output, wall_before + time.perf_counter() - started, phases)
+    hosts.wait_for_all("the summary")
+    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
-def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeconds) -> dict[str, Any]:
-    """Draws the figure, writes summary.json and returns what it holds."""
+def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeconds) -> None:
+    """Draws the figures and writes summary.json."""
     rows = read_metrics(output / "metrics.jsonl")
     title = f"{config.algorithm.preset}: {output.name}"
     draw_training(rows, title, output / "figures" / "training.png")
-    if config.experience:
+    if config.experience or config.regime.mode == "async":
         draw_experience(rows, title, output / "figures" / "experience.png")
     summary = {
         "accuracy_before": rows[0]["evaluation/accuracy"],
@@ -197,7 +213,6 @@ def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeco
         "seconds": dict(phases.totals),
     }
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return summary
 
 
 def _loop_seconds(phases: PhaseSeconds) -> float:
@@ -225,7 +240,7 @@ def _show(bar: tqdm, row: dict[str, float]) -> None:
     if "ratio/q01" in row:
         shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
         shown["clip"] = f"{row['clip_fraction/all']:.2f}"
-    if "evaluation/accuracy" in row:
+    if "evaluation/accuracy" in row and hosts.is_first():
         bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
     bar.set_postfix(shown, refresh=False)
     bar.update()

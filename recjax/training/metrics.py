@@ -15,6 +15,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.records import Batch
 from recjax.experience.rows import FOREIGN
@@ -22,18 +23,23 @@ from recjax.tasks.grading import failure_counts
 
 
 class MetricsWriter:
-    """Writes one row a step to metrics.jsonl and to TensorBoard files."""
+    """Writes one row a step to metrics.jsonl and to TensorBoard files; of several processes the first one does."""
 
     def __init__(self, output: Path, keep_through: int):
         """Opens a run's files; rows of steps past `keep_through`, the checkpoint that the run goes on from, go."""
-        self._path = output / "metrics.jsonl"
-        kept = [row for row in read_metrics(self._path) if row["step"] <= keep_through]
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file = self._path.open("a")
+        self._file = self._tensorboard = None
+        if not hosts.is_first():
+            return
+        path = output / "metrics.jsonl"
+        kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a")
         self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=keep_through + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row, which has a "step", to both files; what is counted by name, in a dictionary, to the first."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in row.items():
@@ -42,8 +48,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes both files."""
-        self._file.close()
-        self._tensorboard.close()
+        if self._file is not None:
+            self._file.close()
+            self._tensorboard.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -82,9 +89,14 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
 
 
 def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
-    """A bar of optimiser steps; seldom redrawn where standard error is a log file and every redraw stays."""
+    """A bar of optimiser steps; seldom redrawn where standard error is a log file and every redraw stays.
+
+    Of several processes the first one shows it.
+    """
     interval = 0.2 if sys.stderr.isatty() else 20.0
-    return tqdm(desc=description, total=total, initial=initial, unit="step", mininterval=interval)
+    return tqdm(
+        desc=description, total=total, initial=initial, unit="step", mininterval=interval, disable=not hosts.is_first()
+    )
 
 
 class PhaseSeconds:

@@ -7,8 +7,10 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import jax
 import yaml
 
+from recjax import hosts
 from recjax.config import Config
 from recjax.config_loading import to_yaml
 
@@ -16,9 +18,15 @@ from recjax.config_loading import to_yaml
 _MAY_CHANGE = {
     "output",
     "grading.workers",
+    "regime.generators",
+    "regime.address",
+    "regime.generator_seconds",
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
 }
 
 
@@ -60,15 +68,25 @@ def is_finished(config: Config) -> bool:
 def open_run_folder(config: Config, overwrite: bool) -> Path:
     """The folder `output` with config.yaml in it; `overwrite` deletes what an earlier run left there.
 
+    Of several processes the first one makes it, and all see it.
+
     Raises:
         ValueError: as `check_run_folder`.
     """
     check_run_folder(config, overwrite)
     output = Path(config.output)
-    if overwrite and output.exists():
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    hosts.wait_for_all("checks of the run's folder")
+    if hosts.is_first():
+        if overwrite and output.exists():
+            shutil.rmtree(output)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    hosts.wait_for_all("the run's folder")
+    if not output.is_dir():
+        raise ValueError(
+            f"output = {config.output!r} is not what process 0 of {jax.process_count()} made; name a folder on a file"
+            " system that all hosts share, for checkpoints are written by all of them"
+        )
     return output
 
 

@@ -1,5 +1,7 @@
 """Which policy version draws the batch of each step. Steps count from 1; a version counts optimiser updates."""
 
+from collections.abc import Sequence
+
 from recjax.config import RegimeConfig
 
 
@@ -33,3 +35,26 @@ def expected_staleness(step: int, regime: RegimeConfig) -> int:
     if regime.offline or step <= regime.sync_offset:
         return step - 1
     return regime.sync_offset + (step - 1 - regime.sync_offset) % regime.sync_interval
+
+
+def is_wanted(number: int, round_: int, every: int, version: int, step: int, regime: RegimeConfig) -> bool:
+    """Whether it is time for batch `number`, of those that asynchronous generators draw.
+
+    A synchronous run draws it in round (number − 1) · every + 1. Here it comes earlier by the steps that it may wait
+    for its turn.
+
+    Args:
+        round_: of the feed, from 1.
+        every: rounds from one batch to the next.
+        version: of the weights that would draw it.
+    """
+    return (number - 1) * every < round_ + regime.max_staleness - (step - 1 - version)
+
+
+def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfig) -> bool:
+    """Whether groups of these versions all get their turn within `regime.max_staleness`.
+
+    From `step` on each step trains on `groups` of them, those of the oldest version first.
+    """
+    turns = enumerate(sorted(versions))
+    return all(step - 1 + place // groups - version <= regime.max_staleness for place, version in turns)

@@ -13,11 +13,13 @@ import orbax.checkpoint as ocp
 from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.models.decoder import DecoderConfig, abstract_params
-from recjax.models.policy import Policy, load_policy, policy_alone
+from recjax.models.placement import on_host, put_params
+from recjax.models.policy import Policy, load_params, policy_alone
 from recjax.models.tokenizers import stop_token_ids
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task
-from recjax.training.setup import characters, prepare
+from recjax.training.mesh import check_fits
+from recjax.training.setup import characters, prepare, untrained
 
 
 class Subject(NamedTuple):
@@ -41,7 +43,7 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
     """
     bare = dataclasses.replace(config.model, lora=None, freeze=[])
     if checkpoint in (None, "base"):
-        policy, params = prepare(dataclasses.replace(config, model=bare, experience=None))[:2]
+        policy, params = prepare(untrained(dataclasses.replace(config, model=bare)))[:2]
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
         return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), None)
     folder = Path(checkpoint)
@@ -50,15 +52,19 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
     if of_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
         theirs = run_config(run)
         step, policy, params = run_params(run, theirs, step)
+        params = put_params(params)
         stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
         name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
     else:
         theirs, name = None, folder.name
         model = dataclasses.replace(bare, path=checkpoint, decoder=None)
         try:
-            policy, params = load_policy(dataclasses.replace(config, model=model), "")
+            theirs_alone = dataclasses.replace(config, model=model)
+            policy = policy_alone(theirs_alone, "")
+            params = load_params(theirs_alone, policy.decoder.config)
         except ValueError as error:
             raise ValueError(f"checkpoint={checkpoint}: no run's folder and no model's: {error}") from error
+    check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), theirs)
 
 
@@ -102,9 +108,9 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
     lora = config.model.lora
     step = _checkpoint_step(run, step)
     if lora or config.model.freeze:
-        setup = prepare(dataclasses.replace(config, experience=None))
+        setup = prepare(untrained(config))
         policy = setup.policy
-        like, constant = split(jax.device_get(setup.initial_params), config.model)
+        like, constant = split(on_host(setup.initial_params), config.model)
     else:
         task = load_task(config) if config.model.decoder else None
         policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")

@@ -1,20 +1,23 @@
 """The pure update: log-probabilities, loss, gradients, optimiser step; one jitted function."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from recjax.algorithms import diagnostics, losses
-from recjax.algorithms.losses import Algorithm
+from recjax.algorithms.losses import Algorithm, RowTerms
 from recjax.config import OptimizerConfig
 from recjax.experience.records import Batch
 from recjax.models.decoder import Decoder
-from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.logprobs import Sampling, completion_logprobs, completions_of_packed, packed_logprobs
+from recjax.models.placement import ROWS, constrain, constrain_params
 from recjax.models.trainable import combine
+from recjax.training.packing import Packed
 
 
 class TrainState(NamedTuple):
@@ -60,9 +63,17 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
+class _Sums(NamedTuple):
+    """What adds up over micro-batches: the loss as (sum, count), and the gradient of the sum."""
+
+    total: Float[Array, ""]
+    count: Float[Array, ""]
+    gradient: dict
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("decoder", "algorithm", "optimizer", "sampling", "chunk", "micro_batches"),
+    static_argnames=("decoder", "algorithm", "optimizer", "sampling", "chunk", "micro_batches", "axis_name"),
     donate_argnames=("state",),
 )
 def update(
@@ -71,18 +82,20 @@ def update(
     reference_params: dict | None,
     batch: Batch,
     key: PRNGKeyArray,
+    packed: Packed | None = None,
     *,
     decoder: Decoder,
     algorithm: Algorithm,
     optimizer: optax.GradientTransformation,
     sampling: Sampling,
     chunk: int,
-    micro_batches: int,
+    micro_batches: int | None = None,
+    axis_name: str | None = None,
 ) -> tuple[TrainState, dict]:
     """One optimiser step on a batch.
 
     Advantages, weights and drops are of the whole batch; gradients add up over micro-batches as (sum, count), divided
-    once, so their number changes nothing but memory.
+    once, so how the batch is cut changes nothing but memory and time.
 
     Args:
         state: donated; use the returned one.
@@ -90,58 +103,92 @@ def update(
         reference_params: those of the anchor of the reference KL, beside `frozen`; None where the algorithm has none.
         batch: rows grouped by prompt, the same number for each.
         key: for random drops.
+        packed: the batch's sequences in micro-batches of packed rows. None: each prompt is run once for its group.
         sampling: the distribution that drew the batch; log π is of the same one.
-        micro_batches: number of equal parts, each of whole prompts.
+        micro_batches: number of equal parts, each of whole prompts; None where `packed` has them.
+        axis_name: of the jax.pmap that this runs under: `batch` and `packed` are of one device's share of the prompts,
+            as many on each, all else is the same on all devices, and so is what comes back. None: not under pmap.
     Returns:
         The new state and scalar metrics of the batch before the update.
     """
-    rows = losses.row_terms(algorithm, batch.rewards, batch.group_ids, batch.completion_mask.any(-1), key)
 
-    def split(x):
-        return x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:])
+    def of_all(x):
+        return constrain(x) if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
 
-    def logprobs_of(params, part: Batch):
-        return completion_logprobs(
-            decoder,
-            combine(params, frozen),
-            part.prompts,
-            part.prompt_mask,
-            part.completions,
-            part.completion_mask,
-            sampling=sampling,
-            chunk=chunk,
+    def own(x):
+        share = len(batch.rewards)
+        first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * share
+        return jax.lax.dynamic_slice_in_dim(x, first, share)
+
+    compared = map(of_all, (batch.rewards, batch.group_ids, batch.completion_mask.any(-1)))
+    all_rows = losses.row_terms(algorithm, *compared, key)
+    rows = jax.tree.map(own, all_rows)
+    options = {"sampling": sampling, "chunk": chunk}
+
+    def sums_of(part: Batch, part_rows: RowTerms, logprobs_of: Callable) -> tuple[_Sums, tuple]:
+        """The sums of a micro-batch; log-probs and entropies of its completions' tokens."""
+
+        def micro_loss(params):
+            logprobs, entropy = logprobs_of(combine(params, frozen))
+            reference = None if reference_params is None else logprobs_of(combine(reference_params, frozen))[0]
+            total, count = losses.loss(
+                algorithm,
+                logprobs,
+                part.behaviour_logprobs,
+                part_rows,
+                part.completion_mask,
+                reference_logprobs=reference,
+                entropy=entropy,
+            )
+            return total, (count, (logprobs, entropy))
+
+        (total, (count, seen)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
+        return _Sums(total, count, constrain_params(gradient)), seen
+
+    def of_prompts(part: Batch, part_rows: RowTerms) -> tuple[_Sums, tuple]:
+        arrays = part.prompts, part.prompt_mask, part.completions, part.completion_mask
+        return sums_of(part, part_rows, lambda params: completion_logprobs(decoder, params, *arrays, **options))
+
+    def of_packed(index: Array) -> tuple[_Sums, tuple]:
+        *sequences, first = (x[index] for x in packed[:-1])
+        sequences = [constrain(x, ROWS) for x in sequences]
+        mask = batch.completion_mask & (first >= 0)[:, None]
+
+        def logprobs_of(params):
+            values = packed_logprobs(decoder, params, *sequences, **options)
+            return tuple(completions_of_packed(x, first, mask) for x in values)
+
+        return sums_of(batch._replace(completion_mask=mask), rows, logprobs_of)
+
+    sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(jax.tree.map(jnp.zeros_like, state.params)))
+    if packed is None:
+
+        def split(x):
+            return constrain(x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]), None, ROWS)
+
+        def accumulate(sums, part):
+            more, seen = of_prompts(*part)
+            return jax.tree.map(jnp.add, sums, more), seen
+
+        sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(split, (batch, rows)))
+        logprobs, entropy = (x.reshape(batch.completions.shape) for x in seen)
+    else:
+        # A completion is in one micro-batch and zero in all others. One program serves any number of them.
+        nothing = (jnp.zeros(batch.completions.shape),) * 2
+        sums, (logprobs, entropy) = jax.lax.fori_loop(
+            0, packed.count, lambda index, carry: jax.tree.map(jnp.add, carry, of_packed(index)), (sums, nothing)
         )
-
-    def micro_loss(params, part: Batch, part_rows):
-        logprobs, entropy = logprobs_of(params, part)
-        reference = None if reference_params is None else logprobs_of(reference_params, part)[0]
-        total, count = losses.loss(
-            algorithm,
-            logprobs,
-            part.behaviour_logprobs,
-            part_rows,
-            part.completion_mask,
-            reference_logprobs=reference,
-            entropy=entropy,
-        )
-        return total, (count, logprobs, entropy)
-
-    def accumulate(carry, part):
-        (total, (count, logprobs, entropy)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(
-            state.params, *part
-        )
-        return jax.tree.map(jnp.add, carry, (total, count, gradient)), (logprobs, entropy)
-
-    start = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-    (total, count, gradient), (logprobs, entropy) = jax.lax.scan(accumulate, start, jax.tree.map(split, (batch, rows)))
+    if axis_name is not None:
+        sums = jax.lax.psum(sums, axis_name)
     # With nothing kept the sum is zero too: no data, no step.
-    gradient = jax.tree.map(lambda g: g / jnp.maximum(count, 1), gradient)
+    divisor = jnp.maximum(sums.count, 1)
+    gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-    logprobs, entropy = (x.reshape(batch.completions.shape) for x in (logprobs, entropy))
+    seen = logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask
     metrics = {
-        "loss": total / jnp.maximum(count, 1),
+        "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
-        **diagnostics.diagnose(algorithm, rows, logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask),
+        **diagnostics.diagnose(algorithm, all_rows, *jax.tree.map(of_all, seen)),
     }
-    return TrainState(optax.apply_updates(state.params, updates), optimizer_state), metrics
+    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics

@@ -18,6 +18,7 @@ from recjax import __version__
 from recjax.config import Config, WarmStartConfig
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import constrain_params, put_rows
 from recjax.models.policy import Policy
 from recjax.rollout.prompts import Prompts
 from recjax.training.cache import cache_folder
@@ -27,8 +28,11 @@ from recjax.training.metrics import progress_bar
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
     """Parameters after the warm start, from the cache where the same one was made before.
 
-    The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on.
+    The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on, but for the mesh,
+    which changes how it is rounded. Several processes make theirs together and leave the cache alone.
     """
+    if jax.process_count() > 1:
+        return supervise(config.warm_start, policy, params, prompts, config.seed)
     depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in ("lora", "freeze")}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
@@ -55,7 +59,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
     )
-    optimizer_state = optimizer.init(params)
+    optimizer_state = jax.jit(lambda params: constrain_params(optimizer.init(params)))(params)
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
     texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
@@ -72,7 +76,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
             else:
                 rows = chosen
                 shown = _with_slips(tokens[rows], mask[rows], config.wrong_fraction, generator)
-            batch = (prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows])
+            batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
             params, optimizer_state, loss = _supervised_step(policy.decoder, optimizer, params, optimizer_state, batch)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
@@ -115,4 +119,4 @@ def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch
 
     loss, gradient = jax.value_and_grad(cross_entropy)(params)
     updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-    return optax.apply_updates(params, updates), optimizer_state, loss
+    return *constrain_params((optax.apply_updates(params, updates), optimizer_state)), loss

@@ -32,7 +32,7 @@ def test_recjax_alone_fills_the_rows(result):
     expected = {"step", "generate", "grade", "update", "prefill", "decode", "rescore", "checkpoint", "weight_copy"}
     assert rows.keys() == expected | {"behaviour_logprobs"}
     step = rows["step"]
-    assert step["seconds"]["min"] <= step["seconds"]["median"] <= step["seconds"]["max"] < step["first_seconds"]
+    assert 0 < step["seconds"]["min"] <= step["seconds"]["median"] <= step["seconds"]["max"] and step["first_seconds"]
     assert step["tokens"] == [64, 64] and len(step["rounds"]) == step["repeats"] == 2
     np.testing.assert_allclose(step["tokens_per_second"], np.median(64 / np.array(step["rounds"])))
     parts = sum(np.array(rows[phase]["rounds"]) for phase in ("generate", "grade", "update"))

@@ -17,7 +17,7 @@ COMPLETIONS = jax.random.randint(jax.random.key(1), (6, 5), 0, 13)
 MASK = jnp.arange(5) < jnp.array([5, 3, 1, 4, 2, 5])[:, None]
 
 
-def masked_sum(params, prompts, prompt_mask, chunk=1024, remat=False):
+def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none"):
     decoder = Decoder(CONFIG, remat=remat)
     arguments = (decoder, params, prompts, prompt_mask, COMPLETIONS, MASK)
     logprobs, entropy = completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk)
@@ -25,7 +25,7 @@ def masked_sum(params, prompts, prompt_mask, chunk=1024, remat=False):
     return jnp.sum(jnp.where(MASK, weights * logprobs + entropy, 0.0))
 
 
-@pytest.mark.parametrize(("chunk", "remat"), [(1, False), (7, False), (1024, True)])
+@pytest.mark.parametrize(("chunk", "remat"), [(1, "none"), (7, "dots"), (1024, "full")])
 def test_chunks_and_remat_change_neither_values_nor_gradients(chunk, remat):
     expected = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)
     actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat)

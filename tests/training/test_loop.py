@@ -17,7 +17,7 @@ from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
 from recjax.tasks.grading import Grading
-from recjax.training import batches, loop
+from recjax.training import loop, source
 from recjax.training.evaluation import evaluate
 from recjax.training.loop import run
 from recjax.training.metrics import read_metrics
@@ -54,8 +54,8 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
 
 
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
-    draw = batches.draw
-    monkeypatch.setattr(batches, "draw", lambda *args: draw(*args[:-1], args[-1]._replace(temperature=0.8)))
+    draw = source.draw
+    monkeypatch.setattr(source, "draw", lambda *args: draw(*args[:-1], args[-1]._replace(temperature=0.8)))
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 

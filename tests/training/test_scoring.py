@@ -10,7 +10,7 @@ import pytest
 from recjax.config import TaskConfig
 from recjax.config_loading import load_config
 from recjax.experience.collect import to_learn_from
-from recjax.training import batches, loop, schedule
+from recjax.training import loop, schedule, source
 from recjax.training.metrics import read_metrics
 from tests.training.test_update import make_batch, step
 from tests.training.tiny_run import TINY, train, without_times
@@ -44,7 +44,7 @@ def tiny(tmp_path):
 
 @pytest.mark.parametrize("regime", ["regime.sync_interval=3", "regime.offline=true"])
 def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, regime):
-    draw = batches.draw
+    draw = source.draw
 
     def counted(*args):
         drawn = draw(*args)
@@ -53,7 +53,7 @@ def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, reg
             DRAWN.notify_all()
         return drawn
 
-    monkeypatch.setattr(batches, "draw", counted)
+    monkeypatch.setattr(source, "draw", counted)
     counts.update(drawn=0, graded=0)
     # A checkpoint would wait for the grades of all that is drawn.
     options = [regime, "training.steps=6", "evaluation.every=0", "training.checkpoint_every=6"]

@@ -1,0 +1,198 @@
+"""Compiles a run's sampling and update ahead of time, and says whether they fit: before a device is rented.
+
+    python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
+
+Nothing runs and no weights are read: of the model, config.json is enough. A TPU slice need not be here; its compiler is
+installed with pip install -e ".[tpu]". `--topology host` compiles for this machine's own GPUs or CPU devices. The exit
+status is 0 if both programs fit, 1 if not, and 2 for a config or a topology that could not be. What does not fit is
+compiled again with changes of the config, the cheapest first, until one fits or `--tries` of them have been tried.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from absl import app, flags, logging
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from recjax.config_loading import load_config
+from recjax.training.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
+from recjax.training.dry_run import GIB, count
+from recjax.training.remedies import Change, changes
+from recjax.training.topology import larger_slices, load_target
+
+FLAGS = flags.FLAGS
+
+
+class Checked(NamedTuple):
+    """A plan, its programs compiled, and the bytes of a device that each needs with all that lies beside it."""
+
+    plan: Plan
+    programs: dict[str, Program]
+    peaks: dict[str, int]
+
+    @property
+    def too_large(self) -> set[str]:
+        """Programs that do not fit."""
+        memory = self.plan.target.memory
+        return {name for name in self.programs if self.programs[name].refusal or self.peaks[name] > memory}
+
+
+def main(argv: list[str]) -> None:
+    """Reads the flags, compiles, prints."""
+    logging.set_verbosity(logging.WARNING)
+    if FLAGS.topology != "host":
+        jax.config.update("jax_platforms", "cpu")  # a TPU that is here is left to whoever uses it
+        # What was compiled for devices that are not here cannot be read back.
+        jax.config.update("jax_enable_compilation_cache", False)
+    sys.exit(check(FLAGS.config, FLAGS.topology, argv[1:], FLAGS.memory, FLAGS.tries))
+
+
+def check(path: str, topology: str, overrides: list[str], memory: float | None = None, tries: int = 6) -> int:
+    """The exit status of a check: 0 fits, 1 does not, 2 could not be checked; why goes to standard output or error.
+
+    Args:
+        memory: GiB of a device that may be used; None: all that the topology's devices have.
+        tries: changes of the config that are compiled at most, if it does not fit.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        target = load_target(topology)
+        if memory is not None:
+            target = target._replace(memory=int(memory * GIB))
+        planned = plan(load_config(path, overrides), target)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    show_plan(console, planned)
+    checked = compile_all(console, planned, {})
+    show_memory(console, checked)
+    show_collectives(console, checked)
+    if not checked.too_large:
+        console.print(f"fits {topology}")
+        return 0
+    console.print(f"does not fit {topology}: {' and '.join(sorted(checked.too_large))}")
+    change = fitting_change(console, path, overrides, checked, tries)
+    if change is None:
+        larger = larger_slices(topology)
+        next_one = f"; the next larger topology is {larger[0]}, not tried" if larger else ""
+        console.print(f"none of the changes tried makes it fit{next_one}")
+    else:
+        console.print(f"this makes it fit: {' '.join(change.overrides)} ({change.cost})")
+    return 1
+
+
+def compile_all(console: Console, planned: Plan, known: dict[str, Program]) -> Checked:
+    """Compiles the programs that are not among the known ones."""
+    programs = dict(known)
+    for name in PROGRAMS:
+        if name not in programs:
+            with _progress(console, f"compiling {name} for {planned.target.name}"):
+                programs[name] = compiled(planned, name)
+            console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
+    peaks = {name: programs[name].needed + beside(planned, name) for name in PROGRAMS}
+    return Checked(planned, {name: programs[name] for name in PROGRAMS}, peaks)
+
+
+@contextlib.contextmanager
+def _progress(console: Console, what: str) -> Iterator[None]:
+    """Shows that a compilation is under way and for how long."""
+    if not console.is_terminal:
+        console.print(f"{what} …")
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=console, transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def fitting_change(console: Console, path: str, overrides: list[str], checked: Checked, tries: int) -> Change | None:
+    """The cheapest change that was compiled and fits; None if none of those tried does."""
+    for change in changes(checked.plan, checked.too_large):
+        try:
+            planned = plan(load_config(path, [*overrides, *change.overrides]), checked.plan.target)
+        except ValueError:
+            continue  # a change that the config or the model does not allow
+        if hopeless(planned):
+            continue
+        if tries == 0:
+            return None
+        tries -= 1
+        console.print(f"trying {' '.join(change.overrides)}")
+        known = {name: program for name, program in checked.programs.items() if name not in change.programs}
+        tried = compile_all(console, planned, known)
+        peaks = ", ".join(f"{name} {_gib(peak)}" for name, peak in tried.peaks.items())
+        console.print(f"peak in GiB: {peaks}{'' if tried.too_large else ': fits'}")
+        if not tried.too_large:
+            return change
+    return None
+
+
+def hopeless(planned: Plan) -> bool:
+    """Whether what is always held, and the keys and values, already take more than there is."""
+    return bytes_on_device(planned.held) + cache_bytes(planned) > planned.target.memory
+
+
+def show_plan(console: Console, planned: Plan) -> None:
+    """Prints what is compiled, and for what."""
+    model, target = planned.model, planned.target
+    console.print(
+        f"{count(model.trained) + count(model.frozen):,} parameters, of which trained {count(model.trained):,};"
+        f" compute in {model.decoder.dtype}; prompts of {planned.prompt_tokens} tokens"
+    )
+    mesh = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.shape.items())
+    kind = target.devices[0].device_kind
+    console.print(f"{target.name}: {len(target.devices)} devices ({kind}) of {_gib(target.memory)} GiB as {mesh}")
+
+
+def show_memory(console: Console, checked: Checked) -> None:
+    """Prints what each program needs of a device, and what for."""
+    planned, programs = checked.plan, checked.programs
+    table = Table("on each device", *PROGRAMS, title="GiB, and costs of a step")
+    for name, tree in planned.held.items():
+        size = bytes_on_device(tree)
+        if size:
+            table.add_row(name, *(_gib(size) for _ in PROGRAMS))
+    cache = cache_bytes(planned)
+    table.add_row("keys and values", _gib(cache), "")
+    rest = {"sample": programs["sample"].temporaries - cache, "update": programs["update"].temporaries}
+    shown = ["not known" if programs[name].refusal else _gib(max(rest[name], 0)) for name in PROGRAMS]
+    table.add_row("activations and other temporaries", *shown)
+    peaks = [("over " if programs[name].refusal else "") + _gib(checked.peaks[name]) for name in PROGRAMS]
+    table.add_row("peak", *peaks, end_section=True)
+    table.add_row("there is", *(_gib(planned.target.memory) for _ in PROGRAMS))
+    table.add_row("TFLOPs of matrix products", *(f"{programs[name].flops / 1e12:.3g}" for name in PROGRAMS))
+    table.add_row("seconds to compile", *(f"{programs[name].seconds:.0f}" for name in PROGRAMS))
+    console.print(table)
+    for name in PROGRAMS:
+        if programs[name].refusal:
+            console.print(f"{name}: {programs[name].refusal}")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= 0.1 * GIB else f"{size / GIB:.2g}"
+
+
+def show_collectives(console: Console, checked: Checked) -> None:
+    """Prints how often devices exchange something in a step, and how much each of them sends."""
+    table = Table("program", "collective", "times", "GiB sent", title="collectives of a step, on each device")
+    for name, program in checked.programs.items():
+        for kind, traffic in program.collectives.items():
+            table.add_row(name, kind, f"{traffic.count:,}", _gib(traffic.bytes))
+    if table.row_count:
+        console.print(table)
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_string("config", None, "YAML file of a training run.", required=True)
+    flags.DEFINE_string("topology", None, "host, or a TPU slice such as v5e:4x4.", required=True)
+    flags.DEFINE_float(
+        "memory", None, "GiB of each device that may be used; default: what its kind has.", lower_bound=0
+    )
+    flags.DEFINE_integer("tries", 6, "Changes that are compiled at most, if it does not fit.", lower_bound=0)
+    app.run(main)

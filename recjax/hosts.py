@@ -1,0 +1,87 @@
+"""Several processes that run one program, on one host or on many: how they meet, share out rows, agree, and part."""
+
+import os
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+LOST_SECONDS = 60  # after so long without a sign of life a process is taken for lost, and the others end
+
+
+def meet(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
+    """Joins the processes of a run; comes before anything else that JAX does.
+
+    Without arguments JAX asks the environment: a TPU pod's, SLURM's, Open MPI's, or that of a Kubernetes job. Where
+    there is none of these, or with one process, this process is alone.
+
+    Args:
+        coordinator: host:port of process 0.
+        processes: how many there are.
+        process_id: which of them this is, from 0.
+    Raises:
+        ValueError: some of the arguments and not the others, and no environment to say the rest.
+    """
+    if processes == 1:
+        return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers itself
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            process_id,
+            heartbeat_timeout_seconds=LOST_SECONDS,
+            shutdown_timeout_seconds=LOST_SECONDS,
+        )
+    except ValueError as error:
+        if (coordinator, processes, process_id) == (None, None, None):
+            return
+        raise ValueError(
+            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three,"
+            " or none where the environment is a TPU pod's, SLURM's, Open MPI's or a Kubernetes job's"
+        ) from error
+    logging.info("process %d of %d", jax.process_index(), jax.process_count())
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and reports."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+    """Returns once every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def any_says(yes: bool) -> bool:
+    """Whether any process says yes; all must ask."""
+    return yes if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(yes)).any())
+
+
+def share(count: int) -> np.ndarray:
+    """Places of this process's share of `count` things; as many on each, so that some may be of two processes."""
+    size = -(-count // jax.process_count())
+    return (jax.process_index() * size + np.arange(size)) % count
+
+
+def gathered(tree: Any, count: int) -> Any:
+    """Arrays with the rows of all processes, from arrays with the rows of each one's `share` of `count`; all ask."""
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))
+
+
+def end_after(error: Exception) -> None:
+    """Ends a process that has lost the others, at once: an ordinary exit would wait for them."""
+    print(
+        f"error: process {jax.process_index()} of {jax.process_count()} lost another one, which ended or cannot be"
+        " reached any more; its own last words say why. The same command for all of them goes on from the newest"
+        f" checkpoint. ({str(error).splitlines()[0]})",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

@@ -1,0 +1,222 @@
+"""Processes that draw numbered batches beside the trainer: actors of Ray. Nothing here knows what a batch is.
+
+Ray is imported when an asynchronous run begins; all others do without it.
+"""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from absl import logging
+
+from recjax.config import Config, RegimeConfig
+
+AT_A_TIME = 2  # batches that a generator has: one is drawn while the next one waits for it
+RESTARTS = 5  # of one generator in a row, with nothing from it in between, before the run ends
+
+
+class Task(NamedTuple):
+    """A batch that is being drawn: its number, the version of the weights, and who draws it (from 0)."""
+
+    number: int
+    version: int
+    generator: int
+
+
+class Generator:
+    """What runs in the process: a function from (number, version, weights), made once."""
+
+    def __init__(self, opened: Callable[..., Callable[[int, int, dict], Any]], arguments: tuple):
+        """Makes the function, `opened(*arguments)`."""
+        self._draw = opened(*arguments)
+
+    def draw(self, number: int, version: int, weights: dict) -> Any:
+        """What the function makes of a batch's number and the weights that draw it."""
+        return self._draw(number, version, weights)
+
+
+def require_ray(config: Config) -> None:
+    """Refuses an asynchronous run where Ray is not installed, or where the trainer is several processes.
+
+    Raises:
+        ValueError: with the line that installs it, or what to do instead.
+    """
+    if config.regime.mode == "sync":
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("regime.mode = 'async': needs Ray; pip install recjax[async]")
+    if jax.process_count() > 1:
+        raise ValueError("regime.mode = 'async': trains in one process; start one, or take regime.mode = sync")
+
+
+class Generators:
+    """A context that holds the generators of a run, and knows which batches they are at.
+
+    A generator that dies, or has not answered for `regime.generator_seconds`, is named in the log and started again,
+    and what it was at is drawn again from the newest weights. So every batch that was issued arrives, and none twice.
+    """
+
+    def __init__(self, regime: RegimeConfig):
+        """Starts nothing yet."""
+        self._regime = regime
+        self._actors: list[Any] = []
+        self._tasks: dict[Any, Task] = {}
+        self._since = [0.0] * regime.generators
+        self._failures = [0] * regime.generators
+        self.restarts, self.waited_seconds = 0, 0.0
+
+    def __enter__(self) -> "Generators":
+        """Connects to `regime.address`, or starts Ray on this machine, unless this process has it already.
+
+        Raises:
+            ValueError: there is no cluster at the address.
+        """
+        import ray
+
+        self._ray, self._begun_here = ray, not ray.is_initialized()
+        if self._begun_here:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+            if (address := self._regime.address) is None:
+                with warnings.catch_warnings():
+                    # JAX warns of every fork; this one's child does nothing but become a program of Ray.
+                    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                    ray.init("local", num_cpus=self._regime.generators, include_dashboard=False, **quiet)
+            else:
+                try:
+                    host, colon, port = address.rpartition(":")
+                    if colon and "/" not in host:
+                        # Ray tries for minutes.
+                        socket.create_connection((host, port), timeout=10).close()
+                    ray.init(address, **quiet)
+                except OSError as error:
+                    message = f"regime.address = {address!r}: no Ray cluster answers there ({error})"
+                    raise ValueError(message + "; start one with `ray start --head`, or remove it") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the generators, whatever they are at, and Ray where this context started it."""
+        if self._begun_here:
+            self._ray.shutdown()
+        else:
+            for actor in self._actors:
+                self._ray.kill(actor)
+
+    def start(self, opened: Callable[..., Callable[[int, int, dict], Any]], *arguments: Any) -> None:
+        """Starts the processes, in each of which `opened(*arguments)` makes the function that draws."""
+        gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
+        self._actor = self._ray.remote(Generator).options(
+            num_cpus=1, num_gpus=gpus, runtime_env={"env_vars": _environment(self._regime, on_gpu=gpus > 0)}
+        )
+        self._arguments = opened, self._ray.put(arguments)
+        self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
+
+    def publish(self, version: int, weights: dict) -> None:
+        """The weights, on the host, that batches are drawn from which are issued from now on."""
+        self._version, self._weights = version, self._ray.put(weights)
+
+    def issue(self, number: int) -> None:
+        """Has a batch drawn by the generator that has the fewest."""
+        loads = [self._at(generator) for generator in range(self._regime.generators)]
+        generator = min(range(len(loads)), key=lambda place: len(loads[place]))
+        if not loads[generator]:
+            self._since[generator] = time.monotonic()
+        self._send(number, generator)
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Batches that were issued and have not arrived: number to version, in the order of issue."""
+        return {task.number: task.version for task in self._tasks.values()}
+
+    @property
+    def are_busy(self) -> bool:
+        """Whether each has as many batches as it may have."""
+        return len(self._tasks) >= AT_A_TIME * self._regime.generators
+
+    def arrived(self, wait: bool) -> list[tuple[int, Any]]:
+        """Number and result of every batch that is done.
+
+        Args:
+            wait: for at least one, where any is in flight.
+        Raises:
+            RuntimeError: a generator dies again and again, or never answers.
+            Exception: what the function raised.
+        """
+        started, found = time.monotonic(), []
+        while self._tasks:
+            answer_by = min(self._since[task.generator] for task in self._tasks.values()) + self._seconds
+            left = max(answer_by - time.monotonic(), 0.0) if wait and not found else 0.0
+            done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=left)
+            if done:
+                found += self._received(done[0])
+            elif time.monotonic() > answer_by:
+                # Nobody has more to say at this moment, so whoever has had the time has not used it.
+                self._restart_silent()
+            elif found or not wait:
+                break
+        self.waited_seconds += time.monotonic() - started if wait else 0.0
+        return found
+
+    @property
+    def _seconds(self) -> float:
+        return self._regime.generator_seconds
+
+    def _at(self, generator: int) -> list[int]:
+        return [task.number for task in self._tasks.values() if task.generator == generator]
+
+    def _send(self, number: int, generator: int) -> None:
+        reference = self._actors[generator].draw.remote(number, self._version, self._weights)
+        self._tasks[reference] = Task(number, self._version, generator)
+
+    def _received(self, reference: Any) -> list[tuple[int, Any]]:
+        number, _, generator = self._tasks[reference]
+        try:
+            result = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except self._ray.exceptions.RayError as error:
+            self._restart(generator, f"died ({str(error).strip().splitlines()[-1]})")
+            return []
+        del self._tasks[reference]
+        self._since[generator], self._failures[generator] = time.monotonic(), 0
+        return [(number, result)]
+
+    def _restart_silent(self) -> None:
+        for generator in sorted({task.generator for task in self._tasks.values()}):
+            if time.monotonic() - self._since[generator] > self._seconds:
+                self._restart(generator, f"has not answered for regime.generator_seconds = {self._seconds:g}")
+
+    def _restart(self, generator: int, why: str) -> None:
+        numbers, name = self._at(generator), f"generator {generator + 1} of {self._regime.generators}"
+        self._failures[generator] += 1
+        self.restarts += 1
+        if self._failures[generator] > RESTARTS:
+            raise RuntimeError(
+                f"{name} {why}, for the {RESTARTS + 1}th time in a row; it was at batch {numbers[0]}. Give it more"
+                " regime.generator_seconds or memory, and the cluster a free CPU for each generator; its own last words"
+                " are in the logs of Ray, /tmp/ray/session_latest/logs"
+            )
+        logging.warning("%s %s; it is started again, for batches %s", name, why, numbers)
+        self._ray.kill(self._actors[generator])
+        self._tasks = {key: task for key, task in self._tasks.items() if task.generator != generator}
+        self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()
+        for number in numbers:
+            self._send(number, generator)
+
+
+def _environment(regime: RegimeConfig, on_gpu: bool) -> dict[str, str]:
+    """Of a generator's process."""
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if on_gpu else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
+    if regime.address is None:
+        # The same modules, among them a reward of the user's own, and the same compiled programs.
+        variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
+        least = jax.config.jax_persistent_cache_min_compile_time_secs
+        variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(least)
+    return variables

@@ -1,0 +1,178 @@
+"""What a compiled program does, counted from its text: collectives and their bytes; matrix products from its trace."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(
+    r"(calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind in a run of a program: how many, and the bytes that each device sends for them."""
+
+    count: int
+    bytes: int
+
+
+class _Collective(NamedTuple):
+    kind: str
+    bytes: int
+    channel: str
+
+
+def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
+    """The collectives that one run of a compiled program makes, by kind.
+
+    Sent over a ring of n devices: (n−1)/n of the whole array for an all-gather, a reduce-scatter or an all-to-all,
+    twice that for an all-reduce, all of it for a permute. What a loop holds counts as often as the loop runs.
+
+    Args:
+        text: `compiled.as_text()`, HLO.
+        unknown_trips: how often a loop runs whose number of turns the program does not state.
+    """
+    bodies, entry = _computations(text)
+    found: dict[str, tuple[str, int, int]] = {}
+    for name, times in _runs(bodies, entry, unknown_trips).items():
+        for one in _collectives_of(name, bodies[name]):
+            # A TPU program shows the parts of one asynchronous collective, all with its channel.
+            key = one.channel or f"{name} {len(found)}"
+            if key not in found or times * one.bytes > found[key][1] * found[key][2]:
+                found[key] = (one.kind, times, one.bytes)
+    counts, sent = Counter(), Counter()
+    for kind, times, size in found.values():
+        counts[kind] += times
+        sent[kind] += times * size
+    return {kind: Traffic(counts[kind], sent[kind]) for kind in KINDS if counts[kind]}
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Instructions of each computation, and the name of the one that is run."""
+    bodies, entry, current = {}, "", None
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = header[2]
+            bodies[current] = []
+            entry = current if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            bodies[current].append(line)
+    return bodies, entry
+
+
+def _runs(bodies: dict[str, list[str]], entry: str, unknown_trips: int) -> Counter:
+    """How often each computation runs."""
+    times: Counter = Counter()
+    pending = [(entry, 1)]
+    while pending:
+        name, count = pending.pop()
+        times[name] += count
+        for line in bodies[name]:
+            for called, trips in _called(line, bodies, unknown_trips):
+                pending.append((called, count * trips))
+    return times
+
+
+def _called(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction runs, and how often."""
+    if " async-done(" in line or " async-update(" in line:
+        return
+    line = line.split(", metadata=")[0] + line[line.find(", backend_config=") :] if ", metadata=" in line else line
+    trips = _trips(line, bodies, unknown_trips) if " while(" in line else 1
+    for _, names in _CALLED.findall(line):
+        for name in names.strip("{}").split(","):
+            if name.strip(" %") in bodies:
+                yield name.strip(" %"), trips
+
+
+def _trips(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> int:
+    if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+        return int(stated[1])
+    # TPU programs do not state it: a scan's condition compares its counter, from zero, with a constant.
+    condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
+    root = next(instruction for instruction in condition if instruction.lstrip().startswith("ROOT"))
+    bounds = [re.search(r" = [su]32\[\]\S* constant\((\d+)\)", instruction) for instruction in condition]
+    bounds = [int(bound[1]) for bound in bounds if bound]
+    return bounds[0] if " compare(" in root and "direction=LT" in root and len(bounds) == 1 else unknown_trips
+
+
+def _collectives_of(name: str, lines: list[str]) -> Iterator[_Collective]:
+    for line in lines:
+        if not (match := _COLLECTIVE.search(line)):
+            continue
+        shape, kind, started = match.groups()
+        size = sum(_bytes(dtype, dimensions) for dtype, dimensions in _ARRAY.findall(shape))
+        if kind == "collective-permute":
+            sent = size // 2 if started else size
+        elif (group := _group_size(line)) < 2:
+            continue
+        else:
+            if kind == "all-gather" and started:
+                size = size * group // (group + 1)  # what starts it holds its operand as well
+            if kind == "reduce-scatter":
+                size *= group  # shown as the part that each device keeps
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"  # a TPU's, written as a sum and the slice of it that is kept
+            sent = size * (group - 1) // group * (2 if kind == "all-reduce" else 1)
+        channel = re.search(r"channel_id=(\d+)", line)
+        yield _Collective(kind, sent, channel[1] if channel else "")
+
+
+def _bytes(dtype: str, dimensions: str) -> int:
+    # The scalars beside an asynchronous permute are none of its data.
+    if not dimensions and dtype == "u32":
+        return 0
+    digits = re.search(r"\d+", dtype)
+    bits = BITS.get(dtype, int(digits[0]) if digits else 32)
+    return math.prod(int(length) for length in dimensions.split(",") if length) * bits // 8
+
+
+def _group_size(line: str) -> int:
+    """How many devices take part together; written as sets, as a reshaped range, or as axes of a mesh."""
+    if sets := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return len(sets[1].split(","))
+    if reshaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(reshaped[1])
+    if axes := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes[2]))
+    raise ValueError(f"a collective names its devices in an unknown way: {line.strip()[:200]}")
+
+
+def matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, unknown_trips: int = 1) -> int:
+    """Floating-point operations of the matrix products of a traced program, over all devices; recomputed ones count.
+
+    Args:
+        unknown_trips: how often a `while` runs.
+    """
+    total = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, options = equation.primitive.name, equation.params
+        if name == "dot_general":
+            contracted = [equation.invars[0].aval.shape[axis] for axis in options["dimension_numbers"][0][0]]
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(contracted)
+            continue
+        inner = [matmul_flops(part, unknown_trips) for part in _inner(options.values())]
+        times = {"scan": options.get("length"), "while": unknown_trips}.get(name, 1)
+        total += times * (max(inner, default=0) if name == "cond" else sum(inner))
+    return total
+
+
+def _inner(values) -> Iterator[Jaxpr | ClosedJaxpr]:
+    for value in values:
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _inner(value)

@@ -1,0 +1,94 @@
+"""What a program can be compiled for: TPU slices that are not here, by name, and this host's own devices."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+GIB = 2**30
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+
+
+class Chip(NamedTuple):
+    """A generation of TPUs: what its compiler lets a program use of a chip's memory, in GiB, and its slices.
+
+    `options` make one device of a chip that has two cores.
+    """
+
+    memory: float
+    slices: Sequence[str]
+    options: dict[str, str]
+
+
+# Memory as libtpu 0.0.42 states it when a program is too large; 16, 32, 32 and 95 GB are on the chips, of which the
+# system keeps some. Slices: those of cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p up to 512 chips.
+CHIPS = {
+    "v5e": Chip(15.75, FLAT, {}),
+    "v6e": Chip(31.25, FLAT, {}),
+    "v4": Chip(30.75, CUBIC, {"chip_config_name": "megacore"}),
+    "v5p": Chip(95.74, CUBIC, {"chip_config_name": "megacore"}),
+}
+
+
+class Target(NamedTuple):
+    """Devices to compile for, and the bytes of memory that a program may use of each."""
+
+    name: str
+    devices: Sequence[jax.Device]
+    memory: int
+
+
+def load_target(name: str) -> Target:
+    """The devices that `name` stands for: "host", or a TPU slice such as "v5e:4x4", which need not be here.
+
+    Raises:
+        ValueError: no such topology, or libtpu, which compiles for TPUs, is not installed.
+    """
+    if name == "host":
+        devices = jax.local_devices()
+        return Target(name, devices, _host_memory(devices))
+    generation, _, shape = name.partition(":")
+    chip = CHIPS.get(generation)
+    if chip is None or shape not in chip.slices:
+        known = "; ".join(f"{key}: {' '.join(chip.slices)}" for key, chip in CHIPS.items())
+        raise ValueError(f"--topology {name!r} is not known; give host, or GENERATION:SLICE out of {known}")
+    return Target(name, _slice_devices(name, shape, chip), int(chip.memory * GIB))
+
+
+def larger_slices(name: str) -> list[str]:
+    """Topologies of the same generation with more chips, the next first."""
+    generation, _, shape = name.partition(":")
+    slices = CHIPS[generation].slices if generation in CHIPS else ()
+    return [f"{generation}:{other}" for other in slices[slices.index(shape) + 1 :]] if shape in slices else []
+
+
+def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
+    # A machine without TPUs has no metadata server to ask, and libtpu need not warn of that.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Whoever compiles takes no TPU away from others.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options = dict(chip.options)
+    if set(re.findall(r"\d+", shape)) == {"1"}:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if importlib.util.find_spec("libtpu") is None:
+            reason = 'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"'
+        raise ValueError(f"--topology {name}: {reason}") from error
+
+
+def _host_memory(devices: Sequence[jax.Device]) -> int:
+    """Bytes of one device: what the allocator may take of a GPU, an equal share of the memory for CPU devices."""
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)

@@ -1,0 +1,136 @@
+"""What only an NVIDIA GPU can show: bfloat16, cuDNN's attention, donation and memory. `python -m pytest -m gpu`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from recjax.algorithms.presets import build_algorithm
+from recjax.models.attention import attend, attention_mask
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.policy import attention_kernel, compute_dtype
+from recjax.rollout.sampler import sample
+from recjax.training.packing import RowShape, pack
+from recjax.training.update import TrainState, update
+from tests.training.test_update import make_batch
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = DecoderConfig(8192, 256, 512, 2, 4, 2, 64)
+OPTIMIZER = optax.adamw(1e-3)
+SHAPE = RowShape(4, 1024)
+HALF = jnp.dtype("bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """An NVIDIA GPU, or no test."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "nvidia" not in device.device_kind.lower():
+        pytest.skip(f"needs an NVIDIA GPU and jax[cuda13]; JAX computes on {device.device_kind}")
+    return device
+
+
+@functools.cache
+def params():
+    return init_params(CONFIG, jax.random.key(0))
+
+
+@functools.cache
+def batch():
+    """16 completions of up to 400 tokens, of a vocabulary's first tokens."""
+    made = make_batch(prompts=4, group=4, time=400)
+    return made._replace(behaviour_logprobs=np.full(made.completions.shape, -9.0, np.float32))
+
+
+def update_options(dtype, kernel, chunk=256):
+    overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}
+    return {
+        "decoder": Decoder(CONFIG, dtype, "full", attention=kernel),
+        "algorithm": build_algorithm("grpo", overrides),
+        "optimizer": OPTIMIZER,
+        "sampling": Sampling(),
+        "chunk": chunk,
+    }
+
+
+def update_arguments():
+    state = TrainState(jax.tree.map(jnp.copy, params()), OPTIMIZER.init(params()))
+    return state, {}, params(), batch(), jax.random.key(0), pack(batch(), SHAPE)
+
+
+def test_auto_means_bfloat16_and_cudnn(gpu):
+    assert compute_dtype("auto") == HALF
+    assert attention_kernel("auto", CONFIG, HALF) == "cudnn"
+
+
+@pytest.mark.parametrize("time", [256, 333])
+def test_cudnn_attention_is_the_plain_one(gpu, time):
+    random = np.random.default_rng(0)
+    shapes = [(3, 4, time, 64), (3, 2, time, 64), (3, 2, time, 64)]
+    arrays = [jnp.array(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    # Two sequences a row and padding after them; a row without any.
+    places = np.arange(time)
+    ids = jnp.array([(places < 200) + (places < 90), (places < time) + (places < 10), 0 * places], jnp.int32)
+    mask = attention_mask(ids, ids) & jnp.tril(jnp.ones((time, time), bool))
+    real = (ids > 0).reshape(-1)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def mixed_and_gradients(arrays, kernel):
+        def total(queries, keys, values):
+            mixed = attend(queries, [(keys, values, mask)], 0.125, ids=ids, kernel=kernel).astype(jnp.float32)
+            mixed = jnp.where(real[:, None], mixed, 0.0)
+            return jnp.sum(jnp.sin(mixed)), mixed
+
+        return jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
+
+    (_, by_cudnn), gradients = mixed_and_gradients(arrays, "cudnn")
+    (_, plain), expected = mixed_and_gradients([x.astype(jnp.float32) for x in arrays], "plain")
+    np.testing.assert_allclose(by_cudnn, plain, atol=0.03)
+    for one, other in zip(gradients, expected, strict=True):
+        assert np.isfinite(one.astype(jnp.float32)).all()
+        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.1)
+
+
+def test_an_update_by_cudnn_in_bfloat16_is_nearly_that_in_float32(gpu):
+    _, half = update(*update_arguments(), **update_options(HALF, "cudnn"))
+    _, single = update(*update_arguments(), **update_options(jnp.dtype("float32"), "plain"))
+    for name in ("loss", "gradient_norm", "entropy"):
+        np.testing.assert_allclose(half[name], single[name], rtol=0.05, atol=1e-3)
+
+
+def test_the_state_is_updated_in_its_own_memory(gpu):
+    arguments = update_arguments()
+    leaves = jax.tree.leaves(arguments[0])
+    size = sum(leaf.nbytes for leaf in leaves)
+    compiled = update.lower(*arguments, **update_options(HALF, "cudnn")).compile()
+    # Scalars need not be aliased.
+    assert size - 64 <= compiled.memory_analysis().alias_size_in_bytes <= size
+    jax.block_until_ready(update(*arguments, **update_options(HALF, "cudnn")))
+    assert all(leaf.is_deleted() for leaf in leaves if leaf.size > 1)
+
+
+def test_neither_all_scores_of_the_vocabulary_nor_those_of_attention_are_held(gpu):
+    def temporary(**options):
+        compiled = update.lower(*update_arguments(), **update_options(HALF, **options)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    cudnn = temporary(kernel="cudnn")
+    everything = SHAPE.rows * SHAPE.tokens
+    assert temporary(kernel="cudnn", chunk=everything) > cudnn + (everything - 256) * CONFIG.vocab_size * 4
+    # Float32 scores of one layer, forwards alone.
+    assert temporary(kernel="plain") > cudnn + SHAPE.rows * CONFIG.num_heads * SHAPE.tokens**2 * 4
+
+
+def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu):
+    decoder = Decoder(CONFIG, HALF, attention="cudnn")
+    prompts, mask = batch().prompts, batch().prompt_mask
+    options = {"group_size": 4, "max_tokens": 64, "sampling": Sampling(), "stop_ids": (1,)}
+    drawn = sample(decoder, params(), prompts, mask, jax.random.key(1), **options)
+    arrays = prompts, mask, drawn.tokens, drawn.mask
+    logprobs, _ = completion_logprobs(decoder, params(), *arrays, sampling=Sampling(), chunk=256)
+    assert np.abs(np.where(drawn.mask, logprobs - drawn.logprobs, 0.0)).max() < 0.1

@@ -1,0 +1,214 @@
+"""compile_check: what it says of memory is what a run has, and what it says would fit does."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from recjax import compile_check
+from recjax.config_loading import load_config
+from recjax.models.decoder import init_params
+from recjax.models.placement import param_shardings
+from recjax.training import ahead
+from recjax.training.ahead import PROGRAMS, Program, bytes_on_device, cache_bytes, plan
+from recjax.training.dry_run import dry_run
+from recjax.training.remedies import changes
+from recjax.training.topology import GIB, load_target
+from recjax.training.update import make_optimizer
+from tests.training.tiny_run import TINY
+
+SPLIT = ["mesh.data=1", "mesh.fsdp=4"]
+# All that is left to make smaller are micro-batches and completions, and the activations are most of the memory.
+LARGE = ["output=x", *SPLIT, "model.remat=full", "rollout.max_completion_tokens=32", "rollout.prompts_per_step=8"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A config file of the tiny run."""
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture
+def planned(file):
+    """A function from overrides to a plan for the four devices here."""
+    return lambda *overrides: plan(load_config(file, ["output=x", *overrides]), load_target("host"))
+
+
+@pytest.fixture(scope="module")
+def remembered():
+    """`compiled` for a module: each program is compiled once, and how many were is counted."""
+    programs = {}
+
+    def once(planned, name):
+        key = str(planned.config), str(planned.mesh), name
+        if key not in programs:
+            programs[key] = ahead.compiled(planned, name)
+        return programs[key]
+
+    once.programs = programs
+    return once
+
+
+def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered, monkeypatch, capsys):
+    monkeypatch.setattr(compile_check, "compiled", remembered)
+    assert compile_check.check(file, "host", LARGE) == 0
+    printed = capsys.readouterr().out
+    for said in ("data 1 × fsdp 4 × tensor 1", "optimiser's state", "keys and values", "activations", "fits host"):
+        assert said in printed
+    for kind in ("all-gather", "all-reduce"):
+        assert f"│ update  │ {kind}" in printed
+    update = remembered(planned(*LARGE), "update")
+    given = bytes_on_device(ahead.given(planned(*LARGE), "update"))
+    assert given + update.temporaries <= update.needed < 1000 * given and update.refusal is None
+
+
+def test_what_does_not_fit_is_status_1_and_the_change_named_makes_it_fit(
+    file, planned, remembered, monkeypatch, capsys
+):
+    monkeypatch.setattr(compile_check, "compiled", remembered)
+    peaks = {name: remembered(planned(*LARGE), name).needed + ahead.beside(planned(*LARGE), name) for name in PROGRAMS}
+    assert peaks["sample"] < peaks["update"]
+    memory = (peaks["update"] - 512) / GIB
+    assert compile_check.check(file, "host", LARGE, memory=memory) == 1
+    printed = capsys.readouterr().out
+    assert "does not fit host: update" in printed
+    remedy = printed.split("this makes it fit: ")[1].split(" (")[0].split()
+    assert remedy == ["training.micro_batch_prompts=4"]
+    updates = [key for key in remembered.programs if key[-1] == "update"]
+    assert compile_check.check(file, "host", [*LARGE, *remedy], memory=memory) == 0
+    # It had been compiled before it was named.
+    assert [key for key in remembered.programs if key[-1] == "update"] == updates
+
+
+def sized(sizes):
+    """A stand-in for `compiled`: bytes of a program from its plan; what was asked for is in `asked`."""
+
+    def compiled(planned, name):
+        compiled.asked.append(name)
+        return Program(sizes(planned, name), 0, 0, {}, 0.0)
+
+    compiled.asked = []
+    return compiled
+
+
+def test_no_more_is_tried_than_asked_for_and_programs_that_stay_as_they_are_are_not_compiled_again(
+    file, monkeypatch, capsys
+):
+    large = sized(lambda planned, name: 2 * GIB if name == "update" else 0)
+    monkeypatch.setattr(compile_check, "compiled", large)
+    options = ["output=x", *SPLIT, "rollout.prompts_per_step=8"]
+    assert compile_check.check(file, "host", options, memory=1.0, tries=3) == 1
+    assert large.asked == ["sample", "update", *["update"] * 3]
+    assert "none of the changes tried makes it fit" in capsys.readouterr().out
+
+
+def test_changes_that_cannot_fit_are_not_compiled(file, monkeypatch, capsys):
+    large = sized(lambda planned, name: 2 * GIB)
+    monkeypatch.setattr(compile_check, "compiled", large)
+    assert compile_check.check(file, "host", ["output=x"], memory=1e-6) == 1
+    assert large.asked == [*PROGRAMS] and "trying" not in capsys.readouterr().out
+
+
+def test_a_combination_is_found_where_no_single_change_is_enough(file, monkeypatch, capsys):
+    def sizes(planned, name):
+        return (2 if planned.config.model.remat == "full" and planned.mesh.shape["fsdp"] == 4 else 5) * GIB
+
+    monkeypatch.setattr(compile_check, "compiled", sized(sizes))
+    assert compile_check.check(file, "host", ["output=x"], memory=4.0, tries=20) == 1
+    fits = capsys.readouterr().out.split("this makes it fit: ")[1]
+    assert fits.startswith("mesh.data=1 mesh.fsdp=4 model.remat=full (")
+
+
+def test_changes_come_cheapest_first_and_touch_what_is_too_large(planned):
+    names = [change.overrides[0].split("=")[0] for change in changes(planned("rollout.prompts_per_step=8"), {"update"})]
+    assert [*dict.fromkeys(names)] == [
+        "mesh.data",
+        "model.remat",
+        "training.micro_batch_prompts",
+        "rollout.max_completion_tokens",
+    ]
+    alone = [change for change in changes(planned(), {"sample"}) if len(change.overrides) < 3]
+    assert all(change.overrides[0].startswith(("mesh", "rollout")) for change in alone)
+    done = planned(*SPLIT, "model.remat=full", "training.micro_batch_prompts=1", "rollout.max_completion_tokens=1")
+    assert [*changes(done, {"update"})] == []
+    packed = [*changes(planned(*SPLIT, "training.tokens_per_micro_batch=64"), {"update"})]
+    assert ("training.tokens_per_micro_batch=32",) in [change.overrides for change in packed]
+
+
+@pytest.mark.parametrize("options", [[], SPLIT, ["mesh.data=2", "mesh.tensor=2"], ["model.lora={rank: 2}", *SPLIT]])
+def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
+    made = planned(*options)
+    params = init_params(made.model.decoder.config, jax.random.key(0))
+    placed = jax.device_put(params, param_shardings(made.mesh, params))
+    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+    optimizer = make_optimizer(made.config.optimizer, made.config.training.steps)
+    moments = jax.eval_shape(optimizer.init, made.model.trained)
+    sizes = {name: bytes_on_device(tree) for name, tree in made.held.items()}
+    assert sizes["trained parameters"] + sizes["frozen parameters"] == own
+    if options:
+        assert own < sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    scalars = sum(4 for leaf in jax.tree.leaves(moments) if leaf.ndim == 0)
+    assert sizes["optimiser's state"] == 2 * sizes["trained parameters"] + scalars
+    told = {item.name: item.bytes for item in dry_run(made.config).memory}
+    shards = made.mesh.shape["data"] * made.mesh.shape["fsdp"]
+    assert cache_bytes(made) * shards == told["keys and values"]  # one head of keys: nothing for `tensor` to split
+
+
+def test_packed_micro_batches_are_compiled_as_they_are_run(planned):
+    traced = ahead._traced_update(planned("training.tokens_per_micro_batch=32"))
+    batch = traced.args_info[0][5]
+    assert batch.tokens.shape == (4, 4, 8) and batch.first.shape == (4, 16)
+
+
+def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
+    start, kl = "trained parameters as they were at the start", "algorithm.reference_kl={coefficient: 0.1}"
+    assert start not in planned().held and start not in ahead.given(planned("evaluation.initial_kl=true"), "update")
+    assert start in planned("evaluation.initial_kl=true").held and start in ahead.given(planned(kl), "update")
+    assert [*ahead.given(planned(kl, "regime.offline=true"), "update")][2] == "sampler's copy"
+    assert ahead._traced_update(planned(kl)).args_info[0][2] is not None
+
+
+def test_batches_are_filled_up_as_in_a_run(planned):
+    made = planned("rollout.prompts_per_step=6", "training.micro_batch_prompts=3")  # two parts, four devices
+    assert ahead._traced_update(made).args_info[0][3].prompts.shape[0] == 8
+    assert ahead._prompts(planned("rollout.prompts_per_step=9")) == 12
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("RESOURCE_EXHAUSTED: the total memory required (1.50G) exceeds available HBM (15.75G).", 1.5 * GIB),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50M of 15.75G hbm.", 20.5 * 2**20),
+        ("RESOURCE_EXHAUSTED: something else", 0),
+    ],
+)
+def test_the_compilers_own_number_is_read(message, needed):
+    assert ahead._needed(message) == needed
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "reason"),
+    [
+        ("v9:4x4", [], "--topology 'v9:4x4' is not known; give host, or"),
+        ("host", ["mesh.data=3"], "3 does not equal the 4 devices"),
+        ("host", ["mesh.data=1", "mesh.tensor=4"], "mesh.tensor = 4 does not divide the model's 2 attention heads"),
+        ("host", ["model.decoder=null", "model.path=/nowhere", "rollout.max_prompt_tokens=8"], "/nowhere"),
+        ("host", ["model.remat=some"], "model.remat = 'some'"),
+        ("host", ["training.tokens_per_micro_batch=2"], "training.tokens_per_micro_batch = 2"),
+    ],
+)
+def test_what_could_not_be_is_status_2_with_the_reason(file, capsys, topology, options, reason):
+    assert compile_check.check(file, topology, ["output=x", *options]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='needs libtpu, of pip install -e ".[tpu]"; no TPU'
+)
+def test_a_slice_that_is_not_here_is_compiled_for(file, capsys):
+    assert compile_check.check(file, "v5e:2x2", ["output=x", "mesh.fsdp=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 devices (TPU v5 lite) of 15.75 GiB as data 2 × fsdp 2 × tensor 1" in printed
+    assert "compute in bfloat16" in printed and "fits v5e:2x2" in printed

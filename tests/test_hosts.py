@@ -1,0 +1,120 @@
+"""Two processes train as one does; when one is killed the other says so and ends, and the same command goes on."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from recjax import hosts
+from recjax.config_loading import load_config
+from recjax.training.metrics import read_metrics
+from tests.training.tiny_run import TINY, train, without_times
+
+ROOT = Path(__file__).parents[1]
+# Five prompts: neither two processes nor four devices divide them. Evaluation takes the program that training draws by.
+OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]
+
+
+def start(tmp_path, *options):
+    """Two processes with two devices each; what they say goes to files."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, "-m", "recjax.train", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
+    command += [f"output={tmp_path / 'two'}", "mesh.data=2", "mesh.fsdp=2"]
+    processes = []
+    for number in range(2):
+        which = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process_id", str(number)]
+        with (tmp_path / f"{number}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen([*command, *which], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+    return processes
+
+
+def said(tmp_path, number):
+    return (tmp_path / f"{number}.log").read_text()
+
+
+@pytest.fixture
+def ended():
+    """Processes that are gone when the test is over."""
+    everything = []
+    yield everything
+    for process in everything:
+        process.kill()
+        process.wait()
+
+
+def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    metrics = tmp_path / "two" / "metrics.jsonl"
+    first, second = started = start(tmp_path, "training.steps=4000")
+    ended += started
+    deadline = time.monotonic() + 240
+    while len(read_metrics(metrics)) < 7 and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.02)
+    second.send_signal(signal.SIGKILL)
+    assert first.wait(hosts.LOST_SECONDS + 30) not in (0, -signal.SIGKILL), said(tmp_path, 0)
+    # Where both were writing a checkpoint, it is JAX that finds out, and ends the process itself.
+    assert re.search("error: process 0 of 2 lost another one|indicates that another task died", said(tmp_path, 0))
+    assert len(read_metrics(metrics)) >= 7 and "step/s" not in said(tmp_path, 1)
+
+    ended += (again := start(tmp_path, "training.steps=8"))
+    assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+    assert "held-out accuracy" in said(tmp_path, 0) and "held-out accuracy" not in said(tmp_path, 1)
+    alone = train(load_config(tmp_path / "tiny.yaml", [*OPTIONS, "training.steps=8", f"output={tmp_path / 'one'}"]))
+    together = read_metrics(metrics)
+    assert [row["step"] for row in together] == list(range(9))
+    for one, two in zip(without_times(alone), without_times(together), strict=True):
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            near = value if isinstance(value, dict) else pytest.approx(value, rel=2e-3, abs=1e-5)
+            assert two[name] == near, (name, one["step"])
+    for name in ("before", "after"):
+        one, two = ((tmp_path / run / "samples" / f"{name}.jsonl").read_text() for run in ("one", "two"))
+        assert [json.loads(line) for line in one.splitlines()] == [json.loads(line) for line in two.splitlines()]
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["steps"] == 8
+
+
+def test_shares_are_of_one_size_and_everything_is_in_one(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    things, shares = np.arange(5) * 10, []
+    for number in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+        shares.append(things[hosts.share(5)])
+    assert {len(share) for share in shares} == {2}
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda tree, tiled: np.concatenate(shares))
+    np.testing.assert_array_equal(hosts.gathered(shares[0], 5), things)
+
+
+def test_one_process_shares_with_nobody():
+    hosts.meet(None, 1, None)
+    assert hosts.is_first() and hosts.any_says(True) and not hosts.any_says(False)
+    np.testing.assert_array_equal(hosts.share(3), [0, 1, 2])
+
+
+def test_half_of_the_flags_is_refused(monkeypatch):
+    def initialize(*arguments, **timeouts):
+        raise ValueError("The process id of the current process must be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    hosts.meet(None, None, None)
+    with pytest.raises(ValueError, match="--processes 2 --process_id None: .* Give all three"):
+        hosts.meet("127.0.0.1:1", 2, None)

@@ -1,0 +1,148 @@
+"""What one batch comes to on a mesh: completions, and an update's losses, gradients and state.
+
+python -m tests.training.on_mesh FILE.npz writes the numbers of a mesh of 8 devices.
+"""
+
+import contextlib
+import os
+import sys
+
+if __name__ == "__main__":
+    os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from recjax.algorithms.presets import build_algorithm
+from recjax.config import MeshConfig
+from recjax.experience.collect import draw
+from recjax.experience.records import Batch, filled_up
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling
+from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.policy import Policy
+from recjax.models.trainable import flatten
+from recjax.rollout.prompts import Prompts
+from recjax.training.mesh import make_mesh
+from recjax.training.packing import RowShape, pack
+from recjax.training.start import first_state
+from recjax.training.update import TrainState, update
+
+# Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
+CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False, qkv_bias=True)
+PROMPTS, GROUP, TIME = 3, 4, 6  # three prompts: no mesh divides them
+# A reference, an entropy bonus and a random drop: everything that an update can read.
+ALGORITHM = build_algorithm(
+    "red_drop", {"reference_kl": {"coefficient": 0.1, "estimator": "k3"}, "entropy": {"coefficient": 0.01}}
+)
+OPTIMIZER = optax.adam(0.1)
+
+
+@contextlib.contextmanager
+def on(sizes: tuple[int, int, int] | None):
+    """A mesh of as many devices as the sizes ask for, in context; None: none."""
+    if sizes is None:
+        yield
+    else:
+        with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])):
+            yield
+
+
+def start() -> TrainState:
+    """Fresh parameters, where the mesh in context has them."""
+    return first_state(OPTIMIZER, init_params(CONFIG, jax.random.key(0)))
+
+
+def batch_of(generator: np.random.Generator) -> Batch:
+    """Random completions of random lengths."""
+    rows = PROMPTS * GROUP
+    return Batch(
+        prompts=generator.integers(0, 13, (PROMPTS, 5)).astype(np.int32),
+        prompt_mask=np.arange(5) < generator.integers(1, 6, (PROMPTS, 1)),
+        completions=generator.integers(0, 13, (rows, TIME)).astype(np.int32),
+        completion_mask=np.arange(TIME) < generator.integers(1, TIME + 1, (rows, 1)),
+        behaviour_logprobs=generator.normal(-2.5, 0.3, (rows, TIME)).astype(np.float32),
+        rewards=generator.integers(0, 4, rows).astype(np.float32),
+        group_ids=np.repeat(np.arange(PROMPTS, dtype=np.int32), GROUP),
+        policy_version=np.zeros(rows, np.int32),
+        truncated=np.zeros(rows, bool),
+        accurate=np.zeros(rows, bool),
+        reward_parts={},
+    )
+
+
+def drawn(batch: Batch, temperature: float, slots: int | None = None) -> dict[str, np.ndarray]:
+    """Completions of the batch's prompts, by what they are of."""
+    policy = Policy(Decoder(CONFIG), None, (1,), slots)
+    prompts = Prompts(batch.prompts, batch.prompt_mask, [""] * PROMPTS, [])
+    params = init_params(CONFIG, jax.random.key(0))
+    return draw(policy, params, prompts, jax.random.key(5), GROUP, TIME, Sampling(temperature))._asdict()
+
+
+def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[TrainState, dict]:
+    """State and metrics after a step on the batch, filled up as the loop does it."""
+    state = start()
+    reference = jax.tree.map(lambda x: x * 1.1, state.params)
+    batch = filled_up(batch, micro_batches * row_shards())
+    # Rows for every share of them, which the loop sees to as well.
+    shape = RowShape(rows=-(-3 // row_shards()) * row_shards(), tokens=12)
+    return update(
+        state,
+        {},
+        reference,
+        put_rows(batch),
+        jax.random.key(1),
+        pack(batch, shape) if packed else None,
+        decoder=Decoder(CONFIG),
+        algorithm=ALGORITHM,
+        optimizer=OPTIMIZER,
+        sampling=Sampling(0.9),
+        chunk=7,
+        micro_batches=None if packed else micro_batches,
+    )
+
+
+def numbers(sizes: tuple[int, int, int] | None, micro_batches: int, packed: bool = False) -> dict[str, np.ndarray]:
+    """Everything on a mesh, by name, as host arrays; Adam's first moment after a step is a tenth of the gradient."""
+    batch = batch_of(np.random.default_rng(0))
+    with on(sizes):
+        state, metrics = updated(batch, micro_batches, packed)
+        found = {f"metrics/{name}": value for name, value in on_host(metrics).items()}
+        found |= {f"gradient/{path}": 10 * leaf for path, leaf in flatten(on_host(state.optimizer_state[0].mu)).items()}
+        found |= {f"params/{path}": leaf for path, leaf in flatten(on_host(state.params)).items()}
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            found |= {f"{name}/{key}": value for key, value in drawn(batch, temperature).items()}
+    return found
+
+
+def under_pmap(devices: int) -> tuple[TrainState, dict]:
+    """State and metrics after a step on the batch, prompts filled up and shared out by jax.pmap."""
+    batch = filled_up(batch_of(np.random.default_rng(0)), devices)
+    state = start()
+    reference = jax.tree.map(lambda x: x * 1.1, state.params)
+
+    def own_update(state, reference, batch, key):
+        return update(
+            state,
+            {},
+            reference,
+            batch,
+            key,
+            decoder=Decoder(CONFIG),
+            algorithm=ALGORITHM,
+            optimizer=OPTIMIZER,
+            sampling=Sampling(0.9),
+            chunk=7,
+            micro_batches=1,
+            axis_name="devices",
+        )
+
+    shared = jax.tree.map(lambda x: jnp.reshape(x, (devices, -1, *x.shape[1:])), batch)
+    step = jax.pmap(own_update, axis_name="devices", in_axes=(None, None, 0, None), out_axes=None)
+    return step(state, reference, shared, jax.random.key(1))
+
+
+if __name__ == "__main__":
+    np.savez(sys.argv[1], **numbers((2, 2, 2), 2))

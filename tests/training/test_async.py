@@ -1,0 +1,245 @@
+"""Asynchronous runs: nothing too stale, nothing lost and nothing double, whoever dies or hangs."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recjax.config import RegimeConfig
+from recjax.config_loading import load_config
+from recjax.experience import store
+from recjax.training import generators
+from recjax.training.generators import Generators
+from recjax.training.metrics import read_metrics
+from tests.training.tiny_run import TINY, train, without_times
+
+ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Ray with two CPUs, which every run of this file then finds."""
+    ray = pytest.importorskip("ray")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+def learned(rows):
+    """What a run learned from and how."""
+    told = ("experience/", "generators/", "source_rows")
+    return [{name: row[name] for name in row if not name.startswith(told)} for row in without_times(rows)]
+
+
+# --- Generators alone, which draw in no time.
+
+
+def quick(folder):
+    """A function that says who drew what, and is slow or wrong where a file in the folder says so."""
+
+    def draw(number, version, weights):
+        if (folder / f"wrong{number}").exists():
+            raise ValueError(f"batch {number} is wrong")
+        (folder / f"at{number}").touch()
+        time.sleep(0.1)
+        while (folder / f"slow{number}").exists():
+            time.sleep(0.02)
+        return version, float(weights["w"].sum()), os.getpid()
+
+    return draw
+
+
+@pytest.fixture
+def two(ray, tmp_path):
+    """Two generators at work, and the folder that they look into."""
+    with Generators(RegimeConfig(mode="async", max_staleness=9, generators=2)) as apart:
+        apart.start(quick, tmp_path)
+        apart.publish(0, {"w": np.ones(3)})
+        yield apart, tmp_path
+
+
+def collected(apart, count):
+    """What arrives next, by number."""
+    found = []
+    while len(found) < count:
+        found += apart.arrived(wait=True)
+    assert len(dict(found)) == len(found) == count
+    return dict(found)
+
+
+def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
+    apart, folder = two
+    said = []
+    monkeypatch.setattr(generators.logging, "warning", lambda text, *values: said.append(text % values))
+    numbers = itertools.count(1)
+    for _ in range(4):
+        apart.issue(next(numbers))
+    assert apart.are_busy and list(apart.in_flight) == [1, 2, 3, 4]
+    first = collected(apart, 4)
+    assert {(version, total) for version, total, _ in first.values()} == {(0, 3.0)} and apart.arrived(False) == []
+    pids = {pid for *_, pid in first.values()}
+    assert len(pids) == 2
+    for version, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+        apart.publish(version, {"w": np.full(3, version)})
+        mine = [next(numbers) for _ in range(4)]
+        for number in mine[:2]:
+            (folder / f"slow{number}").touch()
+        for number in mine:
+            apart.issue(number)
+        while not all((folder / f"at{number}").exists() for number in mine[:2]):
+            time.sleep(0.02)
+        apart.publish(version + 10, {"w": np.full(3, version + 10)})
+        victim = min(pids)
+        os.kill(victim, how)
+        for number in mine[:2]:
+            (folder / f"slow{number}").unlink()
+        if how == signal.SIGSTOP:
+            apart._since = [began - 1000 for began in apart._since]
+        found = collected(apart, 4)
+        assert sorted(found) == mine and apart.in_flight == {}
+        # Two were drawn before, by the other one; two again, from the newest weights.
+        assert Counter(drawn_by for drawn_by, *_ in found.values())[version + 10] >= 2
+        pids = {pid for *_, pid in found.values()} - {victim}
+    assert apart.restarts >= 2
+    assert "died" in said[0] and "has not answered for regime.generator_seconds = 600" in said[-1]
+    assert all(line.startswith(("generator 1 of 2", "generator 2 of 2")) for line in said)
+
+
+def test_what_a_generator_raises_the_trainer_raises(two):
+    apart, folder = two
+    (folder / "wrong1").touch()
+    apart.issue(1)
+    with pytest.raises(ValueError, match="^batch 1 is wrong$"):
+        collected(apart, 1)
+
+
+def dies(folder):
+    """Something that never comes up."""
+    raise OSError("no room")
+
+
+def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(generators, "RESTARTS", 1)
+    with Generators(RegimeConfig(mode="async", max_staleness=0)) as apart:
+        apart.start(dies, tmp_path)
+        apart.publish(0, {})
+        apart.issue(7)
+        with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row; it was at batch 7"):
+            apart.arrived(wait=True)
+
+
+# --- Whole runs.
+
+
+def recorded(config):
+    """The rows of a run's store, without their times."""
+    rows = store.read(Path(config.output) / "experience")
+    plain = [row._replace(time=None) for row in rows]
+    return [[value.tolist() if isinstance(value, np.ndarray) else value for value in row] for row in plain]
+
+
+def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny):
+    options = ["experience.record=true", "evaluation.every=0"]
+    config, synchronous = tiny("async", *ASYNC, "regime.max_staleness=0", *options), tiny("sync", *options)
+    assert learned(train(config)) == learned(train(synchronous))
+    assert recorded(config) == recorded(synchronous)
+
+
+# Trains, noting what on, and loses a generator at its third step.
+DANGEROUS = """
+import sys
+import ray
+from recjax.config_loading import load_config
+from recjax.training import batches, loop
+from tests.training.tiny_run import train
+
+next_batch, trained_on, steps = loop.next_batch, batches._batch, []
+
+def numbered(source, held, step, params):
+    steps.append(step)
+    if len(steps) == 3:
+        ray.kill(source.generators._actors[0], no_restart=True)
+    return next_batch(source, held, step, params)
+
+def watched(source, groups):
+    with open(sys.argv[1] + "/trained.txt", "a") as file:
+        print(steps[-1], *(group.id for group in groups), file=file)
+    return trained_on(source, groups)
+
+loop.next_batch, batches._batch = numbered, watched
+train(load_config(sys.argv[1] + "/tiny.yaml", sys.argv[2:]))
+"""
+
+
+def descendants(pid):
+    """The processes that a process has started, and those that they have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    for _ in range(5):
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
+
+
+def is_running(pid):
+    """Whether a process is more than an entry that nobody has asked after."""
+    try:
+        return bool(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return False
+
+
+def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path):
+    pytest.importorskip("ray")
+    options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
+    config, trained = tiny("run", *options), tmp_path / "trained.txt"
+    trained.touch()
+    command = [sys.executable, "-c", DANGEROUS, str(tmp_path), f"output={config.output}", *options]
+    left_over = set()
+    for kill_at in (5, None):  # the last checkpoint being that of step 3
+        before = len(trained.read_text().splitlines())
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+            while kill_at and process.poll() is None:
+                if len(trained.read_text().splitlines()) - before >= kill_at:
+                    left_over |= descendants(process.pid)
+                    process.kill()
+                time.sleep(0.002)
+            _, said = process.communicate()
+        assert process.returncode == (-signal.SIGKILL if kill_at else 0), said
+    # What was trained on between a checkpoint and a kill is forgotten with it.
+    steps = {int(step): groups for step, *groups in map(str.split, trained.read_text().splitlines())}
+    everything = [f"{batch:06d}/{group:05d}" for batch in range(1, 15) for group in range(4)]
+    assert sorted(itertools.chain(*steps.values())) == everything
+    stored = store.read(Path(config.output) / "experience")
+    assert sorted({row.group_id for row in stored}) == everything and len({row.id for row in stored}) == 14 * 16
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
+    assert rows[-1]["generators/restarts"] == 1 and len(stored) == 14 * 16
+    # The staleness that is logged is that of the rows.
+    versions = {row.group_id: row.policy_version for row in stored}
+    for row in rows[1:]:
+        ages = Counter(str(row["step"] - 1 - versions[group]) for group in steps[row["step"]] for _ in range(4))
+        assert ages == row["staleness_rows"] and max(map(int, ages)) <= 2
+        assert row["experience/left_out/stale"] == 0
+    # Ray notices by itself that its driver is gone, the last of it after some seconds.
+    deadline = time.monotonic() + 60
+    while any(map(is_running, left_over)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_over and not any(map(is_running, left_over))

@@ -1,0 +1,86 @@
+"""What compiled programs hold: no second copy of the state, and scores of the vocabulary for a chunk at a time."""
+
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from recjax.algorithms.presets import build_algorithm
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling
+from recjax.rollout.sampler import sample
+from recjax.training.packing import RowShape, pack
+from recjax.training.update import TrainState, update
+from tests.training.test_update import make_batch
+
+# No other size is 1009, nor a multiple of it.
+CONFIG = DecoderConfig(1009, 16, 32, 2, 2, 1, 8)
+DECODER = Decoder(CONFIG, remat="full")
+PARAMS = init_params(CONFIG, jax.random.key(0))
+OPTIMIZER = optax.adamw(1e-3)
+STATE = TrainState(PARAMS, OPTIMIZER.init(PARAMS))
+CHUNK, TIME, PROMPTS, GROUP = 32, 40, 4, 3
+BATCH = make_batch(prompts=PROMPTS, group=GROUP, time=TIME)
+
+
+@functools.cache
+def compiled_update(packed: bool, chunk: int = CHUNK):
+    """The program of an update with a KL to a reference and an entropy bonus."""
+    overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}
+    return update.lower(
+        STATE,
+        {},
+        PARAMS,
+        BATCH,
+        jax.random.key(0),
+        pack(BATCH, RowShape(3, 64)) if packed else None,
+        decoder=DECODER,
+        algorithm=build_algorithm("grpo", overrides),
+        optimizer=OPTIMIZER,
+        sampling=Sampling(0.9),
+        chunk=chunk,
+        micro_batches=None if packed else 2,
+    ).compile()
+
+
+def most_rows_of_scores(compiled) -> int:
+    """Of all arrays in a program with a vocabulary's axis, whatever their type: how often the most hold it."""
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", compiled.as_text())}
+    rows = [math.prod(shape) // CONFIG.vocab_size for shape in shapes if math.prod(shape) % CONFIG.vocab_size == 0]
+    assert rows, "the program has no scores at all"
+    return max(rows)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_state_is_updated_in_its_own_memory(packed):
+    memory = compiled_update(packed).memory_analysis()
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(STATE))
+    assert memory.alias_size_in_bytes == state
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2048, "beside the state, only metrics come out"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_update_holds_the_scores_of_one_chunk(packed):
+    assert most_rows_of_scores(compiled_update(packed)) == CHUNK
+    # Weights, their gradients and those of a micro-batch are of the vocabulary too, and smaller.
+    assert CHUNK > CONFIG.hidden_size
+
+
+def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
+    chunked = compiled_update(True).memory_analysis().temp_size_in_bytes
+    everything = compiled_update(True, chunk=3 * 64)
+    assert most_rows_of_scores(everything) == 3 * 64
+    assert chunked < everything.memory_analysis().temp_size_in_bytes - (3 * 64 - CHUNK) * CONFIG.vocab_size * 4
+
+
+def test_sampling_holds_the_scores_of_one_token_a_row():
+    options = {"group_size": GROUP, "max_tokens": TIME, "sampling": Sampling(0.9), "stop_ids": (1,)}
+    prompts = BATCH.prompts, np.ones_like(BATCH.prompt_mask)
+    compiled = sample.lower(DECODER, PARAMS, *prompts, jax.random.key(0), **options).compile()
+    # As many, or a weight's number of them.
+    assert most_rows_of_scores(compiled) == max(PROMPTS * GROUP, CONFIG.hidden_size)
+    assert compiled.memory_analysis().temp_size_in_bytes < PROMPTS * GROUP * TIME * CONFIG.vocab_size * 4

@@ -1,0 +1,89 @@
+"""Meshes, the rules that place parameters on them, and what is refused."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from recjax.config import LoraConfig, MeshConfig
+from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.placement import RULES, param_axes, param_shardings
+from recjax.models.trainable import adapted, flatten
+from recjax.training.mesh import batch_sharding, check_fits, make_mesh
+
+EVERYTHING = DecoderConfig(
+    *(12, 16, 32, 2, 4, 2, 8), tie_embeddings=False, qkv_bias=True, qk_norm=True, post_norms=True
+)
+EVERYTHING = adapted(EVERYTHING, LoraConfig(rank=2, targets=["query", "output", "gate", "down"]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [((-1, 1, 1), (4, 1, 1)), ((1, -1, 2), (1, 2, 2)), ((2, 2, -1), (2, 2, 1)), ((1, 4, 1), (1, 4, 1))],
+)
+def test_sizes_multiply_to_the_devices(sizes, shape):
+    mesh = make_mesh(MeshConfig(*sizes))
+    assert mesh.axis_names == ("data", "fsdp", "tensor") and tuple(mesh.shape.values()) == shape
+    assert sorted(device.id for device in mesh.devices.flat) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, -1), (1, 1, 1), (4, 2, 1), (-1, 8, 1)])
+def test_sizes_that_do_not_are_refused_with_their_names(sizes):
+    named = ", ".join(f"{name} {size}" for name, size in zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    with pytest.raises(ValueError, match=f"mesh: {named}: .* the 4 devices there are; set"):
+        make_mesh(MeshConfig(*sizes))
+
+
+def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
+    shapes = abstract_params(EVERYTHING)
+    mesh = make_mesh(MeshConfig(1, 2, 2))
+    shardings = flatten(param_shardings(mesh, shapes))
+    used = {rule for path in shardings for rule, _ in RULES if re.search(f"(^|/)({rule})$", path)}
+    assert used == {rule for rule, _ in RULES}
+    for path, leaf in flatten(shapes).items():
+        # A matrix is split into four, but for adapters, which are thin; norms are whole.
+        parts = leaf.size // np.prod(shardings[path].shard_shape(leaf.shape))
+        assert parts == (1 if path.endswith("scale") else 2 if "lora" in path or path.endswith("bias") else 4), path
+
+
+def test_an_optimizers_state_lies_where_its_parameters_do():
+    shapes = abstract_params(EVERYTHING)
+    state = jax.eval_shape(optax.adamw(1e-3).init, shapes)
+    mesh = make_mesh(MeshConfig(1, 2, 2))
+    placed = param_shardings(mesh, state)
+    assert placed[0].mu == placed[0].nu == param_shardings(mesh, shapes)
+    assert placed[0].count.spec == PartitionSpec()
+
+
+def test_a_path_without_a_rule_is_named():
+    with pytest.raises(ValueError, match=r"parameter 'layers/gate/bias' of shape \(2, 32\) has no rule"):
+        param_axes("layers/gate/bias", (2, 32))
+    with pytest.raises(ValueError, match="has no rule"):
+        param_axes("unheard_of/norms/scale", (2,))
+
+
+def test_what_an_axis_does_not_divide_is_whole():
+    mesh = make_mesh(MeshConfig(1, 1, 4))
+    odd = dataclasses.replace(EVERYTHING, vocab_size=13)
+    assert param_shardings(mesh, abstract_params(odd))["head"]["kernel"].spec == PartitionSpec("fsdp", None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 1, 4), r"mesh.tensor = 4 does not divide the model's 6 attention heads; take 3"),
+        ((1, 4, 1), r"mesh.fsdp = 4 does not divide the model's 18 units of the stream; take 3"),
+    ],
+)
+def test_a_model_that_does_not_split_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        check_fits(make_mesh(MeshConfig(*sizes)), DecoderConfig(12, 18, 32, 2, 6, 2, 8))
+    check_fits(make_mesh(MeshConfig(*sizes)), EVERYTHING)
+
+
+def test_rows_are_split_over_data_and_fsdp():
+    assert batch_sharding(make_mesh(MeshConfig(2, 2, 1))).shard_shape((8, 3)) == (2, 3)

@@ -1,0 +1,98 @@
+"""On any mesh the same numbers come out, and memory is split as the rules say."""
+
+import functools
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from recjax.models.placement import on_host, param_shardings
+from recjax.models.trainable import flatten
+from recjax.training import checkpoint
+from tests.training.on_mesh import batch_of, drawn, numbers, on, start, under_pmap, updated
+
+CLOSE = {"rtol": 1e-3, "atol": 2e-5}
+
+
+@functools.cache
+def on_one_device():
+    return numbers(None, 1)
+
+
+def assert_equal(found, expected):
+    """Tokens exactly; real numbers but for the order in which they were added."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        if np.issubdtype(np.asarray(value).dtype, np.floating):
+            np.testing.assert_allclose(value, expected[name], **CLOSE, err_msg=name)
+        else:
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("sizes", "micro_batches"), [((2, 1, 1), 3), ((1, 1, 4), 1)])
+def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
+    assert_equal(numbers(sizes, micro_batches), on_one_device())
+
+
+def test_eight_devices_change_no_number(tmp_path):
+    subprocess.run([sys.executable, "-m", "tests.training.on_mesh", tmp_path / "eight.npz"], check=True)
+    with np.load(tmp_path / "eight.npz") as found:
+        assert_equal(dict(found), on_one_device())
+
+
+def test_packed_rows_on_a_mesh_change_no_number():
+    with on((2, 2, 1)):
+        _, metrics = updated(batch_of(np.random.default_rng(0)), 1, packed=True)
+        found = {f"metrics/{name}": value for name, value in on_host(metrics).items()}
+    assert_equal(found, {name: value for name, value in on_one_device().items() if name.startswith("metrics/")})
+
+
+def test_slots_on_a_mesh_draw_the_same():
+    batch, expected = batch_of(np.random.default_rng(0)), on_one_device()
+    with on((2, 1, 2)):
+        found = {f"sampled/{name}": value for name, value in drawn(batch, 1.0, slots=8).items()}
+    assert_equal(found, {name: value for name, value in expected.items() if name.startswith("sampled/")})
+
+
+def test_pmap_gives_the_numbers_of_one_device():
+    state, metrics = jax.device_get(under_pmap(4))
+    expected = on_one_device()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, expected[f"metrics/{name}"], **CLOSE, err_msg=name)
+    for path, value in flatten(state.params).items():
+        np.testing.assert_allclose(value, expected[f"params/{path}"], **CLOSE, err_msg=path)
+
+
+def test_a_state_is_split_from_the_start_and_stays_so():
+    batch = batch_of(np.random.default_rng(0))
+    with on((1, 4, 1)):
+        mesh, before = jax.sharding.get_mesh(), start()
+        after, metrics = updated(batch, 2)
+        assert_equal(metrics, {name: on_one_device()[f"metrics/{name}"] for name in metrics})
+        for state in (before, after):
+            for path, leaf in flatten(state._asdict()).items():
+                expected = flatten(param_shardings(mesh, state._asdict()))[path]
+                assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), path
+        most = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(after))
+        assert most < 0.3 * sum(leaf.nbytes for leaf in jax.tree.leaves(after))
+
+
+def test_a_checkpoint_of_one_mesh_restores_onto_another(tmp_path):
+    with on((1, 4, 1)):
+        state = start()
+        with checkpoint.open_checkpoints(tmp_path, 1) as manager:
+            held = checkpoint.Held(state.params, 0, [], checkpoint.feeds.EMPTY)
+            checkpoint.save(manager, checkpoint.Snapshot(3, state, held, {"tokens": 7}))
+    for sizes in ((2, 1, 2), None):
+        with on(sizes), checkpoint.open_checkpoints(tmp_path, 1) as manager:
+            here = start()
+            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, here)
+            restored = checkpoint.restore(manager, like, like.params)
+            chex.assert_trees_all_equal(on_host(restored.state), on_host(here))
+            assert (restored.step, restored.progress) == (3, {"tokens": 7})
+            for leaf, expected in zip(*map(jax.tree.leaves, (restored.state, like)), strict=True):
+                assert leaf.sharding == expected.sharding

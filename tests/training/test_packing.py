@@ -1,0 +1,201 @@
+"""Packing: every sequence whole and once, equal gradients, one compiled program, little padding."""
+
+import chex
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recjax.config_loading import load_config
+from recjax.experience.records import Batch
+from recjax.experience.rows import Shape
+from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
+from recjax.training.setup import prepare
+from recjax.training.update import update
+from tests.training.test_update import make_batch, step
+from tests.training.tiny_run import TINY, train
+
+SHAPE = RowShape(3, 9)  # the longest sequence of make_batch is 4 + 5 - 1 tokens
+
+
+def ragged(seed=0):
+    """Unequal lengths, rows without a token, and a prompt whose rows have none."""
+    batch = make_batch(seed)
+    batch.completion_mask[[1, 6, 7, 8]] = False
+    batch.completion_mask[0], batch.prompt_mask[0] = True, True
+    return batch
+
+
+def same_step(one, other):
+    chex.assert_trees_all_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "opmd", "red_weight", "pairwise_consistency"])
+def test_packing_changes_nothing(preset):
+    batch, whole_prompts = ragged(), preset == "pairwise_consistency"
+    packed = pack(batch, SHAPE, whole_prompts)
+    assert packed.count > 1 and (packed.segments > 1).any()
+    params, metrics = step(batch, preset, packed=packed)
+    same_step((params, metrics), step(batch, preset))
+    assert metrics["gradient_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean_token_mean"])
+def test_packing_changes_nothing_with_kl_and_entropy(name):
+    overrides = {
+        "reduction": {"name": name},
+        "reference_kl": {"coefficient": 0.1, "estimator": "k3"},
+        "entropy": {"coefficient": 0.01},
+        "regularizer": {"name": "squared_log_ratio_per_completion"},
+    }
+    batch = ragged()
+    packed = pack(batch, SHAPE)
+    same_step(step(batch, "grpo", overrides=overrides, packed=packed), step(batch, "grpo", overrides=overrides))
+
+
+def test_one_program_serves_batches_of_any_lengths():
+    step(ragged(), packed=pack(ragged(), SHAPE))
+    before, counts = update._cache_size(), set()
+    for seed in range(4):
+        batch = ragged(seed)
+        batch.completion_mask[:, seed + 1 :] = False
+        packed = pack(batch, SHAPE)
+        same_step(step(batch, packed=packed), step(batch))
+        counts.add(int(packed.count))
+    nothing = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
+    params, metrics = step(nothing, packed=pack(nothing, SHAPE))
+    same_step((params, metrics), step(nothing))
+    assert metrics["gradient_norm"] == 0 and len(counts) > 1
+    # One more is the unpacked program, where no test before has compiled it.
+    assert update._cache_size() <= before + 1
+
+
+@st.composite
+def batches(draw):
+    prompts, group, time = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    batch = make_batch(draw(st.integers(0, 99)), prompts, group, time)
+    lengths = draw(st.lists(st.integers(0, time), min_size=prompts * group, max_size=prompts * group))
+    return batch._replace(completion_mask=np.arange(time) < np.array(lengths)[:, None])
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(0, 40), st.integers(1, 3), st.booleans())
+def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_prompts):
+    longest = 4 + batch.completions.shape[1] - 1
+    group = len(batch.completions) // len(batch.prompts)
+    together = group if whole_prompts else 1
+    shape = row_shape(longest * together * multiple + more, longest, together, multiple)
+    assert shape.rows % multiple == 0 and shape.rows * shape.tokens <= longest * together * multiple + more
+    packed = pack(batch, shape, whole_prompts)
+    assert packed.tokens.shape == (len(packed.first), *shape)
+    assert packed.count <= len(packed.first) and not packed.segments[packed.count :].any()
+    placed = 0
+    for index, length in enumerate(sequence_lengths(batch)):
+        (where,) = np.flatnonzero(packed.first[:, index] >= 0) if length else (None,)
+        if where is None:
+            assert (packed.first[:, index] == -1).all()
+            continue
+        prompt = batch.prompts[index // group][batch.prompt_mask[index // group]]
+        completion = batch.completions[index][batch.completion_mask[index]]
+        row, place = divmod(int(packed.first[where, index]), shape.tokens)
+        here = slice(place - len(prompt) + 1, place + len(completion))
+        assert packed.tokens[where, row, here].tolist() == [*prompt, *completion[:-1]]
+        assert packed.targets[where, row, here].tolist() == [*prompt[1:], *completion]
+        assert packed.positions[where, row, here].tolist() == list(range(length))
+        (segment,) = set(packed.segments[where, row, here].tolist())
+        assert segment > 0 and (packed.segments[where, row] == segment).sum() == length
+        placed += length
+    assert placed == (packed.segments > 0).sum()
+    if whole_prompts:
+        together = (packed.first >= 0).reshape(len(packed.first), -1, group).any(-1)
+        assert (together.sum(0) <= 1).all()
+
+
+def test_completions_of_a_prompt_stay_together_where_they_are_compared():
+    def most_micro_batches_of_a_prompt(whole_prompts):
+        packed = pack(make_batch(), SHAPE, whole_prompts)
+        return (packed.first >= 0).reshape(len(packed.first), -1, 3).any(-1).sum(0).max()
+
+    assert most_micro_batches_of_a_prompt(True) == 1 < most_micro_batches_of_a_prompt(False)
+
+
+def gsm8k_like(generator) -> Batch:
+    """96 prompts of 110 tokens and 8 completions each of 190, both medians of log-normals, cut at 256 and 1024."""
+    prompts = np.clip(generator.lognormal(np.log(110), 0.3, 96).astype(int), 50, 256)
+    completions = np.clip(generator.lognormal(np.log(190), 0.5, 768).astype(int), 1, 1024)
+    batch = make_batch(prompts=96, group=8, time=1024)
+    return batch._replace(
+        prompts=np.zeros((96, 256), np.int32),
+        prompt_mask=np.arange(256) < prompts[:, None],
+        completion_mask=np.arange(1024) < completions[:, None],
+    )
+
+
+@pytest.mark.parametrize("budget", [2048, 8192, 16384])
+def test_little_padding_on_lengths_like_those_of_gsm8k(budget):
+    for seed in range(3):
+        batch = gsm8k_like(np.random.default_rng(seed))
+        packed = pack(batch, row_shape(budget, 256 + 1024 - 1))
+        assert padding_waste(batch, packed) < 0.1
+        assert padding_waste(batch, packed) == pytest.approx(1 - (packed.segments[: packed.count] > 0).mean())
+        assert padding_waste(batch, None) > 0.7
+
+
+def test_padding_waste_of_whole_prompts_counts_every_position_that_is_run():
+    batch = make_batch(prompts=2, group=2, time=3)
+    batch.prompt_mask[:] = [[1, 1, 1, 0], [1, 0, 0, 0]]
+    batch.completion_mask[:] = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]
+    # 4 of 8 of the prompts; 2 + 1 + 0 + 0 of 8 of the completions, whose last tokens are not run.
+    assert padding_waste(batch, None) == pytest.approx(1 - 7 / 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((99, 100), ["training.tokens_per_micro_batch = 99", "room for 100 tokens", "raise it to 100"]),
+        ((799, 100, 8), ["8 of the longest sequences, 100 tokens each", "raise it to 800"]),
+        ((399, 100, 1, 4), ["100 tokens on each of 4 devices", "raise it to 400"]),
+    ],
+)
+def test_a_budget_too_small_is_refused(arguments, words):
+    with pytest.raises(ValueError) as error:
+        row_shape(*arguments)
+    assert all(word in str(error.value) for word in words)
+    row_shape(arguments[0] + 1, *arguments[1:])
+
+
+def test_no_batch_gets_more_rows_than_it_has_sequences(tiny):
+    config = tiny("training.tokens_per_micro_batch=2048")
+    assert shape_for(config, Shape(2, 3, 10, 91)) == (6, 102)
+    assert shape_for(config, Shape(2, 3, 10, 91), multiple=4) == (8, 102)
+    assert shape_for(config, Shape(20, 3, 10, 91)) == (20, 102)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from overrides to a config of two steps of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    names = iter("abc")
+    return lambda *overrides: load_config(path, [f"output={tmp_path / next(names)}", "training.steps=2", *overrides])
+
+
+def test_a_run_by_a_budget_of_tokens_is_the_same_run(tiny):
+    whole, packed = train(tiny()), train(tiny("training.tokens_per_micro_batch=20"))
+    for one, other in zip(whole[1:], packed[1:], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["update_norm"] == pytest.approx(other["update_norm"], rel=1e-3)
+        assert 0 <= other["padding_waste"] < 1 and 0 < one["padding_waste"] < 1
+
+
+@pytest.mark.parametrize(("preset", "least"), [("grpo", 6), ("pairwise_consistency", 24)])
+def test_a_budget_too_small_is_refused_before_work_starts(tiny, preset, least):
+    words = f"training.tokens_per_micro_batch = 5: .* raise it to {least} or more"
+    with pytest.raises(ValueError, match=words):
+        prepare(tiny("training.tokens_per_micro_batch=5", f"algorithm.preset={preset}"))
+
+
+def test_rows_are_as_many_as_the_budget_allows_and_end_at_a_tile():
+    assert row_shape(16384, 1279) == (12, 1280)
+    assert row_shape(16384, 1279, multiple=8) == (8, 2048)
+    assert row_shape(300, 130) == (2, 150)

@@ -1,0 +1,122 @@
+"""Collectives and matrix products of programs, against what their shapes say."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from recjax.training.program_costs import Traffic, collectives, matmul_flops
+
+LAYERS, WIDTH, ROWS = 6, 32, 16
+
+
+def stack(params, rows):
+    """Gradients of a scan over layers, each of them recomputed in the backward pass."""
+
+    def loss(params):
+        hidden, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), rows, params)
+        return jnp.sum(hidden**2)
+
+    return jax.grad(loss)(params)
+
+
+def test_products_are_counted_as_often_as_loops_run_and_recomputed_ones_too():
+    shapes = jnp.zeros((LAYERS, WIDTH, WIDTH)), jnp.zeros((ROWS, WIDTH))
+    once = 2 * ROWS * WIDTH * WIDTH
+    forward = jax.make_jaxpr(lambda params, x: jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0])(*shapes)
+    assert matmul_flops(forward) == LAYERS * once
+    # Forward, again, and twice backward.
+    assert matmul_flops(jax.make_jaxpr(stack)(*shapes)) == 4 * LAYERS * once
+
+
+def test_loops_of_unknown_length_count_as_told_and_branches_as_the_costliest():
+    def loop(x, w):
+        return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ w, x)
+
+    def branch(x, w):
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ w @ w, lambda x: x @ w, x)
+
+    shapes, once = (jnp.zeros((ROWS, WIDTH)), jnp.zeros((WIDTH, WIDTH))), 2 * ROWS * WIDTH * WIDTH
+    assert matmul_flops(jax.make_jaxpr(loop)(*shapes), unknown_trips=7) == 7 * once
+    assert matmul_flops(jax.make_jaxpr(branch)(*shapes)) == 2 * once
+    batched = jax.make_jaxpr(lambda a, b: jnp.einsum("nij,njk->nik", a, b))(jnp.zeros((3, 4, 5)), jnp.zeros((3, 5, 6)))
+    assert matmul_flops(batched) == 2 * 3 * 4 * 5 * 6
+
+
+def test_collectives_of_a_compiled_loop_are_what_the_layout_asks_for():
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    split, rows = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((None, "fsdp"), ("fsdp",)))
+    params = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32, sharding=split)
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=rows)
+    text = jax.jit(stack, out_shardings=split).lower(params, batch).compile().as_text()
+    found = collectives(text)
+    layer = 4 * WIDTH * WIDTH
+    # Weights come together for a layer's forward pass and again for its backward pass, gradients are summed once.
+    assert found["all-gather"] == Traffic(2 * LAYERS, 2 * LAYERS * layer * 3 // 4)
+    assert found["all-reduce"] == Traffic(LAYERS, LAYERS * layer * 2 * 3 // 4)
+    assert {*found} == {"all-gather", "all-reduce"}
+
+
+def program(*instructions, **computations):
+    """A module's text: an entry with these instructions, and other computations."""
+    blocks = [f"%{name} (x: f32[8]) -> f32[8] {{\n{body}\n}}" for name, body in computations.items()]
+    return "\n".join([*blocks, "ENTRY %main (x: f32[8]) -> f32[8] {", *("  " + line for line in instructions), "}"])
+
+
+@pytest.mark.parametrize(
+    ("instruction", "kind", "sent"),
+    [
+        ("%a = f32[8,16]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}", "all-gather", 384),
+        ("%a = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%x), replica_groups=[2,8]<=[16]", "all-gather", 224),
+        ("%a = f32[8] all-reduce(%x), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add", "all-reduce", 32),
+        (
+            "%a = f32[8] all-reduce(%x), replica_groups=mesh['a'=2,'b'=4,'c'=2], device_ids=([2,8]T(1,0)) {'a','b'}",
+            "all-reduce",
+            56,
+        ),
+        ("%a = (f32[8], bf16[8]) all-reduce(%x, %y), replica_groups={{0,1}}", "all-reduce", 48),
+        ("%a = f32[2] reduce-scatter(%x), replica_groups={{0,1,2,3}}", "reduce-scatter", 24),
+        ("%a = f32[8] all-to-all(%x), replica_groups={{0,1,2,3}}", "all-to-all", 24),
+        ("%a = f32[8] collective-permute(%x), source_target_pairs={{0,1},{1,0}}", "collective-permute", 32),
+        ("%a = (f32[2], f32[8]) all-gather-start(%x), replica_groups={{0,1,2,3}}", "all-gather", 24),
+        ("%a = (f32[8], f32[8], u32[], u32[]) collective-permute-start(%x)", "collective-permute", 32),
+        ("%a = f32[8] all-reduce-start(%x), replica_groups={{0,1}}", "all-reduce", 32),
+    ],
+)
+def test_bytes_sent_by_kind_group_and_way_of_writing(instruction, kind, sent):
+    assert collectives(program(instruction)) == {kind: Traffic(1, sent)}
+
+
+def test_what_ends_a_collective_or_has_one_device_is_none():
+    assert collectives(program("%a = f32[8] all-reduce-done(%x)", "%b = f32[8] add(%x, %all-reduce.1)")) == {}
+    assert collectives(program("%a = f32[8] all-reduce(%x), replica_groups={{0},{1}}")) == {}
+
+
+def test_unknown_ways_of_writing_are_an_error_and_not_a_wrong_number():
+    with pytest.raises(ValueError, match="names its devices in an unknown way"):
+        collectives(program("%a = f32[8] all-reduce(%x), replica_groups=everyone"))
+
+
+GATHER = "  %g = f32[8] all-gather(%x), channel_id=7, replica_groups={{0,1}}"
+LOOP = "%w = f32[8] while(%x), condition=%condition, body=%body"
+
+
+def test_loops_nest_and_their_turns_are_read_off_or_told():
+    below = "  %c = s32[] constant(5)\n  ROOT %l = pred[] compare(%i, %c), direction=LT"
+    both = below.replace("ROOT %l", "%l") + "\n  ROOT %a = pred[] and(%l, %m)"
+    stated = LOOP + ', backend_config={"known_trip_count":{"n":"3"}}'
+    assert collectives(program(LOOP, condition=below, body=GATHER))["all-gather"].count == 5
+    assert collectives(program(LOOP, condition=both, body=GATHER), unknown_trips=9)["all-gather"].count == 9
+    assert collectives(program(stated, condition=both, body=GATHER), unknown_trips=9)["all-gather"].count == 3
+    nested = {"outer": "  " + LOOP, "condition": below, "body": GATHER, "four": below.replace("(5)", "(4)")}
+    outer = "%v = f32[8] while(%x), condition=%four, body=%outer"
+    assert collectives(program(outer, **nested))["all-gather"] == Traffic(20, 20 * 16)
+
+
+def test_parts_of_one_collective_count_once_and_a_tpus_sum_and_slice_is_a_reduce_scatter():
+    calls = ["%a = f32[8] fusion(%x), calls=%first", "%b = f32[8] fusion(%x), calls=%second"]
+    assert collectives(program(*calls, first=GATHER, second=GATHER)) == {"all-gather": Traffic(1, 16)}
+    text = program("%a = f32[4] fusion(%x), calls=%scatter").replace("%scatter", "%all-reduce-scatter.1")
+    body = "  %r = f32[8] all-reduce(%x), replica_groups={{0,1}}"
+    text = f"%all-reduce-scatter.1 (x: f32[8]) -> f32[4] {{\n{body}\n}}\n{text}"
+    assert collectives(text) == {"reduce-scatter": Traffic(1, 16)}

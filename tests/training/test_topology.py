@@ -1,0 +1,58 @@
+"""Topologies by name: what is known, what is refused, what the TPU's compiler says of them."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from recjax.training.topology import CHIPS, GIB, larger_slices, load_target
+
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+def test_host_is_the_devices_here_and_an_equal_share_of_the_memory():
+    target = load_target("host")
+    assert list(target.devices) == jax.devices() and len(target.devices) == 4
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) * 1024
+    assert abs(target.memory * 4 - total) < 8192
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5e:3x4", "v5e:4x4x1", "v9:2x2", "V5E:4x4", "", "gpu", "v4:4x4"])
+def test_an_unknown_topology_is_refused_with_those_that_are_known(name):
+    with pytest.raises(ValueError, match=r"--topology .* not known; give host, .*v5e: 1x1 2x2.*v4: 1x1x1"):
+        load_target(name)
+
+
+@pytest.mark.skipif(LIBTPU, reason="libtpu is installed")
+def test_without_libtpu_the_remedy_is_named():
+    with pytest.raises(ValueError, match=r"v5e:4x4: libtpu.*needs no TPU: pip install -e \"\.\[tpu\]\""):
+        load_target("v5e:4x4")
+
+
+def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
+    def chips(name):
+        total = 1
+        for length in name.split(":")[1].split("x"):
+            total *= int(length)
+        return total
+
+    assert larger_slices("v5e:4x4") == ["v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"]
+    assert larger_slices("v5p:8x8x8") == larger_slices("host") == []
+    for generation, chip in CHIPS.items():
+        first = f"{generation}:{chip.slices[0]}"
+        assert sorted(larger_slices(first), key=chips) == larger_slices(first) and chips(first) == 1
+
+
+@pytest.mark.skipif(not LIBTPU, reason='needs libtpu, of pip install -e ".[tpu]"; no TPU')
+def test_every_slice_has_a_device_a_chip_and_a_program_too_large_is_told_the_memory_of_the_table():
+    for generation, chip in CHIPS.items():
+        for shape in chip.slices:
+            lengths = [int(length) for length in shape.split("x")]
+            devices = load_target(f"{generation}:{shape}").devices
+            assert len(devices) == lengths[0] * lengths[1] * (lengths[2] if len(lengths) == 3 else 1)
+        target = load_target(f"{generation}:{chip.slices[0]}")
+        where = jax.sharding.SingleDeviceSharding(target.devices[0])
+        large = jax.ShapeDtypeStruct((int(target.memory // 8 + GIB // 8), 8), "int8", sharding=where)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{chip.memory}G"):
+            jax.jit(lambda x: x + 1).lower(large).compile()
