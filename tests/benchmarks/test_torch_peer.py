@@ -57,6 +57,19 @@ def test_greedy_tokens_are_those_of_transformers(folder, model, batch, shared):
     torch.testing.assert_close(logprobs, (wanted * ~ended).detach(), atol=1e-5, rtol=1e-5)
 
 
+def test_rows_end_at_their_first_stop_and_stay_ended(folder, batch):
+    sizes, weights = torch_llama.load(folder / "model", torch.device("cpu"))
+    torch.manual_seed(0)
+    stops = list(range(0, 64, 4))
+    tokens, logprobs, mask = torch_decode.generate(sizes, weights, batch["prompts"].long(), 8, 12, stops, True)
+    lengths = mask.sum(1)
+    torch.testing.assert_close(mask, torch.arange(12) < lengths[:, None])
+    stopped = torch.isin(tokens, torch.tensor(stops)) & mask
+    last = stopped.gather(1, lengths[:, None] - 1)[:, 0]
+    assert (stopped.sum(1) == last).all() and (last | (lengths == 12)).all() and len(lengths.unique()) > 3
+    assert (logprobs[mask] < 0).all() and (tokens[~mask] == 0).all() and (logprobs[~mask] == 0).all()
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_logprobs_and_gradients_are_those_of_transformers(folder, model, batch, shared):
     sizes, weights = torch_llama.load(folder / "model", torch.device("cpu"))
