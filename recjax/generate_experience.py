@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,17 @@ from absl import app, flags, logging
 from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.collect import draw, scored
-from recjax.experience.rows import rows_of_batch
-from recjax.experience.tokenise import tokenizer_name
-from recjax.models.logprobs import Sampling
+from recjax.experience.feed import EMPTY
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
-from recjax.rollout.prompts import batch_indices, encode_problems
+from recjax.rollout.prompts import encode_problems
 from recjax.tasks.grading import Grading
 from recjax.tasks.loading import load_task
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import progress_bar
 from recjax.training.setup import Setup, prepare, untrained, without_long_prompts
+from recjax.training.source import Held, drawing_source, drawn_rows
 from recjax.training.trained import run_config, run_params
 
 FLAGS = flags.FLAGS
@@ -64,42 +61,15 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         Grading(config, setup.reward) as grading,
         progress_bar("generate", steps, initial=steps - len(missing)) as bar,
     ):
+        # A config may name the store that this is to make.
+        drawing = drawing_source(dataclasses.replace(config, experience=None), setup, {}, grading)
+        held = Held(setup.initial_params, version, [], EMPTY)
         for number in missing:
-            rows = drawn_rows(config, setup, grading, version, number, f"{name}/{number:06d}", source)
+            rows, _ = drawn_rows(drawing, held, number, f"{name}/", source)
             store.append(folder, rows)
             bar.set_postfix(reward=f"{sum(row.reward for row in rows) / len(rows):.2f}", refresh=False)
             bar.update()
     return len(missing)
-
-
-def drawn_rows(
-    config: Config, setup: Setup, grading: Grading, version: int, number: int, name: str, source: str
-) -> list[store.Experience]:
-    """Batch `number`, as an offline run with this config would draw it.
-
-    Args:
-        setup: the policy, and what it is asked.
-        grading: open.
-        version: optimiser updates that the policy has had.
-        name: of the batch; see `rows_of_batch`.
-    """
-    rollout, policy = config.rollout, setup.policy
-    prompts = setup.train.take(batch_indices(len(setup.train.texts), rollout.prompts_per_step, number, config.seed))
-    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
-    params, limit = setup.initial_params, rollout.max_completion_tokens
-    drawn = draw(policy, params, prompts, key, rollout.group_size, limit, sampling)
-    batch, texts = scored(policy, prompts, drawn, grading, version)
-    return rows_of_batch(
-        batch,
-        texts,
-        prompts,
-        name=name,
-        source=source,
-        tokenizer=tokenizer_name(policy.tokenizer),
-        sampling=sampling,
-        time=datetime.now(UTC),
-    )
 
 
 def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, int]:

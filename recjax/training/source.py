@@ -86,6 +86,12 @@ def open_source(
     )
 
 
+def drawing_source(config: Config, setup: Setup, frozen: dict, grading: Grading) -> Source:
+    """A source for `drawn_rows` alone, with no run around it."""
+    tokenizer = tokenizer_name(setup.policy.tokenizer)
+    return Source(config, setup, frozen, grading, PhaseSeconds({}), tokenizer, None, {}, None)
+
+
 def own(config: Config) -> tuple[int, int]:
     """Prompts of a batch, and completions of each, that the policy draws itself."""
     rollout, mix = config.rollout, config.experience and config.experience.mix
@@ -105,8 +111,15 @@ def drawn(source: Source, held: Held, number: int) -> tuple[Prompts, Completions
         return prompts, draw(setup.policy, params, prompts, key, group_size, limit, run_sampling(config))
 
 
-def drawn_rows(source: Source, held: Held, number: int) -> tuple[list[store.Experience], dict[str, int]]:
-    """The scored rows of a batch, and how many of them could not be graded, by reason."""
+def drawn_rows(
+    source: Source, held: Held, number: int, prefix: str = "", author: str = "policy"
+) -> tuple[list[store.Experience], dict[str, int]]:
+    """The scored rows of a batch, and how many of them could not be graded, by reason.
+
+    Args:
+        prefix: of the rows' ids, before the batch's number.
+        author: the rows' source.
+    """
     config, policy = source.config, source.setup.policy
     prompts, completions = drawn(source, held, number)
     with source.phases.phase("score"):
@@ -115,8 +128,8 @@ def drawn_rows(source: Source, held: Held, number: int) -> tuple[list[store.Expe
         batch,
         texts,
         prompts,
-        name=f"{number:06d}",
-        source="policy",
+        name=f"{prefix}{number:06d}",
+        source=author,
         tokenizer=source.tokenizer,
         sampling=run_sampling(config),
         time=datetime.now(UTC),
@@ -127,9 +140,7 @@ def drawn_rows(source: Source, held: Held, number: int) -> tuple[list[store.Expe
 def drawer(config: Config, setup: Setup, frozen: dict) -> Callable[[int, int, dict], tuple]:
     """What a generator runs: from a batch's number, policy version and weights to `drawn_rows`."""
     grading = Grading(config, setup.reward).__enter__()  # until its process ends
-    frozen = jax.tree.map(jnp.asarray, frozen)
-    tokenizer = tokenizer_name(setup.policy.tokenizer)
-    source = Source(config, setup, frozen, grading, PhaseSeconds({}), tokenizer, None, {}, None)
+    source = drawing_source(config, setup, jax.tree.map(jnp.asarray, frozen), grading)
 
     def draw(number: int, version: int, weights: dict) -> tuple:
         return drawn_rows(source, Held(jax.tree.map(jnp.asarray, weights), version, [], feeds.EMPTY), number)
