@@ -29,6 +29,7 @@ from recjax.analysis.samples import results
 from recjax.analysis.samples_figure import draw_evaluation
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
+from recjax.host_memory import keep_freed_memory
 from recjax.rollout.prompts import Prompts, encode_problems
 from recjax.tasks.graders import task_name
 from recjax.tasks.grading import Grading
@@ -47,6 +48,7 @@ FLAGS = flags.FLAGS
 def main(argv: list[str]) -> None:
     """Evaluates, writes the folder, prints the numbers."""
     logging.set_verbosity(logging.WARNING)
+    keep_freed_memory()
     keep_compiled_programs()
     try:
         checkpoint, overrides = split_arguments(argv[1:])

@@ -24,6 +24,7 @@ from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.experience import store
 from recjax.experience.feed import EMPTY
+from recjax.host_memory import keep_freed_memory
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.prompts import encode_problems
@@ -118,6 +119,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 def main(argv: list[str]) -> None:
     """Reads the flags, generates, says what the store holds."""
     logging.set_verbosity(logging.WARNING)
+    keep_freed_memory()
     keep_compiled_programs()
     try:
         config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])

@@ -23,6 +23,7 @@ from rich.table import Table
 from recjax import hosts
 from recjax.config import schema_keys
 from recjax.config_loading import load_config
+from recjax.host_memory import keep_freed_memory
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.dry_run import print_dry_run
 from recjax.training.generators import require_ray
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.INFO)
     # JAX and Orbax report every file and barrier at this level.
     logging.get_absl_handler().addFilter(lambda record: record.levelno > INFO or "recjax" in record.pathname)
+    keep_freed_memory()
     keep_compiled_programs()
     if FLAGS.dry_run:
         sys.exit(print_dry_run(FLAGS.config, argv[1:]))

@@ -13,9 +13,11 @@ from recjax.config_loading import load_config
 from recjax.experience.collect import draw, finished, submitted, to_learn_from
 from recjax.experience.records import Batch, filled_up
 from recjax.experience.stored import run_sampling
+from recjax.host_memory import keep_freed_memory
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine, in_compute_dtype
+from recjax.models.unrolling import unrolled_on_cpu
 from recjax.rollout.sampler import draw_tokens
 from recjax.tasks.grading import Grading
 from recjax.training import checkpoint
@@ -25,7 +27,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.packing import packed_batch
 from recjax.training.setup import prepare as prepare_run
 from recjax.training.start import begin
-from recjax.training.update import make_optimizer, update
+from recjax.training.update import MOST_UNROLLED, make_optimizer, update
 
 CONFIG = """
 output: {scratch}/run
@@ -80,7 +82,7 @@ def prepare(inputs: Inputs) -> System:
             put_rows(shared._replace(reward_parts={})),
             jax.random.key(number),
             packed,
-            decoder=policy.decoder,
+            decoder=unrolled_on_cpu(policy.decoder, MOST_UNROLLED),
             algorithm=algorithm,
             optimizer=optimizer,
             sampling=sampling,
@@ -218,5 +220,6 @@ def _peaks(inputs: Inputs) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     keep_compiled_programs()
     serve(prepare)

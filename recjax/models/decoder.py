@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -15,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attend, attention_mask, capped, pairs
 from recjax.models.placement import ROWS, constrain, constrain_params, stream_axes
+from recjax.models.products import dense_product, product
 
 
 class RopeScaling(NamedTuple):
@@ -188,14 +188,15 @@ class Block(nn.Module):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
+        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product)
         rows, units = stream_axes(time)
 
         def dense(x, features, name, use_bias=False):
-            y = nn.Dense(features, use_bias=use_bias, dtype=self.dtype, name=name)(x)
+            y = linear(features, use_bias=use_bias, name=name)(x)
             if config.lora is None or name not in config.lora.targets:
                 return y
-            low = nn.Dense(config.lora.rank, use_bias=False, dtype=self.dtype, name=f"{name}_lora_a")(x)
-            added = nn.Dense(features, use_bias=False, dtype=self.dtype, name=f"{name}_lora_b")(low)
+            low = linear(config.lora.rank, use_bias=False, name=f"{name}_lora_a")(x)
+            added = linear(features, use_bias=False, name=f"{name}_lora_b")(low)
             return y + added * (config.lora.alpha / config.lora.rank)
 
         if layer.frequencies is not None:
@@ -234,8 +235,8 @@ class Decoder(nn.Module):
     """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
 
     `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
-    scanning over them: parameters are `unrolled_params`, keys and values are tuples over layers. `attention` is one of
-    recjax.models.attention.KERNELS.
+    scanning over them: parameters are `recjax.models.unrolling.unrolled_params`, keys and values are tuples over
+    layers. `attention` is one of recjax.models.attention.KERNELS.
     """
 
     config: DecoderConfig
@@ -318,19 +319,13 @@ class Decoder(nn.Module):
         return hidden.reshape(*tokens.shape, -1), keys_values
 
 
-def unrolled_params(config: DecoderConfig, params: dict) -> dict:
-    """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
-    layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
-    return {name: value for name, value in params.items() if name != "layers"} | layers
-
-
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
     """Scores of the next token, float32; callers pass few rows at a time, never a whole [batch, time]."""
-    if "head" in params:
-        scores = hidden @ params["head"]["kernel"].astype(hidden.dtype)
-    else:
-        scores = jnp.einsum("...e,ve->...v", hidden, params["embedding"]["embedding"].astype(hidden.dtype))
-    return capped(scores.astype(jnp.float32), config.logit_cap)
+    subscripts = "re,ev->rv" if "head" in params else "re,ve->rv"
+    weights = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"]
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    scores = product(subscripts, rows, weights.astype(hidden.dtype), jnp.float32)
+    return capped(scores.reshape(*hidden.shape[:-1], -1), config.logit_cap)
 
 
 @functools.partial(jax.jit, static_argnames="config")

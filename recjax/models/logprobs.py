@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
 from recjax.models.placement import constrain, over_rows
+from recjax.models.unrolling import unrolled_params
 
 
 class Sampling(NamedTuple):
@@ -119,6 +120,7 @@ def completion_logprobs(
     Each prompt is run once and shared by its batch/prompts consecutive completions, forwards and backwards.
 
     Args:
+        params: with layers stacked, whether the decoder scans over them or has them unrolled.
         prompts: right-padded prompt tokens, each row with at least one.
         completions: right-padded completion tokens, grouped by prompt in the order of `prompts`.
         completion_mask: True at real tokens. Values at other places are finite and mean nothing.
@@ -127,13 +129,14 @@ def completion_logprobs(
     """
     group = completions.shape[0] // prompts.shape[0]
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    hidden, (keys, values) = decoder.apply({"params": params}, prompts, positions, prompt_mask)
+    weights = {"params": unrolled_params(decoder.config, params) if decoder.unrolled else params}
+    hidden, (keys, values) = decoder.apply(weights, prompts, positions, prompt_mask)
     first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
     if completions.shape[1] > 1:
         lengths = jnp.repeat(prompt_mask.sum(-1), group)
         context = Context(keys, values, prompt_mask, positions)
         positions = lengths[:, None] + jnp.arange(completions.shape[1] - 1)
-        rest, _ = decoder.apply({"params": params}, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
+        rest, _ = decoder.apply(weights, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
         first = jnp.concatenate([first, rest], axis=1)
     return chunked_logprobs(decoder.config, params, first, completions, sampling, chunk)
 
@@ -156,7 +159,8 @@ def packed_logprobs(
         sampling: what the completions were drawn with.
         chunk: positions whose vocabulary scores exist at one time.
     """
-    hidden, _ = decoder.apply({"params": params}, tokens, positions, segments)
+    weights = {"params": unrolled_params(decoder.config, params) if decoder.unrolled else params}
+    hidden, _ = decoder.apply(weights, tokens, positions, segments)
     return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
 
 

@@ -1,6 +1,8 @@
 """Draws groups of completions and stores the log-probability of every token under the distribution that drew it."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -40,10 +42,29 @@ def draw_tokens(
     """One token a row with the row's own key, and its log-probability under the distribution that drew it."""
     scores = constrain(scores, ROWS)
     if sampling.temperature == 0:
-        tokens = jnp.argmax(scores, axis=-1)
+        tokens = _in_two_steps(scores, jnp.max, lambda among, _: jnp.argmax(among, axis=-1))
     else:
-        tokens = jax.vmap(jax.random.categorical)(keys, sampling_logits(scores, sampling))
+
+        def drawn(among: Array, step: int) -> Array:
+            return jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, step), among)
+
+        tokens = _in_two_steps(sampling_logits(scores, sampling), jax.nn.logsumexp, drawn)
     return tokens, logprobs_and_entropy(scores, tokens, sampling)[0]
+
+
+def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choose: Callable) -> Int[Array, " batch"]:
+    """An index a row: first one of about √vocab blocks, by what `of_block` makes of its scores, then one inside it.
+
+    The choice is that among all at once, ties included. Drawing takes 2 √vocab random numbers in place of vocab, and
+    the index of the highest of many, which XLA is slow to find on the CPU, is never asked for.
+    """
+    batch, vocab = scores.shape
+    length = math.isqrt(vocab - 1) + 1
+    padding = -vocab % length
+    blocks = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(batch, -1, length)
+    block = choose(of_block(blocks, axis=-1), 0)
+    inside = choose(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], 1)
+    return block * length + inside
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "group_size", "max_tokens", "sampling", "stop_ids"))

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from recjax.models.decoder import Context, Decoder, logits, unrolled_params
+from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
 from recjax.models.placement import on_host
+from recjax.models.unrolling import unrolled_on_cpu, unrolled_params
 from recjax.rollout.sampler import Completions, draw_tokens
 
 ROUND = 16  # tokens that a row gets at most before the host looks again
 SHORTEST, FEWEST = 64, 8  # smallest cache in tokens, and the fewest slots that fewer live rows are gathered into
-MOST_UNROLLED = 8  # layers; more of them take long to compile
+MOST_UNROLLED = 32  # layers that are written out on the CPU
 
 # Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
 ROWS, TIME = -4, -2
@@ -32,7 +33,11 @@ class _Slots(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Keys and values of the slots' prompts, and of all drawn tokens but the last."""
+    """Keys and values of the slots' prompts, and of all drawn tokens but the last.
+
+    While every slot holds the row of its own number, `prompts` has a row a prompt, which the slots of its group read;
+    from then on a row a slot.
+    """
 
     prompts: tuple
     drawn: tuple
@@ -68,14 +73,16 @@ def sample_in_slots(
     Row i at time t draws with fold_in(fold_in(key, i), t), so where and when a row is decoded changes nothing. Rounds
     of decoding end when enough rows have; then waiting rows come in, or, where none waits, the live ones are gathered
     into half as many slots. The cache has the smallest of few lengths that the oldest live row leaves room in. Prompts
-    are run once; a slot holds a copy of its prompt's keys and values.
+    are run once. As long as there are slots for all rows a group reads one copy of its prompt's keys and values;
+    otherwise each slot holds a copy.
 
     Args:
         slots: rows decoded at one time; memory and the time of a decoding step follow it.
         (others): as those of `sample`.
     """
-    if decoder.config.num_layers <= MOST_UNROLLED and jax.default_backend() == "cpu":
-        params, decoder = _unrolled(decoder.config, params), decoder.clone(unrolled=True)
+    decoder = unrolled_on_cpu(decoder, MOST_UNROLLED)
+    if decoder.unrolled:
+        params = _unrolled(decoder.config, params)
     options = {"decoder": decoder, "sampling": sampling}
     cache, *first = _prefill(params, prompts, prompt_mask, key, group_size=group_size, **options)
     batch = len(prompts) * group_size
@@ -84,10 +91,17 @@ def sample_in_slots(
     counts = np.ones(batch, np.int32)
     waiting = np.flatnonzero(~np.isin(tokens[:, 0], stop_ids)) if max_tokens > 1 else np.zeros(0, int)
 
-    sizes, lengths = _sizes(slots), _lengths(max_tokens)
+    sizes, lengths = _sizes(min(slots, batch)), _lengths(max_tokens)
     size = _at_least(sizes, len(waiting))
     held = _Slots(np.full(size, -1, np.int32), *(np.ones(size, np.int32) for _ in range(3)))
-    memory = _empty(cache, size=size, length=lengths[0])
+    drawn = _zeros(cache, size=size, length=lengths[0])
+    if size == batch:
+        memory = _Memory(cache, drawn)
+        held.lengths[:], held.last[:] = np.repeat(prompt_mask.sum(-1), group_size), tokens[:, 0]
+        held.rows[waiting], waiting = waiting, waiting[:0]
+    else:
+        prompt_time = jax.tree.leaves(cache)[0].shape[TIME]
+        memory = _Memory(_zeros(cache, size=size, length=prompt_time), drawn)
     while len(waiting) or (held.rows >= 0).any():
         held, memory = _fitted(held, memory, len(waiting), sizes, lengths)
 
@@ -127,6 +141,8 @@ def _fitted(
     length = _at_least(lengths, int(held.drawn[live].max(initial=1)) - 1 + ROUND)
     if (size, length) == (len(held.rows), jax.tree.leaves(memory.drawn)[0].shape[TIME]):
         return held, memory
+    if size == len(held.rows):
+        return held, memory._replace(drawn=_resized(memory.drawn, length=length))
     order = np.concatenate([live, np.flatnonzero(held.rows < 0)])[:size]
     return _Slots(*(column[order] for column in held)), _gather(memory, order, length=length)
 
@@ -179,27 +195,34 @@ def _keys(key: PRNGKeyArray, rows: Int[Array, " slots"], times: Int[Array, " slo
 
 
 @functools.partial(jax.jit, static_argnames=("size", "length"))
-def _empty(prompt_cache: tuple, *, size: int, length: int) -> _Memory:
-    def zeros(x: Array, time: int) -> Array:
-        return jnp.zeros((*x.shape[:ROWS], size, x.shape[ROWS + 1], time, x.shape[-1]), x.dtype)
-
-    prompts = jax.tree.map(lambda x: zeros(x, x.shape[TIME]), prompt_cache)
-    return _Memory(prompts, jax.tree.map(lambda x: zeros(x, length), prompt_cache))
+def _zeros(prompt_cache: tuple, *, size: int, length: int) -> tuple:
+    """Room for `length` tokens' keys and values in each of `size` rows."""
+    shapes = jax.tree.map(lambda x: (*x.shape[:ROWS], size, x.shape[ROWS + 1], length, x.shape[-1]), prompt_cache)
+    return jax.tree.map(lambda x, shape: jnp.zeros(shape, x.dtype), prompt_cache, shapes)
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def _gather(memory: _Memory, order: Int[Array, " slots"], *, length: int) -> _Memory:
-    """The memory of the slots named by `order`, with a cache of the given length."""
+def _resized(cache: tuple, *, length: int) -> tuple:
+    """The cache with room for `length` tokens."""
 
     def resized(x: Array) -> Array:
         x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[TIME]), axis=x.ndim + TIME)
         padding = [(0, 0)] * x.ndim
         padding[TIME] = (0, length - x.shape[TIME])
-        return jnp.pad(jnp.take(x, order, axis=ROWS), padding)
+        return jnp.pad(x, padding)
 
-    return _Memory(
-        jax.tree.map(lambda x: jnp.take(x, order, axis=ROWS), memory.prompts), jax.tree.map(resized, memory.drawn)
+    return jax.tree.map(resized, cache)
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def _gather(memory: _Memory, order: Int[Array, " slots"], *, length: int) -> _Memory:
+    """The memory of the slots named by `order`, each with its own copy of its prompt, with a cache of that length."""
+    prompts, drawn = (jax.tree.leaves(kind)[0].shape[ROWS] for kind in memory)
+    of_prompts, of_drawn = (
+        jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=ROWS), kind)
+        for kind, rows in zip(memory, (order // (drawn // prompts), order), strict=True)
     )
+    return _Memory(of_prompts, _resized(of_drawn, length=length))
 
 
 @functools.partial(jax.jit, donate_argnames="memory")
@@ -230,10 +253,10 @@ def _decode(
     """
     rows, lengths, drawn, last = held
     size, cached = len(rows), drawn - 1
-    prompt_time, length = (jax.tree.leaves(kind)[0].shape[TIME] for kind in memory)
-    places = jnp.arange(prompt_time)
-    prompt = Context(*memory.prompts, places < lengths[:, None], jnp.broadcast_to(places, (size, prompt_time)))
-    places = jnp.arange(length)
+    prompts, _, prompt_time, _ = jax.tree.leaves(memory.prompts)[0].shape[ROWS:]
+    places = jnp.broadcast_to(jnp.arange(prompt_time), (prompts, prompt_time))
+    prompt = Context(*memory.prompts, places < lengths[:: size // prompts, None], places)
+    places = jnp.arange(jax.tree.leaves(memory.drawn)[0].shape[TIME])
     earlier = Context(*memory.drawn, places < cached[:, None], lengths[:, None] + places)
 
     def unfinished(state: _Round) -> Bool[Array, ""]:

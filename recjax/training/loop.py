@@ -23,6 +23,7 @@ from recjax.experience.records import filled_up
 from recjax.experience.stored import run_sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine
+from recjax.models.unrolling import unrolled_on_cpu
 from recjax.tasks.grading import Grading
 from recjax.training import checkpoint
 from recjax.training.batches import next_batch, start_generators
@@ -42,7 +43,7 @@ from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.setup import Setup
 from recjax.training.source import open_source
 from recjax.training.start import begin
-from recjax.training.update import learning_rate_schedule, make_optimizer, update
+from recjax.training.update import MOST_UNROLLED, learning_rate_schedule, make_optimizer, update
 
 
 class Preempted(Exception):
@@ -154,7 +155,7 @@ def _run(
                 put_rows(shared._replace(reward_parts={})),
                 jax.random.fold_in(drop_key, step),
                 packed,
-                decoder=policy.decoder,
+                decoder=unrolled_on_cpu(policy.decoder, MOST_UNROLLED),
                 algorithm=algorithm,
                 optimizer=optimizer,
                 sampling=run_sampling(config),

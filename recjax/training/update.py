@@ -19,6 +19,8 @@ from recjax.models.placement import ROWS, constrain, constrain_params
 from recjax.models.trainable import combine
 from recjax.training.packing import Packed
 
+MOST_UNROLLED = 8  # layers that are written out on the CPU; with more, compiling takes too long
+
 
 class TrainState(NamedTuple):
     """What an update changes: the trained parameters, and the optimiser's state, which is of them alone."""

@@ -17,18 +17,20 @@ COMPLETIONS = jax.random.randint(jax.random.key(1), (6, 5), 0, 13)
 MASK = jnp.arange(5) < jnp.array([5, 3, 1, 4, 2, 5])[:, None]
 
 
-def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none"):
-    decoder = Decoder(CONFIG, remat=remat)
+def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none", unrolled=False):
+    decoder = Decoder(CONFIG, remat=remat, unrolled=unrolled)
     arguments = (decoder, params, prompts, prompt_mask, COMPLETIONS, MASK)
     logprobs, entropy = completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk)
     weights = jnp.arange(30.0).reshape(6, 5)
     return jnp.sum(jnp.where(MASK, weights * logprobs + entropy, 0.0))
 
 
-@pytest.mark.parametrize(("chunk", "remat"), [(1, "none"), (7, "dots"), (1024, "full")])
-def test_chunks_and_remat_change_neither_values_nor_gradients(chunk, remat):
+@pytest.mark.parametrize(
+    ("chunk", "remat", "unrolled"), [(1, "none", False), (7, "dots", False), (1024, "full", True), (64, "none", True)]
+)
+def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, remat, unrolled):
     expected = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)
-    actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat)
+    actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat, unrolled)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 

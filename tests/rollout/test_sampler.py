@@ -7,7 +7,7 @@ import pytest
 
 from recjax.models.decoder import Decoder, DecoderConfig, init_params, logits
 from recjax.models.logprobs import Sampling, sampling_logits
-from recjax.rollout.sampler import sample
+from recjax.rollout.sampler import draw_tokens, sample
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False)
 DECODER = Decoder(CONFIG)
@@ -100,3 +100,19 @@ def test_temperature_zero_takes_the_most_likely_token():
         assert token == int(jnp.argmax(scores_after(sequence)))
         sequence.append(int(token))
     assert (drawn.logprobs == 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 23, 25, 26])
+def test_a_token_chosen_in_two_steps_is_the_choice_among_all(vocabulary):
+    rows = 40_000 if vocabulary == 23 else 50
+    scores = jnp.round(2 * jax.random.normal(jax.random.key(1), (vocabulary,))).at[vocabulary // 2].set(-jnp.inf)
+    scores = jnp.where(vocabulary == 1, 0.0, scores)
+    every = jnp.broadcast_to(scores, (rows, vocabulary))
+    keys = jax.random.split(jax.random.key(2), rows)
+    greedy, _ = draw_tokens(every, Sampling(temperature=0.0), keys)
+    np.testing.assert_array_equal(greedy, jnp.argmax(every, axis=-1))  # the first of several that are highest
+    drawn, logprobs = draw_tokens(every, Sampling(), keys)
+    probabilities = np.asarray(jax.nn.softmax(scores))
+    np.testing.assert_allclose(logprobs, np.log(probabilities[drawn]), atol=1e-5)
+    frequencies = np.bincount(drawn, minlength=vocabulary) / rows
+    np.testing.assert_allclose(frequencies, probabilities, atol=5 * np.sqrt(probabilities.max() / rows))

@@ -185,7 +185,8 @@ def test_a_run_by_a_budget_of_tokens_is_the_same_run(tiny):
     for one, other in zip(whole[1:], packed[1:], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["update_norm"] == pytest.approx(other["update_norm"], rel=1e-3)
-        assert 0 <= other["padding_waste"] < 1 and 0 < one["padding_waste"] < 1
+        assert 0 <= other["padding_waste"] < 1 and 0 <= one["padding_waste"] < 1
+    assert any(row["padding_waste"] > 0 for row in whole[1:])
 
 
 @pytest.mark.parametrize(("preset", "least"), [("grpo", 6), ("pairwise_consistency", 24)])

@@ -1,0 +1,38 @@
+"""Products in low precision: sums in float32, gradients as those of the plain product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.models.products import product
+
+
+def operands(subscripts, dtype):
+    sizes = dict(zip("mknrev", (5, 700, 3, 5, 700, 3), strict=True))
+    shapes = [[sizes[axis] for axis in operand] for operand in subscripts.split("->")[0].split(",")]
+    return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("subscripts", ["mk,kn->mn", "re,ve->rv", "re,ev->rv"])
+def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dtype):
+    a, b = operands(subscripts, dtype)
+
+    def weighed(multiply):
+        def total(a, b):
+            y = multiply(a, b)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size)).astype(dtype).astype(jnp.float32).reshape(y.shape)), y
+
+        (_, y), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(a, b)
+        return y, *gradients
+
+    found = jax.jit(lambda: weighed(lambda a, b: product(subscripts, a, b, jnp.float32)))()
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    expected = weighed(lambda a, b: jnp.einsum(subscripts, a, b))
+    assert [x.dtype for x in found] == [jnp.float32, dtype, dtype]
+    np.testing.assert_allclose(
+        found[0], expected[0], rtol=1e-4, atol=1e-4
+    )  # sums of 700 bfloat16 numbers would be off by 1
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=1e-2, atol=1e-4)
