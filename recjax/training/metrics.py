@@ -100,7 +100,12 @@ def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
 
 
 class PhaseSeconds:
-    """Wall seconds spent in each named phase of a run."""
+    """Wall seconds that the host spends in each named phase of a run.
+
+    The device works on while the host goes ahead, so a phase has the seconds of whatever it waits for. "update" is the
+    dispatch of an update, and the wait for its numbers where nothing else has waited for it before; usually "sample" of
+    the next step has, whose first tokens come after it, and has its seconds.
+    """
 
     def __init__(self, totals: dict[str, float]):
         """Goes on from the totals of an earlier part of the run."""
