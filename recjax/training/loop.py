@@ -37,6 +37,7 @@ from recjax.training.metrics import (
     read_metrics,
 )
 from recjax.training.packing import packed_batch, padding_waste
+from recjax.training.profile import profiled_steps
 from recjax.training.setup import Setup
 from recjax.training.source import open_source
 from recjax.training.start import begin
@@ -136,9 +137,10 @@ def _run(
         save_checkpoint()
 
     bar = progress_bar(config.algorithm.preset, config.training.steps, initial=step)
-    with LateRows(writer, bar, phases, manager) as rows:
-        while step < config.training.steps:
-            step += 1
+    traced, last_step = config.training.profile_steps, config.training.steps
+    steps = profiled_steps(step + 1, last_step, traced, output / "profile", lambda: jax.block_until_ready(state))
+    with contextlib.closing(steps), LateRows(writer, bar, phases, manager) as rows:
+        for step in steps:
             held, batch, counts = next_batch(source, held, step, state.params)
             learned = to_learn_from(batch, config.task)
 
@@ -173,7 +175,7 @@ def _run(
                 "padding_waste": padding_waste(learned, packed),
                 **metrics,
             }
-            last = step == config.training.steps
+            last = step == last_step
             evaluates = last or (config.evaluation.every and step % config.evaluation.every == 0)
             if evaluates:
                 row = rows.read(row) | evaluated("after" if last else "latest")
