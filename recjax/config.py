@@ -1,8 +1,6 @@
 """The schema of a run's config file: every key, its type, its default and its lowest value."""
 
 import dataclasses
-import types
-import typing
 from typing import Any
 
 import omegaconf
@@ -286,6 +284,7 @@ class TrainingConfig:
     )  # in place of that: completions are packed, with a prompt each, into micro-batches of so many tokens
     checkpoint_every: int = at_least(1, 50)
     keep_checkpoints: int = at_least(1, 2)
+    profile_steps: list[int] | None = None  # [first, last] step of a profiler's trace in the run's folder; null: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,23 +327,3 @@ class Config:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-
-
-def block_of(annotation: Any) -> type | None:
-    """The dataclass in an annotation such as `Block` or `Block | None`; None for plain values."""
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return next((part for part in parts if dataclasses.is_dataclass(part)), None)
-
-
-def schema_keys(block: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Every dotted key of the schema and its field."""
-    keys = {}
-    for field in dataclasses.fields(block):
-        keys[prefix + field.name] = field
-        if nested := block_of(field.type):
-            keys |= schema_keys(nested, f"{prefix}{field.name}.")
-    return keys
-
-
-# Of which a config has exactly one.
-TASKS = tuple(field.name for field in dataclasses.fields(TaskConfig) if block_of(field.type))

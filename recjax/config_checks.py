@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from recjax.algorithms import presets
-from recjax.config import TASKS, Config, GradingConfig, RegimeConfig, schema_keys
+from recjax.config import Config, GradingConfig, RegimeConfig
+from recjax.config_keys import TASKS, schema_keys
 from recjax.experience.buffer import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import PROJECTIONS, REMAT
@@ -132,6 +133,10 @@ def check(config: Config) -> None:
     remedy = f"is not read beside training.tokens_per_micro_batch = {config.training.tokens_per_micro_batch}"
     alone = micro is None or config.training.tokens_per_micro_batch is None
     require(alone, "training.micro_batch_prompts", f"{remedy}; remove one of them")
+    traced, steps = config.training.profile_steps, config.training.steps
+    remedy = f"takes [first, last], steps with 1 <= first <= last <= training.steps = {steps}, such as [3, 4]; or null"
+    in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= steps)
+    require(in_order, "training.profile_steps", remedy)
     try:
         presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     except ValueError as error:

@@ -12,8 +12,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from recjax.algorithms import presets
-from recjax.config import TASKS, Config, TaskConfig, block_of, schema_keys
+from recjax.config import Config, TaskConfig
 from recjax.config_checks import check
+from recjax.config_keys import TASKS, block_of, schema_keys
 
 
 def _check_keys(values: Any, source: str, block: type = Config, prefix: str = "") -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
-from recjax.config import schema_keys
+from recjax.config_keys import schema_keys
 from recjax.config_loading import load_config
 from recjax.host_memory import keep_freed_memory
 from recjax.training.cache import keep_compiled_programs

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recjax.config import ReasoningGymTask, TaskConfig, block_of
+from recjax.config import ReasoningGymTask, TaskConfig
+from recjax.config_keys import block_of
 from recjax.config_loading import load_config, to_yaml
 from recjax.sweep import read_sweep
 from recjax.tasks.graders import reward_name
@@ -70,6 +71,12 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
             "training={micro_batch_prompts: 4, tokens_per_micro_batch: 512}",
             ["training.micro_batch_prompts = 4", "beside training.tokens_per_micro_batch = 512", "remove one"],
         ),
+        ("training.profile_steps=[0, 2]", ["training.profile_steps = [0, 2]", "1 <= first", "or null"]),
+        ("training.profile_steps=[4, 3]", ["training.profile_steps = [4, 3]", "first <= last"]),
+        ("training.profile_steps=[3, 1201]", ["training.profile_steps = [3, 1201]", "training.steps = 1200"]),
+        ("training.profile_steps=[3]", ["training.profile_steps = [3]", "takes [first, last]"]),
+        ("training.profile_steps=3", ["training.profile_steps", "3", "list"]),
+        ("training.profile_steps=[a, b]", ["training.profile_steps", "'a'", "Integer"]),
         ("model.attention=flash", ["model.attention = 'flash'", "auto, plain, cudnn, splash"]),
         ("model.remat=true", ["model.remat = 'True'", "none, dots, full", "true is now full"]),
         ("model.decoder.num_heads=3", ["model.decoder.hidden_size = 64", "num_heads = 3"]),

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from recjax.config import schema_keys
+from recjax.config_keys import schema_keys
 from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,8 @@ Their functions are named and not imported here: they run in worker processes, w
 
 from typing import NamedTuple
 
-from recjax.config import TASKS, TaskConfig
+from recjax.config import TaskConfig
+from recjax.config_keys import TASKS
 
 
 class Grader(NamedTuple):

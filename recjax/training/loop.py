@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import signal
 import threading
 import time
@@ -11,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
-from tqdm import tqdm
 
 from recjax import hosts
 from recjax.algorithms import presets
@@ -21,7 +18,7 @@ from recjax.config import Config
 from recjax.experience.collect import finished, to_learn_from
 from recjax.experience.records import filled_up
 from recjax.experience.stored import run_sampling
-from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.placement import put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.models.unrolling import unrolled_on_cpu
 from recjax.tasks.grading import Grading
@@ -31,6 +28,7 @@ from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.figures import draw_experience, draw_training
 from recjax.training.generators import Generators
+from recjax.training.late_rows import LateRows
 from recjax.training.metrics import (
     MetricsWriter,
     PhaseSeconds,
@@ -40,6 +38,7 @@ from recjax.training.metrics import (
     read_metrics,
 )
 from recjax.training.packing import packed_batch, padding_waste
+from recjax.training.profile import profiled_steps
 from recjax.training.setup import Setup
 from recjax.training.source import open_source
 from recjax.training.start import begin
@@ -139,54 +138,61 @@ def _run(
         save_checkpoint()
 
     bar = progress_bar(config.algorithm.preset, config.training.steps, initial=step)
-    while step < config.training.steps:
-        step += 1
-        held, batch, counts = next_batch(source, held, step, state.params)
-        learned = to_learn_from(batch, config.task)
+    traced, last_step = config.training.profile_steps, config.training.steps
+    steps = profiled_steps(step + 1, last_step, traced, output / "profile", lambda: jax.block_until_ready(state))
+    with contextlib.closing(steps), LateRows(writer, bar, phases, manager) as rows:
+        for step in steps:
+            held, batch, counts = next_batch(source, held, step, state.params)
+            learned = to_learn_from(batch, config.task)
 
-        # --- Update. It reads no parts of the reward, which differ from batch to batch where sources do.
-        with phases.phase("update"):
-            shared = filled_up(learned, micro_batches * row_shards())
-            packed = packed_batch(config, shared)
-            state, metrics = update(
-                state,
-                frozen,
-                initial if algorithm.needs_reference else None,
-                put_rows(shared._replace(reward_parts={})),
-                jax.random.fold_in(drop_key, step),
-                packed,
-                decoder=unrolled_on_cpu(policy.decoder, MOST_UNROLLED),
-                algorithm=algorithm,
-                optimizer=optimizer,
-                sampling=run_sampling(config),
-                chunk=config.model.logprob_chunk,
-                micro_batches=None if packed else micro_batches,
-            )
-            metrics = {name: float(value) for name, value in on_host(metrics).items()}
-        _require_finite(metrics, step, manager)
+            # --- Update, not waited for. It reads no parts of the reward, which differ from batch to batch where
+            # sources do.
+            with phases.phase("update"):
+                shared = filled_up(learned, micro_batches * row_shards())
+                packed = packed_batch(config, shared)
+                state, metrics = update(
+                    state,
+                    frozen,
+                    initial if algorithm.needs_reference else None,
+                    put_rows(shared._replace(reward_parts={})),
+                    jax.random.fold_in(drop_key, step),
+                    packed,
+                    decoder=unrolled_on_cpu(policy.decoder, MOST_UNROLLED),
+                    algorithm=algorithm,
+                    optimizer=optimizer,
+                    sampling=run_sampling(config),
+                    chunk=config.model.logprob_chunk,
+                    micro_batches=None if packed else micro_batches,
+                )
+            rows.settle()  # that of the step before
 
-        # --- Evaluate, log, checkpoint.
-        progress["tokens"] += int(batch.completion_mask.sum())
-        row = {
-            "step": step,
-            **batch_metrics(step, batch, learned),
-            **counts,
-            "learning_rate": float(learning_rate(step - 1)),
-            "padding_waste": padding_waste(learned, packed),
-            **metrics,
-        }
-        last = step == config.training.steps
-        if last or (config.evaluation.every and step % config.evaluation.every == 0):
-            row |= evaluated("after" if last else "latest")
-        row["tokens_per_second"] = progress["tokens"] / _loop_seconds(phases)
-        row["wall_seconds"] = wall_before + time.perf_counter() - started
-        writer.write(row)
-        asked_to_stop = hosts.any_says(stopping.is_set())
-        if last or step % config.training.checkpoint_every == 0 or asked_to_stop:
-            save_checkpoint()
-        _show(bar, row)
-        if asked_to_stop and not last:
-            raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
+            # --- Evaluate, log, checkpoint.
+            progress["tokens"] += int(batch.completion_mask.sum())
+            row = {
+                "step": step,
+                **batch_metrics(step, batch, learned),
+                **counts,
+                "learning_rate": learning_rate(step - 1),
+                "padding_waste": padding_waste(learned, packed),
+                **metrics,
+            }
+            last = step == last_step
+            evaluates = last or (config.evaluation.every and step % config.evaluation.every == 0)
+            if evaluates:
+                row = rows.read(row) | evaluated("after" if last else "latest")
+            # A row that is still to be read has its own update's dispatch in these, and the updates before it whole.
+            row["tokens_per_second"] = progress["tokens"] / _loop_seconds(phases)
+            row["wall_seconds"] = wall_before + time.perf_counter() - started
+            rows.hold(row)
+            asked_to_stop = hosts.any_says(stopping.is_set())  # of several processes the devices tell, after the update
+            saves = last or step % config.training.checkpoint_every == 0 or asked_to_stop
+            # What is drawn into a record stays there, and must not be drawn by weights that are not finite.
+            if saves or evaluates or source.record:
+                rows.settle()
+            if saves:
+                save_checkpoint()
+            if asked_to_stop and not last:
+                raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
     bar.close()
     writer.close()
     manager.close()
@@ -218,30 +224,3 @@ def _finish(config: Config, output: Path, wall_seconds: float, phases: PhaseSeco
 
 def _loop_seconds(phases: PhaseSeconds) -> float:
     return sum(phases.totals[name] for name in ("sample", "score", "update"))
-
-
-def _require_finite(metrics: dict[str, float], step: int, manager: ocp.CheckpointManager) -> None:
-    bad = {name: metrics[name] for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(metrics[name])}
-    if bad:
-        raise FloatingPointError(
-            f"step {step}: {', '.join(f'{name} = {value}' for name, value in bad.items())}. Nothing of this step was"
-            f" kept; the last good checkpoint is of step {manager.latest_step()} in {manager.directory}. A lower"
-            " optimizer.learning_rate, or an algorithm that clips, is the usual remedy"
-        )
-
-
-def _show(bar: tqdm, row: dict[str, float]) -> None:
-    shown = {
-        "reward": f"{row['reward']:.2f}",
-        "accuracy": f"{row['accuracy']:.2f}",
-        "tok/s": f"{row['tokens_per_second']:.0f}",
-    }
-    if "staleness" in row:
-        shown["stale"] = f"{row['staleness']:.0f}"
-    if "ratio/q01" in row:
-        shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
-        shown["clip"] = f"{row['clip_fraction/all']:.2f}"
-    if "evaluation/accuracy" in row and hosts.is_first():
-        bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
-    bar.set_postfix(shown, refresh=False)
-    bar.update()

@@ -100,7 +100,13 @@ def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
 
 
 class PhaseSeconds:
-    """Wall seconds spent in each named phase of a run."""
+    """Wall seconds that the host spends in each named phase of a run.
+
+    The device works on while the host goes ahead, so a phase has the seconds of whatever it waits for. "update" is the
+    dispatch of an update, and the wait for its numbers where nothing else has waited for it before; usually "sample" of
+    the next step has, whose first tokens come after it, and has its seconds. A trace (`training.profile_steps`) shows
+    what the device does meanwhile.
+    """
 
     def __init__(self, totals: dict[str, float]):
         """Goes on from the totals of an earlier part of the run."""
@@ -108,10 +114,11 @@ class PhaseSeconds:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the block under it to `name`."""
+        """Adds the seconds of the block under it to `name`, by which a profiler's trace has it too."""
         start = time.perf_counter()
         try:
-            yield
+            with jax.profiler.TraceAnnotation(name):
+                yield
         finally:
             self.totals[name] += time.perf_counter() - start
 

@@ -24,6 +24,7 @@ _MAY_CHANGE = {
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.profile_steps",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",

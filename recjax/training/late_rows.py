@@ -1,0 +1,89 @@
+"""Rows of metrics.jsonl whose numbers the device may still be computing: each is read, checked and written later."""
+
+import math
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from tqdm import tqdm
+
+from recjax import hosts
+from recjax.training.metrics import MetricsWriter, PhaseSeconds
+
+
+class LateRows:
+    """Holds the row of a step until the next step's update is dispatched, or until somebody needs it.
+
+    So the device goes from one update to the next while the host reads the numbers of the first. A context: the row
+    that is held when it ends, however it ends, is written then.
+    """
+
+    def __init__(self, writer: MetricsWriter, bar: tqdm, phases: PhaseSeconds, manager: ocp.CheckpointManager):
+        """Holds none yet; rows go to the writer and the bar."""
+        self._writer, self._bar, self._phases, self._manager = writer, bar, phases, manager
+        self._row: dict[str, Any] | None = None
+
+    def __enter__(self) -> "LateRows":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.settle()
+
+    def hold(self, row: dict[str, Any]) -> None:
+        """Takes a finished row, of which scalars on the device may be a part; the one before must be settled."""
+        if self._row is not None:
+            raise AssertionError(f"the row of step {self._row['step']} would be lost")
+        self._row = row
+
+    def settle(self) -> None:
+        """Writes and shows the row that is held, if one is, when its numbers are there.
+
+        Raises:
+            FloatingPointError: as `read`; the row is not written.
+        """
+        if self._row is None:
+            return
+        row, self._row = self._row, None  # also where it is refused: the end of the context must not try it again
+        row = self.read(row)
+        self._writer.write(row)
+        _show(self._bar, row)
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with numbers for scalars on the device, which are waited for.
+
+        Raises:
+            FloatingPointError: the step's loss, gradient or update is not finite.
+        """
+        with self._phases.phase("update"):
+            # Scalars lie whole on every process, so this asks none of the others, which may have ended elsewhere.
+            arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
+        row = row | {name: float(value) for name, value in arrays.items()}
+        _require_finite(row, self._manager)
+        return row
+
+
+def _require_finite(row: dict[str, Any], manager: ocp.CheckpointManager) -> None:
+    bad = {name: row[name] for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])}
+    if bad:
+        raise FloatingPointError(
+            f"step {row['step']}: {', '.join(f'{name} = {value}' for name, value in bad.items())}. Nothing of this step"
+            f" was kept; the last good checkpoint is of step {manager.latest_step()} in {manager.directory}. A lower"
+            " optimizer.learning_rate, or an algorithm that clips, is the usual remedy"
+        )
+
+
+def _show(bar: tqdm, row: dict[str, Any]) -> None:
+    shown = {
+        "reward": f"{row['reward']:.2f}",
+        "accuracy": f"{row['accuracy']:.2f}",
+        "tok/s": f"{row['tokens_per_second']:.0f}",
+    }
+    if "staleness" in row:
+        shown["stale"] = f"{row['staleness']:.0f}"
+    if "ratio/q01" in row:
+        shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
+        shown["clip"] = f"{row['clip_fraction/all']:.2f}"
+    if "evaluation/accuracy" in row and hosts.is_first():
+        bar.write(f"step {row['step']}: held-out accuracy {row['evaluation/accuracy']:.3f}")
+    bar.set_postfix(shown, refresh=False)
+    bar.update()

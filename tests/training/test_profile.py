@@ -1,0 +1,97 @@
+"""A trace has the steps that the config names, whole, and what they were at; other runs have none."""
+
+import contextlib
+import gzip
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.training import loop
+from recjax.training.profile import profiled_steps
+from tests.training.tiny_run import TINY, train, without_times
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+def events(folder, name):
+    """What one session's trace has of that name."""
+    (trace,) = folder.glob("plugins/profile/*/*.trace.json.gz")
+    assert trace.with_name(trace.name.replace("trace.json.gz", "xplane.pb")).stat().st_size > 0
+    found = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event for event in found if event.get("name") == name]
+
+
+def test_a_trace_has_the_named_steps_and_their_phases(tiny):
+    config = tiny("run", "training.profile_steps=[2, 3]", "training.steps=4", "evaluation.every=0")
+    rows = train(config)
+    folder = Path(config.output) / "profile"
+    assert [event["args"]["step_num"] for event in events(folder, "step")] == ["2", "3"]
+    assert [path.name for path in folder.glob("plugins/profile/*")] == ["steps_2_to_3"]
+    assert len(events(folder, "sample")) >= 2
+    # The dispatch of two updates, and the reading of the first; the second is waited for by the trace itself.
+    assert len(events(folder, "checkpoint")) == 1 and len(events(folder, "update")) >= 3
+    assert without_times(rows) == without_times(train(tiny("plain", "training.steps=4", "evaluation.every=0")))
+
+
+def test_a_run_may_be_traced_from_where_it_goes_on_and_not_before(tiny, monkeypatch):
+    update, calls = loop.update, []
+
+    def dies_at_step_five(*args, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*args, **options)
+
+    monkeypatch.setattr(loop, "update", dies_at_step_five)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny("run"))  # the last checkpoint is that of step 3
+    with pytest.raises(KeyboardInterrupt):
+        calls[:] = [1, 1, 1]
+        train(tiny("run", "training.profile_steps=[1, 3]"))
+    assert not (Path(tiny("run").output) / "profile").exists()
+    train(tiny("run", "training.profile_steps=[2, 5]"))
+    assert [step["args"]["step_num"] for step in events(Path(tiny("run").output) / "profile", "step")] == ["4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("first", "traced", "order"),
+    [
+        (1, [2, 3], "1 wait start 2 3 wait stop 4"),
+        (1, [1, 4], "wait start 1 2 3 4 wait stop"),
+        (3, [1, 3], "wait start 3 wait stop 4"),
+        (3, [1, 2], "3 4"),
+        (1, None, "1 2 3 4"),
+    ],
+)
+def test_the_devices_are_waited_for_where_a_trace_begins_and_ends(monkeypatch, tmp_path, first, traced, order):
+    seen = []
+
+    @contextlib.contextmanager
+    def trace(*args, **options):
+        seen.append("start")
+        yield
+        seen.append("stop")
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    for step in profiled_steps(first, 4, traced, tmp_path, lambda: seen.append("wait")):
+        seen.append(str(step))
+    assert " ".join(seen) == order
+
+
+def test_a_trace_that_has_begun_is_written_when_the_run_fails(tiny, monkeypatch):
+    monkeypatch.setattr(loop, "next_batch", lambda *args: 1 / 0)
+    config = tiny("run", "training.profile_steps=[1, 3]")
+    with pytest.raises(ZeroDivisionError) as failure:  # kept, for it holds what the loop left open
+        train(config)
+    assert list((Path(config.output) / "profile").glob("plugins/profile/*/*.xplane.pb"))
+    with jax.profiler.trace(str(Path(config.output) / "another")):  # refused while one is under way
+        assert failure.traceback
