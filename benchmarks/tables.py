@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 PHASES = {
     "step": "whole step",
     "generate": "generation",
@@ -90,7 +89,7 @@ def _times(rows: list[dict]) -> list[str]:
         memory = step.get("peak_device_bytes") or step.get("peak_memory_bytes")
         memory = f"{memory / 2**30:.2f}" if memory else ""
         cells.append([system, *(_seconds(own[phase]) for phase in phases), rate or "", *ratios, memory])
-    return _table(cells)
+    return table(cells)
 
 
 def _seconds(row: dict | None) -> str:
@@ -132,7 +131,7 @@ def _phases(rows: list[dict]) -> list[str]:
         shares = [found.get((system, phase), {}).get(field) for system in systems]
         if any(share is not None for share in shares):
             cells.append([name, *(f"{share:.0%}" if share is not None else "" for share in shares)])
-    return _table(cells)
+    return table(cells)
 
 
 def _median(row: dict | None) -> str:
@@ -150,7 +149,7 @@ def _checks(checks: dict[str, dict]) -> list[str]:
             [system, tokens, "" if difference is None else f"{difference:.1e}"]
             + ["" if number is None else f"{number:.6g}" for number in numbers]
         )
-    return _table(cells)
+    return table(cells)
 
 
 def _peaks(result: dict[str, Any]) -> list[str]:
@@ -182,21 +181,26 @@ def _versions(rows: list[dict]) -> str:
     return ", ".join(sorted(found))
 
 
-def _table(cells: list[list[str]]) -> list[str]:
+def table(cells: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table, the first row its head."""
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:]]
 
 
+def put_into_page(page: str, name: str, text: str) -> None:
+    """Replaces what is between the page's lines `<!-- name -->` and `<!-- end of name -->`."""
+    path, begin, end = Path(page), f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        sys.exit(f"error: {page} has no lines {begin} and {end} to put tables between; add them")
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def main(page: str, files: Sequence[str]) -> None:
     """Puts the tables of the files into the page."""
-    path = Path(page)
-    text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f"error: {page} has no lines {BEGIN} and {END} to put tables between; add them")
     made = tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in files])
-    path.write_text(f"{before}{BEGIN}\n\n{made}\n{END}{after}", encoding="utf-8")
+    put_into_page(page, "tables", made)
 
 
 if __name__ == "__main__":

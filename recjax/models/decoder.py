@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -15,16 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.models.attention import attend, attention_mask, capped, pairs
 from recjax.models.placement import ROWS, constrain, constrain_params, stream_axes
 from recjax.models.products import dense_product, product
-
-
-class RopeScaling(NamedTuple):
-    """How rotary frequencies are stretched for long contexts; `kind` is "linear" or "llama3"."""
-
-    kind: str
-    factor: float
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_max_positions: int = 8192
+from recjax.models.rotary import RopeScaling, rotate, stretched
 
 
 class Lora(NamedTuple):
@@ -112,10 +102,10 @@ def rotary_frequencies(config: DecoderConfig) -> np.ndarray:
 
     Returns:
         [head_dim/2], or [layers, head_dim/2] where layers differ; frequency 0 leaves a layer unrotated.
-    Reference: RoFormer (arXiv 2104.09864) §3.2; Llama 3.1's piecewise stretching for `llama3`.
+    Reference: RoFormer (arXiv 2104.09864) §3.2.
     """
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    usual = _stretched(config.rope_theta**-exponent, config.rope_scaling).astype(np.float32)
+    usual = stretched(config.rope_theta**-exponent, config.rope_scaling).astype(np.float32)
     if not config.rope_layers and config.local_rope_theta is None:
         return usual
     layers = np.tile(usual, (config.num_layers, 1))
@@ -124,29 +114,6 @@ def rotary_frequencies(config: DecoderConfig) -> np.ndarray:
     if config.rope_layers:
         layers[[not rotated for rotated in config.rope_layers]] = 0.0
     return layers
-
-
-def _stretched(frequencies: np.ndarray, scaling: RopeScaling | None) -> np.ndarray:
-    if scaling is None:
-        return frequencies
-    stretched = frequencies / scaling.factor
-    if scaling.kind == "linear":
-        return stretched
-    if scaling.kind != "llama3":
-        raise ValueError(f"rope_scaling kind {scaling.kind!r} is not known; use 'linear' or 'llama3'")
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    span = scaling.high_frequency_factor - scaling.low_frequency_factor
-    keep = np.clip((turns - scaling.low_frequency_factor) / span, 0.0, 1.0)
-    return keep * frequencies + (1 - keep) * stretched
-
-
-def rotate(
-    x: Float[Array, "batch heads time head_dim"], angles: Float[Array, "batch time half"]
-) -> Float[Array, "batch heads time head_dim"]:
-    """Turns each pair (x_i, x_{i + head_dim/2}) by its angle, in float32."""
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -184,7 +151,7 @@ class Block(nn.Module):
     attention: str
 
     @nn.compact
-    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances, ids):
+    def __call__(self, hidden, context_keys_values, layer, angles, masks, distances, ids, place):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
@@ -215,7 +182,11 @@ class Block(nn.Module):
         if config.qk_norm:
             queries, keys = norm(name="query_norm")(queries), norm(name="key_norm")(keys)
         keys = rotate(keys, angles)
-        segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, (keys, values)], masks, strict=True)]
+        own = keys, values
+        if place is not None:
+            *context_keys_values, held = context_keys_values
+            own = tuple(jax.lax.dynamic_update_slice_in_dim(x, new, place, 2) for x, new in zip(held, own, strict=True))
+        segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, own], masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         # The mask of a layer with a window is made of more than ids.
         alone = {"ids": ids if layer.windows is None else None, "kernel": self.attention}
@@ -228,7 +199,7 @@ class Block(nn.Module):
         gated = constrain(gate * dense(x, config.intermediate_size, "up"), rows, "tensor")
         mixed = dense(gated, config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
-        return constrain(hidden, rows, units), (keys, values)
+        return constrain(hidden, rows, units), own
 
 
 class Decoder(nn.Module):
@@ -252,6 +223,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "batch time"],
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
+        place: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
 
@@ -261,9 +233,12 @@ class Decoder(nn.Module):
             mask: True where a token is real; padding is never attended to. For several sequences packed into a row:
                 integer ids, 0 at padding, and a token attends to tokens of its own id alone.
             contexts: earlier tokens that every row may attend to.
+            place: where keys and values of these tokens are written in the last context, whose mask and positions are
+                as they are after that: a loop that reads what it has just written needs no copy. None: nowhere.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
-            [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`.
+            [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`; with `place`, those of
+            the last context.
         """
         config = self.config
         embed = nn.Embed(
@@ -283,9 +258,12 @@ class Decoder(nn.Module):
         frequencies, angles = rotary_frequencies(config), positions[..., None].astype(jnp.float32)
         if frequencies.ndim == 1:
             frequencies, angles = None, angles * frequencies
-        sources = [*((context.mask, context.positions) for context in contexts), (mask, positions)]
+        sources = [(context.mask, context.positions) for context in contexts]
+        if place is None:
+            sources.append((mask, positions))
         masks = [attention_mask(mask, theirs) for theirs, _ in sources]
-        masks[-1] &= jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
+        if place is None:
+            masks[-1] &= jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
         windows, distances = None, []
         if config.windows:
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
@@ -302,7 +280,7 @@ class Decoder(nn.Module):
                 own = [(keys[layer], values[layer]) for keys, values in keys_values]
                 options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
                 one = block(config, self.dtype, self.attention, name=f"layer_{layer}")
-                hidden, pair = one(hidden, own, options, angles, masks, distances, mask)
+                hidden, pair = one(hidden, own, options, angles, masks, distances, mask, place)
                 new.append(pair)
             keys_values = tuple(zip(*new, strict=True))
         else:
@@ -310,11 +288,11 @@ class Decoder(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+                in_axes=(0, 0, *(nn.broadcast,) * 5),
                 length=config.num_layers,
             )
             scanned = layers(config, self.dtype, self.attention, name="layers")
-            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, mask)
+            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, mask, place)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
 

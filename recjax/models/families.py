@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from recjax.models.decoder import DecoderConfig, RopeScaling
+from recjax.models.decoder import DecoderConfig
+from recjax.models.rotary import RopeScaling
 
 
 class Family(NamedTuple):

@@ -44,7 +44,7 @@ class _Memory(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """State of a round after `time` tokens: `recent` are the keys and values of this round's tokens but the last."""
+    """State of a round after `time` tokens: `recent` has the keys and values of this round's tokens but the last."""
 
     time: Int[Array, ""]
     live: Bool[Array, " slots"]
@@ -247,9 +247,8 @@ def _decode(
 ) -> tuple[_Memory, _Round]:
     """Up to `ROUND` tokens for each live slot; fewer once `enough` slots are free.
 
-    The cache is only read while the round lasts: its tokens' keys and values are held apart and put there at the end,
-    each row's at its own place. A loop that writes to the cache would copy all of it at each step where layers are
-    unrolled, as XLA does not see on the CPU that reads come before writes.
+    The cache is only read while the round lasts: its tokens' keys and values are held apart, all rows' at one place,
+    and put there at the end, each row's at its own.
     """
     rows, lengths, drawn, last = held
     size, cached = len(rows), drawn - 1
@@ -266,28 +265,26 @@ def _decode(
         time, places = state.time, jnp.arange(ROUND)
         recent = Context(
             *state.recent,
-            jnp.broadcast_to(places < time, (size, ROUND)),
+            jnp.broadcast_to(places <= time, (size, ROUND)),
             (lengths + cached)[:, None] + places,
         )
-        hidden, new = decoder.apply(
+        hidden, kept = decoder.apply(
             {"params": params},
             state.last[:, None],
             (lengths + cached + time)[:, None],
             jnp.ones((size, 1), bool),
             (prompt, earlier, recent),
+            place=time,
         )
         scores = logits(decoder.config, params, hidden[:, 0])
         tokens, logprobs = draw_tokens(scores, sampling, _keys(key, rows, drawn + time))
         ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (drawn + time + 1 == max_tokens)
 
-        def put(held: Array, one: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(held, one, time, axis=held.ndim + TIME)
-
         return _Round(
             time + 1,
             state.live & ~ended,
             tokens,
-            jax.tree.map(put, state.recent, new),
+            kept,
             state.tokens.at[:, time].set(tokens),
             state.logprobs.at[:, time].set(logprobs),
             state.counts + state.live,

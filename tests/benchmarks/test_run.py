@@ -107,11 +107,11 @@ def test_least_work_by_hand():
 def test_tables_go_between_the_marks_and_nowhere_else(tmp_path, result):
     page, file = tmp_path / "page.md", tmp_path / "toy.json"
     file.write_text(json.dumps(result))
-    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    page.write_text("before\n<!-- tables -->\nold\n<!-- end of tables -->\nafter\n")
     for _ in range(2):
         tables.main(str(page), [str(file)])
     text = page.read_text()
-    assert text.startswith(f"before\n{tables.BEGIN}\n") and text.endswith(f"{tables.END}\nafter\n")
+    assert text.startswith("before\n<!-- tables -->\n") and text.endswith("<!-- end of tables -->\nafter\n")
     assert "old" not in text and text.count("### Shape toy") == 1
     widths = [
         line.count("|") for line in text.splitlines() if line.startswith("| whole step") or "median seconds" in line

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from recjax.models import weights
-from recjax.models.decoder import DecoderConfig, RopeScaling, abstract_params
+from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.rotary import RopeScaling
 from recjax.models.weights import load_pretrained, read_config, tensor_names
 
 CONFIG = {

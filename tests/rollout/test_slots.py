@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from recjax.experience.collect import draw
-from recjax.models.decoder import Decoder, DecoderConfig, RopeScaling, init_params
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.policy import Policy
+from recjax.models.rotary import RopeScaling
 from recjax.rollout import slots as module
 from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import sample

@@ -1,0 +1,202 @@
+"""How the cost of recjax's generation and update grows with batch, lengths, group size and model.
+
+    python -m benchmarks.slopes --page docs/performance.md --figure docs/slopes.png [--repeats 5]
+
+One thing is changed at a time from shape (a): random weights, no stop token, all rows in slots. A slope is that of log
+seconds over log size by least squares: 1 where twice as much takes twice as long. Sizes take turns, so that other load
+falls on all; compiling and a first run are apart. The table goes into the page, between its marks.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from absl import app, flags
+from tqdm import tqdm
+
+from benchmarks.run import machine
+from benchmarks.shapes import SHAPES
+from benchmarks.tables import put_into_page, table
+from recjax.algorithms.presets import build_algorithm
+from recjax.experience.records import Batch
+from recjax.host_memory import keep_freed_memory
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.logprobs import Sampling
+from recjax.models.unrolling import unrolled_on_cpu
+from recjax.rollout.slots import sample_in_slots
+from recjax.training.update import MOST_UNROLLED, TrainState, update
+
+OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
+PHASES = ("generation", "update")
+
+
+class Size(NamedTuple):
+    """One step's work; hidden and layers are the model's."""
+
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    hidden: int
+    layers: int
+
+
+BASE = Size(8, 8, 64, 64, 256, 4)
+VARIED = {
+    "prompts": (4, 8, 16, 32),
+    "group_size": (4, 8, 16, 32),
+    "prompt_tokens": (64, 128, 256, 512),
+    "completion_tokens": (32, 64, 128, 256),
+    "hidden": (128, 256, 512),
+    "layers": (2, 4, 8),
+}
+
+
+def define_flags() -> None:
+    """The command's flags, defined when it is run and not when it is imported."""
+    flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
+    flags.DEFINE_string("figure", None, "PNG to draw; default: none.")
+    flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
+
+
+def prepare(size: Size) -> dict[str, Callable[[int], None]]:
+    """What draws and what trains a batch of a size, by phase; both return when they are done."""
+    sizes = dataclasses.asdict(SHAPES["a"].model) | {"hidden": size.hidden, "layers": size.layers}
+    heads = size.hidden // sizes["head_dim"]
+    config = DecoderConfig(
+        sizes["vocabulary"], size.hidden, 4 * size.hidden, size.layers, heads, heads, sizes["head_dim"]
+    )
+    decoder, params = Decoder(config), init_params(config, jax.random.key(0))
+    random, rows = np.random.default_rng(0), size.prompts * size.group_size
+    prompts = random.integers(0, config.vocab_size, (size.prompts, size.prompt_tokens)).astype(np.int32)
+    mask, zeros = np.ones(prompts.shape, bool), np.zeros(rows, np.int32)
+    held = {"state": TrainState(jax.tree.map(jnp.copy, params), OPTIMIZER.init(params))}
+
+    def generation(number: int) -> None:
+        held["drawn"] = sample_in_slots(
+            decoder,
+            params,
+            prompts,
+            mask,
+            jax.random.key(number),
+            slots=rows,
+            group_size=size.group_size,
+            max_tokens=size.completion_tokens,
+            sampling=Sampling(),
+            stop_ids=(),
+        )
+
+    def one_update(number: int) -> None:
+        batch = Batch(
+            prompts=prompts,
+            prompt_mask=mask,
+            completions=held["drawn"].tokens,
+            completion_mask=held["drawn"].mask,
+            behaviour_logprobs=held["drawn"].logprobs,
+            rewards=random.integers(0, 2, rows).astype(np.float32),
+            group_ids=np.repeat(np.arange(size.prompts, dtype=np.int32), size.group_size),
+            policy_version=zeros,
+            truncated=zeros == 1,
+            accurate=zeros == 1,
+            reward_parts={},
+        )
+        held["state"], _ = jax.block_until_ready(
+            update(
+                held["state"],
+                {},
+                None,
+                batch,
+                jax.random.key(number),
+                decoder=unrolled_on_cpu(decoder, MOST_UNROLLED),
+                algorithm=ALGORITHM,
+                optimizer=OPTIMIZER,
+                sampling=Sampling(),
+                chunk=1024,
+                micro_batches=1,
+            )
+        )
+
+    return {"generation": generation, "update": one_update}
+
+
+def measure(repeats: int) -> dict[Size, dict[str, np.ndarray]]:
+    """Seconds of every size and phase, [repeats]."""
+    sizes = list(dict.fromkeys(BASE._replace(**{name: value}) for name, values in VARIED.items() for value in values))
+    ready = {}
+    for size in tqdm(sizes, "compiling", unit="size"):
+        ready[size] = prepare(size)
+        for run in ready[size].values():
+            run(0)
+    seconds = {size: {phase: np.zeros(repeats) for phase in PHASES} for size in sizes}
+    for number in tqdm(range(repeats), "measuring", unit="round"):
+        for size in sizes:
+            for phase, run in ready[size].items():
+                started = time.perf_counter()
+                run(number)
+                seconds[size][phase][number] = time.perf_counter() - started
+    return seconds
+
+
+def slopes(name: str, phase: str, seconds: dict[Size, dict[str, np.ndarray]]) -> np.ndarray:
+    """The slope of each round in what `name` varies."""
+    logs = np.log([seconds[BASE._replace(**{name: value})][phase] for value in VARIED[name]])
+    return np.polyfit(np.log(VARIED[name]), logs, 1)[0]
+
+
+def rows_of(seconds: dict[Size, dict[str, np.ndarray]]) -> list[list[str]]:
+    """The table's cells: median seconds at each value, and the slope with its range over rounds."""
+    cells = [["varied", "values", *(text for phase in PHASES for text in (f"{phase}, s", "slope"))]]
+    for name, values in VARIED.items():
+        cells.append([name.replace("_", " "), ", ".join(map(str, values))])
+        for phase in PHASES:
+            found = slopes(name, phase, seconds)
+            medians = [np.median(seconds[BASE._replace(**{name: value})][phase]) for value in values]
+            cells[-1].append(", ".join(f"{median:.2f}" for median in medians))
+            cells[-1].append(f"{np.median(found):.2f} ({found.min():.2f}–{found.max():.2f})")
+    return cells
+
+
+def draw(seconds: dict[Size, dict[str, np.ndarray]], path: str) -> None:
+    """Seconds over size, relative to shape (a), logarithmic in both."""
+    figure, panels = plt.subplots(1, len(PHASES), figsize=(9, 3.6), sharey=True, layout="constrained")
+    for panel, phase in zip(panels, PHASES, strict=True):
+        for name, values in VARIED.items():
+            times = [np.median(seconds[BASE._replace(**{name: value})][phase]) for value in values]
+            relative = np.array(values) / getattr(BASE, name)
+            panel.plot(relative, times, marker="o", markersize=4, label=name.replace("_", " "))
+        panel.set(xscale="log", yscale="log", title=phase, xlabel="size, as a multiple of shape (a)'s")
+        panel.set_xticks([0.5, 1, 2, 4, 8], ["½", "1", "2", "4", "8"])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds")
+    panels[1].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main(_) -> None:
+    """Measures, then writes the table and the picture."""
+    keep_freed_memory()
+    where, rounds = machine(), flags.FLAGS.repeats
+    seconds = measure(rounds)
+    about = (
+        f"Shape (a) with one thing varied; medians of {rounds} rounds, slopes with their range over rounds;"
+        f" {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
+    )
+    text = "\n".join([about, "", *table(rows_of(seconds)), ""])
+    if flags.FLAGS.page:
+        put_into_page(flags.FLAGS.page, "slopes", text)
+    else:
+        print(text)
+    if flags.FLAGS.figure:
+        draw(seconds, flags.FLAGS.figure)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
