@@ -94,14 +94,14 @@ def sample_in_slots(
     sizes, lengths = _sizes(min(slots, batch)), _lengths(max_tokens)
     size = _at_least(sizes, len(waiting))
     held = _Slots(np.full(size, -1, np.int32), *(np.ones(size, np.int32) for _ in range(3)))
-    drawn = _zeros(cache, size=size, length=lengths[0])
+    room = _zeros(cache, size=size, length=lengths[0])
     if size == batch:
-        memory = _Memory(cache, drawn)
+        memory = _Memory(cache, room)
         held.lengths[:], held.last[:] = np.repeat(prompt_mask.sum(-1), group_size), tokens[:, 0]
         held.rows[waiting], waiting = waiting, waiting[:0]
     else:
         prompt_time = jax.tree.leaves(cache)[0].shape[TIME]
-        memory = _Memory(_zeros(cache, size=size, length=prompt_time), drawn)
+        memory = _Memory(_zeros(cache, size=size, length=prompt_time), room)
     while len(waiting) or (held.rows >= 0).any():
         held, memory = _fitted(held, memory, len(waiting), sizes, lengths)
 
