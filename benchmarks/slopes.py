@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from absl import app, flags
+from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 from benchmarks.run import machine
@@ -172,6 +173,8 @@ def draw(seconds: dict[Size, dict[str, np.ndarray]], path: str) -> None:
             panel.plot(relative, times, marker="o", markersize=4, label=name.replace("_", " "))
         panel.set(xscale="log", yscale="log", title=phase, xlabel="size, as a multiple of shape (a)'s")
         panel.set_xticks([0.5, 1, 2, 4, 8], ["½", "1", "2", "4", "8"])
+        panel.yaxis.set_major_locator(LogLocator(2))
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("seconds")
