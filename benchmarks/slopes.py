@@ -7,7 +7,6 @@ seconds over log size by least squares: 1 where twice as much takes twice as lon
 falls on all; compiling and a first run are apart. The table goes into the page, between its marks.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -68,11 +67,9 @@ def define_flags() -> None:
 
 def prepare(size: Size) -> dict[str, Callable[[int], None]]:
     """What draws and what trains a batch of a size, by phase; both return when they are done."""
-    sizes = dataclasses.asdict(SHAPES["a"].model) | {"hidden": size.hidden, "layers": size.layers}
-    heads = size.hidden // sizes["head_dim"]
-    config = DecoderConfig(
-        sizes["vocabulary"], size.hidden, 4 * size.hidden, size.layers, heads, heads, sizes["head_dim"]
-    )
+    model = SHAPES["a"].model
+    heads = size.hidden // model.head_dim
+    config = DecoderConfig(model.vocabulary, size.hidden, 4 * size.hidden, size.layers, heads, heads, model.head_dim)
     decoder, params = Decoder(config), init_params(config, jax.random.key(0))
     random, rows = np.random.default_rng(0), size.prompts * size.group_size
     prompts = random.integers(0, config.vocab_size, (size.prompts, size.prompt_tokens)).astype(np.int32)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
 from recjax.models.placement import constrain, over_rows
-from recjax.models.unrolling import unrolled_params
+from recjax.models.unrolling import params_for
 
 
 class Sampling(NamedTuple):
@@ -129,7 +129,7 @@ def completion_logprobs(
     """
     group = completions.shape[0] // prompts.shape[0]
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    weights = {"params": unrolled_params(decoder.config, params) if decoder.unrolled else params}
+    weights = {"params": params_for(decoder, params)}
     hidden, (keys, values) = decoder.apply(weights, prompts, positions, prompt_mask)
     first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
     if completions.shape[1] > 1:
@@ -159,7 +159,7 @@ def packed_logprobs(
         sampling: what the completions were drawn with.
         chunk: positions whose vocabulary scores exist at one time.
     """
-    weights = {"params": unrolled_params(decoder.config, params) if decoder.unrolled else params}
+    weights = {"params": params_for(decoder, params)}
     hidden, _ = decoder.apply(weights, tokens, positions, segments)
     return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
 

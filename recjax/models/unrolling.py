@@ -16,6 +16,11 @@ def unrolled_on_cpu(decoder: Decoder, most: int) -> Decoder:
     return decoder.clone(unrolled=jax.default_backend() == "cpu" and decoder.config.num_layers <= most)
 
 
+def params_for(decoder: Decoder, params: dict) -> dict:
+    """Parameters with stacked layers as the decoder takes them: the same, or unrolled."""
+    return unrolled_params(decoder.config, params) if decoder.unrolled else params
+
+
 def unrolled_params(config: DecoderConfig, params: dict) -> dict:
     """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
     layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
