@@ -14,7 +14,7 @@ import numpy as np
 from absl import app, flags
 
 from recjax.config import Config, GradingConfig
-from recjax.tasks.grading import Grading
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.problems import load_reward
 
 FLAGS = flags.FLAGS

@@ -10,8 +10,8 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import Shape, Sizes
+from recjax.hub.export import export_model, write_base
 from recjax.models.decoder import DecoderConfig, init_params
-from recjax.models.export import export_model, write_base
 
 NEVER = "<never>"  # the end-of-sequence token: its id is the first that no model has
 
@@ -88,7 +88,7 @@ def _link_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
     """A folder with the weights of `source` and its tokenizer, the end-of-sequence token replaced by `NEVER`."""
     if not (source / "config.json").is_file():
         raise ValueError(
-            f"{source} holds no config.json; `python -m recjax.models.smollm2 --output {source}` makes the model, or"
+            f"{source} holds no config.json; `python -m recjax.hub.smollm2 --output {source}` makes the model, or"
             " link its folder there"
         )
     folder.mkdir()

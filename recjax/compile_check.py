@@ -20,10 +20,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config_loading import load_config
-from recjax.training.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
-from recjax.training.dry_run import GIB, count
-from recjax.training.remedies import Change, changes
-from recjax.training.topology import larger_slices, load_target
+from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
+from recjax.planning.dry_run import GIB, count
+from recjax.planning.remedies import Change, changes
+from recjax.planning.topology import larger_slices, load_target
 
 FLAGS = flags.FLAGS
 

@@ -11,7 +11,7 @@ from recjax.config_keys import TASKS, schema_keys
 from recjax.experience.buffer import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import PROJECTIONS, REMAT
-from recjax.tasks.graders import GRADERS, reward_name
+from recjax.tasks.grading.graders import GRADERS, reward_name
 from recjax.tasks.gym import check_gym
 
 

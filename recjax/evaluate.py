@@ -26,15 +26,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from recjax.analysis.samples import results
-from recjax.analysis.samples_figure import draw_evaluation
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.host_memory import keep_freed_memory
-from recjax.rollout.prompts import Prompts, encode_problems
-from recjax.tasks.graders import task_name
-from recjax.tasks.grading import Grading
+from recjax.plots.samples import draw_evaluation
+from recjax.tasks.grading.graders import task_name
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
+from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.evaluation import evaluated_rounds, sample_rows, warn_of_ungraded
 from recjax.training.mesh import make_mesh

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from recjax.models.adapters import write_adapters
-from recjax.models.export import COMPANION_FILES, DTYPES, check_output, export_model, write_base
-from recjax.models.tokenizers import model_folder
-from recjax.models.weights import load_pretrained
+from recjax.hub.adapters import write_adapters
+from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_base
+from recjax.hub.tokenizers import model_folder
+from recjax.hub.weights import load_pretrained
 from recjax.training.trained import run_adapters, run_config, run_params
 
 FLAGS = flags.FLAGS

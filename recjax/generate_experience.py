@@ -27,9 +27,9 @@ from recjax.experience.feed import EMPTY
 from recjax.host_memory import keep_freed_memory
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
-from recjax.rollout.prompts import encode_problems
-from recjax.tasks.grading import Grading
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
+from recjax.tasks.prompts import encode_problems
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import progress_bar

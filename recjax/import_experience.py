@@ -19,8 +19,8 @@ from absl import app, flags
 from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, imported
 from recjax.experience.tokenise import tokenizer_name
+from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.logprobs import Sampling
-from recjax.models.tokenizers import load_tokenizer
 
 FLAGS = flags.FLAGS
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from recjax.analysis.collect import COLUMNS, axes_of, read_runs
 from recjax.analysis.compare import final
-from recjax.analysis.curves import draw_curves
+from recjax.plots.curves import draw_curves
 
 FLAGS = flags.FLAGS
 

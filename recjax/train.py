@@ -24,9 +24,9 @@ from recjax import hosts
 from recjax.config_keys import schema_keys
 from recjax.config_loading import load_config
 from recjax.host_memory import keep_freed_memory
+from recjax.planning.dry_run import print_dry_run
+from recjax.rollout.generators import require_ray
 from recjax.training.cache import keep_compiled_programs
-from recjax.training.dry_run import print_dry_run
-from recjax.training.generators import require_ray
 from recjax.training.loop import Preempted, run
 from recjax.training.mesh import make_mesh
 from recjax.training.run_folder import check_run_folder, open_run_folder

@@ -9,11 +9,11 @@ from recjax import compile_check
 from recjax.config_loading import load_config
 from recjax.models.decoder import init_params
 from recjax.models.placement import param_shardings
-from recjax.training import ahead
-from recjax.training.ahead import PROGRAMS, Program, bytes_on_device, cache_bytes, plan
-from recjax.training.dry_run import dry_run
-from recjax.training.remedies import changes
-from recjax.training.topology import GIB, load_target
+from recjax.planning import ahead
+from recjax.planning.ahead import PROGRAMS, Program, bytes_on_device, cache_bytes, plan
+from recjax.planning.dry_run import dry_run
+from recjax.planning.remedies import changes
+from recjax.planning.topology import GIB, load_target
 from recjax.training.update import make_optimizer
 from tests.training.tiny_run import TINY
 

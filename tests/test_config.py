@@ -10,7 +10,7 @@ from recjax.config import ReasoningGymTask, TaskConfig
 from recjax.config_keys import block_of
 from recjax.config_loading import load_config, to_yaml
 from recjax.sweep import read_sweep
-from recjax.tasks.graders import reward_name
+from recjax.tasks.grading.graders import reward_name
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]

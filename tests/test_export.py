@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
-from recjax.experience.collect import draw
 from recjax.export import export
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, flatten, split
+from recjax.rollout.collecting import draw
 from recjax.training import checkpoint
 from recjax.training.setup import prepare
 from recjax.training.trained import run_params
 from recjax.training.update import TrainState, make_optimizer
-from tests.models.test_families import forward
+from tests.hub.test_families import forward
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "rollout.max_completion_tokens=4"]

@@ -12,9 +12,9 @@ import pytest
 from recjax.experience import store
 from recjax.experience.foreign import Columns, imported
 from recjax.experience.tokenise import tokenizer_name
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.import_experience import import_files
 from recjax.models.logprobs import Sampling
-from recjax.models.tokenizers import character_tokenizer
 
 USER = {"role": "user", "content": "2+2?"}
 PLAIN = [

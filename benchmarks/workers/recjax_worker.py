@@ -10,7 +10,6 @@ import numpy as np
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.algorithms import presets
 from recjax.config_loading import load_config
-from recjax.experience.collect import draw, finished, submitted, to_learn_from
 from recjax.experience.records import Batch, filled_up
 from recjax.experience.stored import run_sampling
 from recjax.host_memory import keep_freed_memory
@@ -18,8 +17,9 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.models.unrolling import unrolled_on_cpu
+from recjax.rollout.collecting import draw, finished, submitted, to_learn_from
 from recjax.rollout.sampler import draw_tokens
-from recjax.tasks.grading import Grading
+from recjax.tasks.grading.pool import Grading
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.checkpoint import Snapshot

@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
-from recjax.analysis.curves import COLOURS, LABELS, STYLES, plain_ticks
+from recjax.plots.curves import COLOURS, LABELS, STYLES, plain_ticks
 
 matplotlib.use("Agg")
 

@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     behaviour_logprobs are under the distribution that drew each token. policy_version counts the optimiser updates of
     the weights that drew the row. truncated rows ran into the token limit. accurate rows are right, whatever else the
     reward is of; reward_parts are the named terms, not weighted, that the reward is the weighted sum of.
-    failures are places in recjax.tasks.grading.FAILURES, for rewards that are graded in worker processes.
+    failures are places in recjax.tasks.grading.pool.FAILURES, for rewards that are graded in worker processes.
     """
 
     prompts: np.ndarray

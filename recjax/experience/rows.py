@@ -10,7 +10,7 @@ from recjax.experience.groups import Group
 from recjax.experience.records import Batch
 from recjax.experience.store import Experience
 from recjax.models.logprobs import Sampling
-from recjax.rollout.prompts import Prompts
+from recjax.tasks.prompts import Prompts
 
 FOREIGN = -1  # policy version of rows in a batch that another model wrote
 

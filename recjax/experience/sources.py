@@ -13,10 +13,10 @@ from recjax.experience.groups import Group, groups_of
 from recjax.experience.rows import Shape, batch_of_groups
 from recjax.experience.store import Experience, read
 from recjax.experience.tokenise import tokenised
+from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows
-from recjax.models.policy import Policy
-from recjax.rollout.prompts import batch_indices
+from recjax.tasks.prompts import batch_indices
 
 # What to do where the log-probs of who drew a completion are not known: refuse; choose an algorithm that reads none;
 # take the initial policy for the behaviour policy; or the one that is being trained, as it is when the rows arrive.

@@ -11,9 +11,9 @@ from recjax.experience.groups import Group, is_whole
 from recjax.experience.rows import Shape, batch_of_groups, shape_of
 from recjax.experience.sources import by_prompt, check_logprobs, load_groups, with_logprobs
 from recjax.experience.store import Experience
+from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling
-from recjax.models.policy import Policy
-from recjax.rollout.prompts import Prompts
+from recjax.tasks.prompts import Prompts
 
 
 class Stored(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.store import Experience
-from recjax.models.policy import Policy
-from recjax.models.tokenizers import encode_prompts, render_chat
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import encode_prompts, render_chat
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from recjax.tasks.graders import GRADERS
+from recjax.tasks.grading.graders import GRADERS
 
 LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
 
@@ -27,9 +27,9 @@ class Problem(NamedTuple):
 class Reward(NamedTuple):
     """What completions are worth: a sum of named parts, each times its weight.
 
-    name is what `task.reward` says, with `function` behind it. A `per_row` function is one of recjax.tasks.graders and
-    grades one row, in a worker process; any other takes the batch, as recjax.tasks.custom says. A part that `weights`
-    does not name weighs 1.
+    name is what `task.reward` says, with `function` behind it. A `per_row` function is one of
+    recjax.tasks.grading.graders and grades one row, in a worker process; any other takes the batch, as
+    recjax.tasks.grading.custom says. A part that `weights` does not name weighs 1.
     """
 
     name: str

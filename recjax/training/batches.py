@@ -6,7 +6,6 @@ from recjax import hosts
 from recjax.algorithms import diagnostics
 from recjax.experience import feed as feeds
 from recjax.experience import store
-from recjax.experience.collect import Pending, finished, submitted
 from recjax.experience.feed import Feed
 from recjax.experience.groups import Group, groups_of
 from recjax.experience.records import Batch
@@ -15,6 +14,7 @@ from recjax.experience.sources import groups_at, mixed
 from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
 from recjax.models.placement import on_host
 from recjax.models.trainable import combine, in_compute_dtype
+from recjax.rollout.collecting import Pending, finished, submitted
 from recjax.training import schedule
 from recjax.training.source import Held, Source, drawer, drawn, drawn_rows, own
 

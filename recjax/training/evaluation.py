@@ -11,13 +11,13 @@ import numpy as np
 from absl import logging
 
 from recjax.config import Config
-from recjax.experience.collect import Collected, draw, scored
+from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows
-from recjax.models.policy import Policy
-from recjax.rollout.prompts import Prompts
+from recjax.rollout.collecting import Collected, draw, scored
 from recjax.rollout.sampler import Completions
-from recjax.tasks.grading import FAILURES, Grading
+from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.prompts import Prompts
 
 _initial_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 

@@ -15,19 +15,19 @@ from absl import logging
 from recjax import hosts
 from recjax.algorithms import presets
 from recjax.config import Config
-from recjax.experience.collect import finished, to_learn_from
 from recjax.experience.records import filled_up
 from recjax.experience.stored import run_sampling
 from recjax.models.placement import put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.models.unrolling import unrolled_on_cpu
-from recjax.tasks.grading import Grading
+from recjax.plots.training import draw_experience, draw_training
+from recjax.rollout.collecting import finished, to_learn_from
+from recjax.rollout.generators import Generators
+from recjax.tasks.grading.pool import Grading
 from recjax.training import checkpoint
 from recjax.training.batches import next_batch, start_generators
 from recjax.training.checkpoint import Snapshot
 from recjax.training.evaluation import evaluate, write_samples
-from recjax.training.figures import draw_experience, draw_training
-from recjax.training.generators import Generators
 from recjax.training.late_rows import LateRows
 from recjax.training.metrics import (
     MetricsWriter,

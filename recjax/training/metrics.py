@@ -19,7 +19,7 @@ from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.records import Batch
 from recjax.experience.rows import FOREIGN
-from recjax.tasks.grading import failure_counts
+from recjax.tasks.grading.pool import failure_counts
 
 
 class MetricsWriter:

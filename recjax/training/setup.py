@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.experience.rows import Shape
 from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
+from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.models.placement import row_shards
-from recjax.models.policy import Policy, load_params, policy_alone
 from recjax.models.trainable import in_compute_dtype, with_adapters
-from recjax.rollout.prompts import Prompts, encode_problems, fitting
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Reward, Task
+from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training.mesh import check_fits
 from recjax.training.packing import shape_for
 from recjax.training.warm_start import warm_start

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from recjax.config import Config
 from recjax.experience import feed as feeds
 from recjax.experience import store
-from recjax.experience.collect import Pending, draw, scored
 from recjax.experience.feed import Feed
 from recjax.experience.records import Batch
 from recjax.experience.rows import Shape, rows_of_batch
@@ -19,10 +18,11 @@ from recjax.experience.sources import by_prompt
 from recjax.experience.stored import run_sampling, stored_per_batch
 from recjax.experience.tokenise import tokenizer_name
 from recjax.models.trainable import combine
-from recjax.rollout.prompts import Prompts, batch_indices
+from recjax.rollout.collecting import Pending, draw, scored
+from recjax.rollout.generators import Generators
 from recjax.rollout.sampler import Completions
-from recjax.tasks.grading import Grading, failure_counts
-from recjax.training.generators import Generators
+from recjax.tasks.grading.pool import Grading, failure_counts
+from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.setup import Setup, batch_shape
 

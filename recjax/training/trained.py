@@ -12,10 +12,10 @@ import orbax.checkpoint as ocp
 
 from recjax.config import Config
 from recjax.config_loading import load_config
+from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.placement import on_host, put_params
-from recjax.models.policy import Policy, load_params, policy_alone
-from recjax.models.tokenizers import stop_token_ids
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task
 from recjax.training.mesh import check_fits

@@ -16,11 +16,11 @@ from filelock import FileLock
 
 from recjax import __version__
 from recjax.config import Config, WarmStartConfig
+from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
-from recjax.models.policy import Policy
-from recjax.rollout.prompts import Prompts
+from recjax.tasks.prompts import Prompts
 from recjax.training.cache import cache_folder
 from recjax.training.metrics import progress_bar
 

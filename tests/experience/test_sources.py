@@ -19,10 +19,10 @@ from recjax.experience.sources import (
     with_logprobs,
 )
 from recjax.experience.tokenise import tokenizer_name
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.models.policy import Policy
-from recjax.models.tokenizers import character_tokenizer
 from tests.experience.rows import make_row, same, text_row
 from tests.training.test_update import CONFIG, PARAMS, step
 

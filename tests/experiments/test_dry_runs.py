@@ -7,9 +7,9 @@ import huggingface_hub
 import pytest
 
 from recjax.config_loading import load_config
-from recjax.models import policy
-from recjax.training.dry_run import count, dry_run, show
-from tests.models.test_published import PUBLISHED
+from recjax.hub import policy
+from recjax.planning.dry_run import count, dry_run, show
+from tests.hub.test_published import PUBLISHED
 
 ROOT = Path(__file__).parents[2] / "experiments"
 # The stored shapes that stand for the models of the experiments; instruct models have those of their base.

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.hub.policy import attention_kernel, compute_dtype
 from recjax.models.attention import attend, attention_mask
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.models.policy import attention_kernel, compute_dtype
 from recjax.rollout.sampler import sample
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import TrainState, update

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params, logits
 from recjax.models.rotary import RopeScaling
-from recjax.models.weights import load_pretrained, tensor_names
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {

@@ -4,15 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.experience.collect import draw
+from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.models.policy import Policy
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import slots as module
-from recjax.rollout.prompts import Prompts
+from recjax.rollout.collecting import draw
 from recjax.rollout.sampler import sample
 from recjax.rollout.slots import sample_in_slots
+from recjax.tasks.prompts import Prompts
 
 SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4}
 PLAIN = DecoderConfig(**SIZES, num_kv_heads=2, head_dim=4, tie_embeddings=False)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
-from recjax.tasks.graders import GRADERS, Grader
-from recjax.tasks.grading import FAILURES, Grading, failure_counts
+from recjax.tasks.grading.graders import GRADERS, Grader
+from recjax.tasks.grading.pool import FAILURES, Grading, failure_counts
 from recjax.tasks.problems import Reward, load_reward
 
 CONFIG = dataclasses.replace(

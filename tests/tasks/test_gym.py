@@ -10,7 +10,7 @@ from recjax.tasks.gym import SYSTEM_PROMPT, _make, check_gym, gym_problems
 
 gym = pytest.importorskip("reasoning_gym")
 
-from recjax.tasks.gym_grading import grade, parse  # noqa: E402  (imports the package)
+from recjax.tasks.grading.gym import grade, parse  # noqa: E402  (imports the package)
 
 COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "gcd")]}
 

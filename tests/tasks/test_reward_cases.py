@@ -2,7 +2,7 @@
 
 import pytest
 
-from recjax.tasks.graders import GRADERS
+from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.problems import answer_parser, imported
 from tests.tasks.reward_cases import CASES, TWO
 

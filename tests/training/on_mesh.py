@@ -17,14 +17,14 @@ import optax
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import MeshConfig
-from recjax.experience.collect import draw
 from recjax.experience.records import Batch, filled_up
+from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
-from recjax.models.policy import Policy
 from recjax.models.trainable import flatten
-from recjax.rollout.prompts import Prompts
+from recjax.rollout.collecting import draw
+from recjax.tasks.prompts import Prompts
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import RowShape, pack
 from recjax.training.start import first_state

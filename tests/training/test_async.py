@@ -16,8 +16,8 @@ import pytest
 from recjax.config import RegimeConfig
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.training import generators
-from recjax.training.generators import Generators
+from recjax.rollout import generators
+from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import TINY, train, without_times
 

@@ -15,8 +15,9 @@ from recjax.config_loading import load_config
 from recjax.experience import feed as feeds
 from recjax.experience import store
 from recjax.experience.records import Batch
-from recjax.training import batches, generators, schedule
-from recjax.training.generators import Generators
+from recjax.rollout import generators
+from recjax.rollout.generators import Generators
+from recjax.training import batches, schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.source import Held, Source
 from tests.training.tiny_run import TINY

@@ -10,8 +10,8 @@ from recjax.config_loading import load_config
 from recjax.experience import store
 from recjax.experience.groups import groups_of
 from recjax.generate_experience import generate
+from recjax.planning.dry_run import dry_run, show
 from recjax.training import batches, loop
-from recjax.training.dry_run import dry_run, show
 from recjax.training.setup import prepare
 from tests.training.tiny_run import TINY, train, without_times
 

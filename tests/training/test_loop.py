@@ -16,7 +16,7 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.tasks.grading import Grading
+from recjax.tasks.grading.pool import Grading
 from recjax.training import loop, source
 from recjax.training.evaluation import evaluate
 from recjax.training.loop import run

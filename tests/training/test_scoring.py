@@ -9,7 +9,7 @@ import pytest
 
 from recjax.config import TaskConfig
 from recjax.config_loading import load_config
-from recjax.experience.collect import to_learn_from
+from recjax.rollout.collecting import to_learn_from
 from recjax.training import loop, schedule, source
 from recjax.training.metrics import read_metrics
 from tests.training.test_update import make_batch, step

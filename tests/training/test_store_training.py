@@ -12,9 +12,9 @@ from recjax.experience.rows import Shape, batch_of_groups
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
+from recjax.planning.dry_run import dry_run, show
 from recjax.training import batches, loop
 from recjax.training.checkpoint import Snapshot
-from recjax.training.dry_run import dry_run, show
 from recjax.training.metrics import batch_metrics, read_metrics
 from recjax.training.setup import prepare
 from tests.experience.rows import make_row, text_row

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
-from recjax.tasks.grading import Grading
+from recjax.tasks.grading.pool import Grading
 from recjax.training import setup, warm_start
 from recjax.training.evaluation import evaluate
 from recjax.training.warm_start import _with_slips

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, DecoderConfig, logits
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.models.weights import load_pretrained, tensor_names
 from recjax.rollout.sampler import sample
 
 SIZES = {

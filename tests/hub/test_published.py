@@ -6,8 +6,8 @@ import json
 import jax
 import pytest
 
+from recjax.hub.weights import read_config, tensor_names
 from recjax.models.decoder import abstract_params
-from recjax.models.weights import read_config, tensor_names
 
 SAVED = {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.1"}
 PLAIN = SAVED | {"hidden_act": "silu", "attention_dropout": 0.0}

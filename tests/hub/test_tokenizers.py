@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from recjax.models.tokenizers import (
+from recjax.hub.tokenizers import (
     character_tokenizer,
     encode_prompts,
     load_tokenizer,

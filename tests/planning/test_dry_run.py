@@ -7,20 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.hub.test_published import PUBLISHED
 
 from recjax.algorithms import presets
 from recjax.config import RegimeConfig
 from recjax.config_loading import load_config
 from recjax.experience.records import Batch
-from recjax.models import policy
+from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
+from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show
 from recjax.rollout import sampler
-from recjax.training.dry_run import compact, count, dry_run, first_steps, print_dry_run, show
 from recjax.training.schedule import batches_to_draw, is_sync
 from recjax.training.setup import prepare
 from recjax.training.update import TrainState, make_optimizer, update
-from tests.models.test_published import PUBLISHED
 from tests.training.tiny_run import TINY
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from recjax.config import RolloutConfig
-from recjax.models.tokenizers import character_tokenizer
-from recjax.rollout.prompts import batch_indices, encode_problems, fitting
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem, Task
+from recjax.tasks.prompts import batch_indices, encode_problems, fitting
 from recjax.training.setup import without_long_prompts
 
 TOKENIZER = character_tokenizer("0123456789+=")

@@ -13,10 +13,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from recjax.hub.tokenizers import TOKENIZER_FILES
+from recjax.hub.weights import read_config, tensor_names
 from recjax.models.decoder import DecoderConfig
-from recjax.models.tokenizers import TOKENIZER_FILES
 from recjax.models.trainable import flatten
-from recjax.models.weights import read_config, tensor_names
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SHARD_BYTES = 5 * 10**9

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, DecoderShape
+from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
+from recjax.hub.weights import load_pretrained, read_config
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
-from recjax.models.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
-from recjax.models.weights import load_pretrained, read_config
 
 
 class Policy(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from recjax.models.decoder import REMAT
-from recjax.training.ahead import PROGRAMS, Plan
+from recjax.planning.ahead import PROGRAMS, Plan
 
 
 class Change(NamedTuple):
@@ -19,7 +19,7 @@ def changes(plan: Plan, too_large: set[str]) -> Iterator[Change]:
     """Changes that may make programs fit, the cheapest first: one by one, then together.
 
     Args:
-        too_large: names of programs, out of `recjax.training.ahead.PROGRAMS`.
+        too_large: names of programs, out of `recjax.planning.ahead.PROGRAMS`.
     """
     splits, recomputed, smaller, shorter = _more_fsdp(plan), _remat(plan), _smaller_parts(plan), _shorter_cache(plan)
     for change in (*splits, *recomputed, *smaller, *shorter):

@@ -13,10 +13,10 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from recjax.hub.families import check_fields, decoder_config
+from recjax.hub.tokenizers import TOKENIZER_FILES, model_folder
 from recjax.models.decoder import DecoderConfig, abstract_params
-from recjax.models.families import check_fields, decoder_config
 from recjax.models.placement import Axes, constrain, param_axes, put
-from recjax.models.tokenizers import TOKENIZER_FILES, model_folder
 
 # Parameter path → Hugging Face name; a decoder has some of them. A `kernel` is stored transposed there, as [out, in].
 TENSOR_NAMES = {

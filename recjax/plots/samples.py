@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from recjax.analysis.curves import COLOURS
+from recjax.plots.curves import COLOURS
 
 matplotlib.use("Agg")
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from recjax.hub.weights import TENSOR_NAMES
 from recjax.models.decoder import DecoderConfig
 from recjax.models.trainable import flatten
-from recjax.models.weights import TENSOR_NAMES
 
 
 def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:

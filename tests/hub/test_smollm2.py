@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
+from recjax.hub.smollm2 import convert_gguf, packaged_gguf
+from recjax.hub.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
+from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import Decoder, logits
-from recjax.models.smollm2 import convert_gguf, packaged_gguf
-from recjax.models.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
-from recjax.models.weights import load_pretrained
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 16, 64, 96
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

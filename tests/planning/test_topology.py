@@ -5,7 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from recjax.training.topology import CHIPS, GIB, larger_slices, load_target
+from recjax.planning.topology import CHIPS, GIB, larger_slices, load_target
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 

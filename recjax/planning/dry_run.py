@@ -15,15 +15,15 @@ from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
 from recjax.experience.rows import Shape
+from recjax.hub.policy import compute_dtype, scratch_config
+from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
+from recjax.hub.weights import read_config
 from recjax.models.decoder import REMAT, Decoder, abstract_params
 from recjax.models.logprobs import Sampling, completion_logprobs, packed_logprobs
-from recjax.models.policy import compute_dtype, scratch_config
-from recjax.models.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split
-from recjax.models.weights import read_config
-from recjax.rollout.prompts import encode_problems
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
+from recjax.tasks.prompts import encode_problems
 from recjax.training.packing import shape_for
 from recjax.training.schedule import expected_staleness
 from recjax.training.setup import characters

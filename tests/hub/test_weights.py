@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from recjax.models import weights
+from recjax.hub import weights
+from recjax.hub.weights import load_pretrained, read_config, tensor_names
 from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.rotary import RopeScaling
-from recjax.models.weights import load_pretrained, read_config, tensor_names
 
 CONFIG = {
     "model_type": "llama",

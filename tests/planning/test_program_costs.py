@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from recjax.training.program_costs import Traffic, collectives, matmul_flops
+from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 
 LAYERS, WIDTH, ROWS = 6, 32, 16
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.models.tokenizers import encode_prompts, render_chat
+from recjax.hub.tokenizers import encode_prompts, render_chat
 from recjax.tasks.problems import Problem
 
 

@@ -21,7 +21,7 @@ class Grader(NamedTuple):
     parse: str
 
 
-_MATH, _TOOLS, _GYM = "recjax.tasks.math_answers", "recjax.tasks.tool_calls", "recjax.tasks.gym_grading"
+_MATH, _TOOLS, _GYM = "recjax.tasks.grading.math_answers", "recjax.tasks.grading.tool_calls", "recjax.tasks.grading.gym"
 
 GRADERS = {
     "gsm8k": Grader(f"{_MATH}:gsm8k", {"accuracy": 1.0, "format": 0.1}, f"{_MATH}:parse_tagged"),

@@ -10,13 +10,13 @@ from jaxtyping import PRNGKeyArray
 from recjax import hosts
 from recjax.config import TaskConfig
 from recjax.experience.records import Batch
+from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
-from recjax.models.policy import Policy
-from recjax.rollout.prompts import Prompts
 from recjax.rollout.sampler import Completions, sample
 from recjax.rollout.slots import sample_in_slots
-from recjax.tasks.grading import Grading, Scores
+from recjax.tasks.grading.pool import Grading, Scores
+from recjax.tasks.prompts import Prompts
 
 
 class Pending(NamedTuple):
@@ -83,7 +83,7 @@ def finished(batch: Pending | Batch) -> Batch:
     """The batch with its scores, once they are there; of several processes all have the whole batch.
 
     Raises:
-        ValueError: the reward function is at fault; see `recjax.tasks.custom.custom_parts`.
+        ValueError: the reward function is at fault; see `recjax.tasks.grading.custom.custom_parts`.
     """
     if isinstance(batch, Batch):
         return batch

@@ -1,7 +1,7 @@
 """The process that grades: takes batches of rows from its standard input, answers with what a pool of workers found.
 
-`recjax.tasks.grading` starts it as a program of its own. Workers then come from a process that has neither JAX nor its
-threads nor the user's main module in it. It leads a process group that ends with it, and it ends with its standard
+`recjax.tasks.grading.pool` starts it as a program of its own. Workers then come from a process that has neither JAX nor
+its threads nor the user's main module in it. It leads a process group that ends with it, and it ends with its standard
 input: however the training process went, nothing stays behind.
 """
 

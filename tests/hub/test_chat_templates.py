@@ -13,16 +13,16 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recjax.config import Config
-from recjax.experience.collect import draw, scored
+from recjax.hub.policy import Policy
+from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
+from recjax.hub.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
 from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
 from recjax.models.logprobs import Sampling
-from recjax.models.policy import Policy
-from recjax.models.smollm2 import packaged_gguf, rebuilt_tokenizer
-from recjax.models.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
 from recjax.models.trainable import flatten, unflatten
-from recjax.rollout.prompts import encode_problems
-from recjax.tasks.grading import Grading
+from recjax.rollout.collecting import draw, scored
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.problems import Problem, Reward
+from recjax.tasks.prompts import encode_problems
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
 Be helpful.<|im_end|>

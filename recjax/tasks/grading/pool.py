@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.custom import custom_parts
-from recjax.tasks.graders import GRADERS
+from recjax.tasks.grading.custom import custom_parts
+from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.problems import LENGTH, Reward, check_parts
 
 FAILURES = ("none", "timeout", "crash", "too_long", "error")  # why a completion could not be graded
@@ -115,7 +115,7 @@ def failure_counts(failures: np.ndarray | None) -> dict[str, int]:
 
 
 def _start_server(reward: str, workers: int, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-m", "recjax.tasks.grading_server", GRADERS[reward].grade, str(workers), str(seconds)]
+    command = [sys.executable, "-m", "recjax.tasks.grading.server", GRADERS[reward].grade, str(workers), str(seconds)]
     # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
     return subprocess.Popen(
         command,

