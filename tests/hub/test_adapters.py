@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.hub.test_families import random_model
 
 from recjax.config_loading import load_config
 from recjax.export import export
@@ -12,6 +11,7 @@ from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import Decoder, logits
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.training.trained import run_adapters
+from tests.hub.test_families import random_model
 from tests.training.tiny_run import TINY, train
 
 TOKENS = np.random.default_rng(0).integers(2, 14, (2, 7))

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.hub.test_published import PUBLISHED
 
 from recjax.algorithms import presets
 from recjax.config import RegimeConfig
@@ -21,6 +20,7 @@ from recjax.rollout import sampler
 from recjax.training.schedule import batches_to_draw, is_sync
 from recjax.training.setup import prepare
 from recjax.training.update import TrainState, make_optimizer, update
+from tests.hub.test_published import PUBLISHED
 from tests.training.tiny_run import TINY
 
 
