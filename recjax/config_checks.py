@@ -8,7 +8,7 @@ from typing import Any
 from recjax.algorithms import presets
 from recjax.config import Config, GradingConfig, RegimeConfig
 from recjax.config_keys import TASKS, schema_keys
-from recjax.experience.buffer import PRIORITIES
+from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import PROJECTIONS, REMAT
 from recjax.tasks.grading.graders import GRADERS, reward_name

@@ -36,10 +36,10 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training.cache import keep_compiled_programs
-from recjax.training.evaluation import evaluated_rounds, sample_rows, warn_of_ungraded
+from recjax.training.evaluation import answered, sample_rows, warn_of_ungraded
 from recjax.training.mesh import make_mesh
+from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
-from recjax.training.setup import without_long_prompts
 from recjax.training.trained import Subject, fingerprint, subject
 
 FLAGS = flags.FLAGS
@@ -157,12 +157,12 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
         Grading(config, task.reward) as grading,
         tqdm(desc=evaluated.name, total=count, initial=begin, unit="problem") as bar,
     ):
-        rounds = evaluated_rounds(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin)
-        for done in rounds:
+        parts = answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin)
+        for done in parts:
             rows = pd.DataFrame(sample_rows(done))
             rows["parsed"] = [task.parse(text) for text in rows["completion"]]
             _write_whole(rows, files[done.first])
-            bar.update(done.problems)
+            bar.update(len(done.groups))
     _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
 
 

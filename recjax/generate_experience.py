@@ -13,28 +13,31 @@ import dataclasses
 import hashlib
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags, logging
 
 from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.feed import EMPTY
+from recjax.experience.group import Group
+from recjax.experience.rows import rows_of
+from recjax.experience.tokenise import tokenizer_name
 from recjax.host_memory import keep_freed_memory
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
+from recjax.rollout.collecting import Grades, with_grades
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
-from recjax.training.metrics import progress_bar
-from recjax.training.setup import Setup, prepare, untrained, without_long_prompts
-from recjax.training.source import Held, drawing_source, drawn_rows
+from recjax.training.metrics import PhaseSeconds, progress_bar
+from recjax.training.rounds import sample_batch
+from recjax.training.run import Run, prepare, untrained, without_long_prompts
 from recjax.training.trained import run_config, run_params
 
 FLAGS = flags.FLAGS
@@ -54,38 +57,45 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         ValueError: no such checkpoint, or a task or a store that cannot be read.
     """
     known = store.ids(folder)
-    setup, version = _setup(config, run, step)
+    sampler, params, version = _sampler(config, run, step)
     name = _name(config, run, version)
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
-    with (
-        Grading(config, setup.reward) as grading,
-        progress_bar("generate", steps, initial=steps - len(missing)) as bar,
-    ):
-        # A config may name the store that this is to make.
-        drawing = drawing_source(dataclasses.replace(config, experience=None), setup, {}, grading)
-        held = Held(setup.initial_params, version, [], EMPTY)
-        for number in missing:
-            rows, _ = drawn_rows(drawing, held, number, f"{name}/", source)
+    tokenizer = tokenizer_name(sampler.policy.tokenizer)
+    with sampler.grading, progress_bar("generate", steps, initial=steps - len(missing)) as bar:
+
+        def keep(groups: list[Group], grades: Grades) -> None:
+            rows = rows_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
             store.append(folder, rows)
             bar.set_postfix(reward=f"{sum(row.reward for row in rows) / len(rows):.2f}", refresh=False)
             bar.update()
+
+        # A batch is graded while the next one is sampled.
+        before = None
+        for number in missing:
+            sampled = sample_batch(sampler, params, version, number, f"{name}/", source)
+            if before:
+                keep(*before)
+            before = sampled
+        if before:
+            keep(*before)
     return len(missing)
 
 
-def _setup(config: Config, run: str | None, step: int | None) -> tuple[Setup, int]:
-    """What draws, with parameters in the dtype that they compute in, and the optimiser updates that it has had."""
+def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
+    """What samples, its parameters in the dtype that they compute in, and the optimiser updates that they have had."""
+    # A config may name the store that this is to make.
+    config = untrained(config)
     if run is None:
-        # A config may name the store that this is to make.
-        setup, version = prepare(untrained(config)), 0
+        (sampler, params), version = prepare(config), 0
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
-        setup = Setup(policy, put_params(params), train, train.take(np.arange(0)), task.reward, 0.0)
-    params = in_compute_dtype(setup.policy.decoder, setup.initial_params, copy=False)
-    return setup._replace(initial_params=params), version
+        sampler = Run(config, policy, train, train, Grading(config, task.reward), None, PhaseSeconds())
+        params = put_params(params)
+    return sampler, in_compute_dtype(sampler.policy.decoder, params, copy=False), version
 
 
 def _name(config: Config, run: str | None, version: int) -> str:

@@ -17,7 +17,8 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Column, Table
 
-from recjax.experience.groups import groups_of, is_whole, reward_spread
+from recjax.experience.group import is_whole, reward_spread
+from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience, read
 
 matplotlib.use("Agg")
@@ -34,7 +35,7 @@ def length(row: Experience) -> int | None:
 def summary(rows: Sequence[Experience]) -> dict[str, str]:
     """What there is to say of rows, by name; a group is taken as the rows that are among them."""
     groups, scored = groups_of(rows), [row.reward for row in rows if row.reward is not None]
-    sizes = [len(group.rows) for group in groups]
+    sizes = [len(group.completions) for group in groups]
     whole = [group for group in groups if is_whole(group)]
     accurate = [row.accurate for row in rows if row.accurate is not None]
     versions = [row.policy_version for row in rows if row.policy_version is not None]
@@ -46,7 +47,7 @@ def summary(rows: Sequence[Experience]) -> dict[str, str]:
         "pending rows": str(len(rows) - len(scored)),
         "groups with a pending row": str(len(groups) - len(whole)),
         "whole groups with signal": f"{sum(reward_spread(group) > 0 for group in whole)} of {len(whole)}",
-        "groups of several sources": str(sum(len({row.source for row in group.rows}) > 1 for group in groups)),
+        "groups of several sources": str(sum(len({row.source for row in group.completions}) > 1 for group in groups)),
         "reward": f"{np.mean(scored):.3f} ({min(scored):g} to {max(scored):g})" if scored else "none yet",
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
         "policy versions": _span(versions) if versions else "none",
@@ -98,7 +99,7 @@ def draw_figure(rows: Sequence[Experience], title: str, path: Path) -> None:
 
     spreads, group_sizes = (
         [reward_spread(group) for group in groups if is_whole(group)],
-        [len(each.rows) for each in groups],
+        [len(each.completions) for each in groups],
     )
     histogram(rewards, per_source(lambda row: row.reward), "reward", False, colours)
     histogram(signal, [spreads], "highest − lowest reward of whole groups", False, [GREY])

@@ -27,10 +27,9 @@ from recjax.host_memory import keep_freed_memory
 from recjax.planning.dry_run import print_dry_run
 from recjax.rollout.generators import require_ray
 from recjax.training.cache import keep_compiled_programs
-from recjax.training.loop import Preempted, run
+from recjax.training.loop import Preempted, train
 from recjax.training.mesh import make_mesh
-from recjax.training.run_folder import check_run_folder, open_run_folder
-from recjax.training.setup import prepare
+from recjax.training.run_folder import check_run_folder
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
@@ -58,21 +57,19 @@ def main(argv: list[str]) -> None:
         require_ray(config)
         check_run_folder(config, FLAGS.overwrite)
         jax.set_mesh(make_mesh(config.mesh))
-        setup = prepare(config)
-        output = open_run_folder(config, FLAGS.overwrite)
+        summary = train(config, FLAGS.overwrite)
     except ValueError as error:
+        logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")
-    try:
-        summary = run(config, setup, output)
     except Preempted as stopped:
-        print(f"{output}: {stopped}", file=sys.stderr)
+        print(f"{config.output}: {stopped}", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
         hosts.end_after(error)
     if hosts.is_first():
-        show_result(output, summary)
+        show_result(Path(config.output), summary)
 
 
 def show_result(output: Path, summary: dict) -> None:

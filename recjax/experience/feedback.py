@@ -1,4 +1,4 @@
-"""Late rewards: completes the pending rows of a store."""
+"""Grade rewards: completes the pending rows of a store."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +7,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from recjax.experience.group import Grade
 from recjax.experience.store import SCHEMA, existing_parts, locked, read_columns, read_part, reward_pairs, write_part
 from recjax.experience.store_checks import check_rows
 
-_KEYS = ("id", "group_id", "reward", "reward_parts", "accurate")
-
-
-class Late(NamedTuple):
-    """What came late for one row."""
-
-    reward: float
-    reward_parts: dict[str, float] | None
-    accurate: bool | None
+_GIVEN = ("reward", "reward_parts", "accurate")
+_KEYS = ("id", "group_id", *_GIVEN)
 
 
 class Given(NamedTuple):
@@ -56,7 +50,7 @@ def give_rewards(
             for row in read_columns(part, list(_KEYS)).to_pylist():
                 rows[row["id"]] = (part, _stored(row))
                 groups.setdefault(row["group_id"], []).append(row["id"])
-        late: dict[str, Late] = {}
+        late: dict[str, Grade] = {}
         for number, entry in enumerate(entries):
             for name, given in _resolved(entry, rows, groups, place(number)):
                 before = rows[name][1] or late.get(name)
@@ -72,16 +66,16 @@ def give_rewards(
     return Given(len(new), len(late) - len(new))
 
 
-def _stored(row: dict[str, Any]) -> Late | None:
+def _stored(row: dict[str, Any]) -> Grade | None:
     if row["reward"] is None:
         return None
     pairs = row["reward_parts"]
-    return Late(row["reward"], pairs and {pair["name"]: pair["value"] for pair in pairs}, row["accurate"])
+    return Grade(row["reward"], pairs and {pair["name"]: pair["value"] for pair in pairs}, row["accurate"])
 
 
 def _resolved(
     entry: Mapping[str, Any], rows: Mapping[str, Any], groups: Mapping[str, list[str]], place: str
-) -> list[tuple[str, Late]]:
+) -> list[tuple[str, Grade]]:
     """The rows that an entry is about, and what it gives each of them."""
     if unknown := [key for key in entry if key not in _KEYS]:
         raise ValueError(f"{place}: {unknown[0]!r} is not read; an entry takes {', '.join(_KEYS)}")
@@ -92,17 +86,17 @@ def _resolved(
         raise ValueError(f"{place}: no row of the store has the {key} {entry[key]!r}")
     names = [entry[key]] if key == "id" else groups[entry[key]]
     columns = []
-    for column in Late._fields:
+    for column in _GIVEN:
         values = entry.get(column)
         if not (key == "group_id" and isinstance(values, list)):
             values = [values] * len(names)
         if len(values) != len(names):
             raise ValueError(f"{place}: {column} has {len(values)} values, but the group has {len(names)} rows")
         columns.append(values)
-    return [(name, _checked(Late(*given), place)) for name, *given in zip(names, *columns, strict=True)]
+    return [(name, _checked(Grade(*given), place)) for name, *given in zip(names, *columns, strict=True)]
 
 
-def _checked(late: Late, place: str) -> Late:
+def _checked(late: Grade, place: str) -> Grade:
     if not _is_number(late.reward):
         raise ValueError(f"{place}: reward = {late.reward!r:.80}: takes finite numbers")
     parts, accurate = late.reward_parts, late.accurate
@@ -110,17 +104,17 @@ def _checked(late: Late, place: str) -> Late:
         raise ValueError(f"{place}: reward_parts = {parts!r:.80}: takes names and finite numbers")
     if not isinstance(accurate, bool | None):
         raise ValueError(f"{place}: accurate = {accurate!r:.80}: takes true and false")
-    return Late(float(late.reward), parts and {name: float(value) for name, value in parts.items()}, accurate)
+    return Grade(float(late.reward), parts and {name: float(value) for name, value in parts.items()}, accurate)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _completed(table: pa.Table, late: Mapping[str, Late], place: str) -> pa.Table:
+def _completed(table: pa.Table, late: Mapping[str, Grade], place: str) -> pa.Table:
     """A part's table with rewards in it."""
     names = table["id"].to_pylist()
-    for column in Late._fields:
+    for column in _GIVEN:
         values = table[column].to_pylist()
         for row, name in enumerate(names):
             if name in late:

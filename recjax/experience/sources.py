@@ -9,13 +9,15 @@ import numpy as np
 
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
-from recjax.experience.groups import Group, groups_of
-from recjax.experience.rows import Shape, batch_of_groups
-from recjax.experience.store import Experience, read
+from recjax.experience.batch import Shape, pad
+from recjax.experience.group import Completion, Group
+from recjax.experience.rows import groups_of
+from recjax.experience.store import read
 from recjax.experience.tokenise import tokenised
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
+from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
 
 # What to do where the log-probs of who drew a completion are not known: refuse; choose an algorithm that reads none;
@@ -31,15 +33,15 @@ def load_groups(folder: str | Path, policy: Policy) -> list[Group]:
     Raises:
         ValueError: a store that cannot be read or tokenised, or a group with two prompts.
     """
-    groups = groups_of(tokenised(read(folder), policy))
-    for group in groups:
-        for row in group.rows[1:]:
-            if not np.array_equal(row.prompt_tokens, group.rows[0].prompt_tokens):
-                raise ValueError(
-                    f"{folder}: group {group.id!r} has two prompts, those of rows {group.rows[0].id!r} and {row.id!r};"
-                    " rewards are compared between answers to one question, so import them as groups of their own"
-                )
-    return groups
+    rows, firsts = tokenised(read(folder), policy), {}
+    for row in rows:
+        first = firsts.setdefault(row.group_id, row)
+        if not np.array_equal(row.prompt_tokens, first.prompt_tokens):
+            raise ValueError(
+                f"{folder}: group {row.group_id!r} has two prompts, those of rows {first.id!r} and {row.id!r};"
+                " rewards are compared between answers to one question, so import them as groups of their own"
+            )
+    return groups_of(rows)
 
 
 def check_logprobs(groups: Sequence[Group], algorithm: Algorithm, sampling: Sampling, missing: MissingLogprobs) -> None:
@@ -58,7 +60,7 @@ def check_logprobs(groups: Sequence[Group], algorithm: Algorithm, sampling: Samp
                 f" read none are {', '.join(_presets_without())}. Or take 'initial' or 'current'"
             )
         return
-    rows = [row for group in groups for row in group.rows]
+    rows = [completion for group in groups for completion in group.completions]
     without = [row for row in rows if row.behaviour_logprobs is None]
     if without and missing == "error":
         raise ValueError(
@@ -67,11 +69,12 @@ def check_logprobs(groups: Sequence[Group], algorithm: Algorithm, sampling: Samp
             f" {', '.join(_presets_without())}), 'initial' or 'current'"
         )
     for row in rows:
-        if row.behaviour_logprobs is not None and (row.temperature, row.top_k, row.top_p) != tuple(sampling):
+        if row.behaviour_logprobs is not None and row.sampling != sampling:
+            temperature, top_k, top_p = row.sampling or ("unknown",) * 3
             raise ValueError(
-                f"row {row.id!r} of source {row.source!r} was drawn with temperature {row.temperature}, top_k"
-                f" {row.top_k}, top_p {row.top_p}, but rollout has {', '.join(map(str, sampling))}: its log-probs are"
-                " of another distribution. Set rollout to the same, or experience.missing_logprobs to 'unneeded'"
+                f"row {row.id!r} of source {row.source!r} was sampled with temperature {temperature}, top_k {top_k},"
+                f" top_p {top_p}, but rollout has {', '.join(map(str, sampling))}: its log-probs are of another"
+                " distribution. Set rollout to the same, or experience.missing_logprobs to 'unneeded'"
             )
 
 
@@ -89,27 +92,22 @@ def with_logprobs(
         shape: of the batches in which they are computed; every group fits.
         params: all parameters of the policy that stands for the unknown one.
     """
-    lacking = [group for group in groups if any(row.behaviour_logprobs is None for row in group.rows)]
+    lacking = [group for group in groups if any(row.behaviour_logprobs is None for row in group.completions)]
     filled = {}
     for start in range(0, len(lacking), shape.prompts):
-        part = [_scored(group) for group in lacking[start : start + shape.prompts]]
-        batch = batch_of_groups(part, shape)
+        part = lacking[start : start + shape.prompts]
+        batch = pad(part, shape)
         arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask))
         logprobs = on_host(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
-        for place, group in enumerate(lacking[start : start + shape.prompts]):
+        for place, group in enumerate(part):
             rows = []
-            for number, row in enumerate(group.rows, start=place * shape.group):
+            for number, row in enumerate(group.completions, start=place * shape.group):
                 given = row.behaviour_logprobs
                 # Rounding may leave a certain token's a little above 0.
-                taken = np.minimum(logprobs[number, : len(row.completion_tokens)], 0.0) if given is None else given
+                taken = np.minimum(logprobs[number, : len(row.tokens)], 0.0) if given is None else given
                 rows.append(row._replace(behaviour_logprobs=taken))
-            filled[group.id] = group._replace(rows=tuple(rows))
+            filled[group.id] = group._replace(completions=tuple(rows))
     return [filled.get(group.id, group) for group in groups]
-
-
-def _scored(group: Group) -> Group:
-    """Log-probabilities do not depend on rewards, which may be pending."""
-    return group._replace(rows=tuple(row._replace(reward=0.0) for row in group.rows))
 
 
 def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> list[Group]:
@@ -125,20 +123,20 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
 
 
-def by_prompt(groups: Sequence[Group]) -> dict[bytes, list[Experience]]:
-    """Rows by the tokens of their prompt, whatever group they are of; pending rows left out."""
-    found: dict[bytes, list[Experience]] = {}
+def by_prompt(groups: Sequence[Group]) -> dict[bytes, list[Completion]]:
+    """Completions by the tokens of their prompt, whatever group they are of; those without a reward left out."""
+    found: dict[bytes, list[Completion]] = {}
     for group in groups:
-        for row in group.rows:
-            if row.reward is not None:
-                found.setdefault(row.prompt_tokens.tobytes(), []).append(row)
+        rewarded = [completion for completion in group.completions if completion.grade]
+        if rewarded:
+            found.setdefault(group.prompt_tokens.tobytes(), []).extend(rewarded)
     return found
 
 
 def mixed(
-    groups: Sequence[Group], others: Mapping[bytes, Sequence[Experience]], count: int, batch: int, seed: int
+    groups: Sequence[Group], others: Mapping[bytes, Sequence[Completion]], count: int, batch: int, seed: int
 ) -> list[Group]:
-    """Groups with up to `count` other rows of the same prompt each, advantages then being over the whole group.
+    """Groups with up to `count` other completions of the same prompt each; advantages are then over the whole group.
 
     Which ones, where there are more, follows from (seed, batch, place). A prompt that nobody else has answered stays as
     it is.
@@ -148,9 +146,8 @@ def mixed(
     """
     made = []
     for place, group in enumerate(groups):
-        known = others.get(group.rows[0].prompt_tokens.tobytes(), ())
+        known = others.get(group.prompt_tokens.tobytes(), ())
         generator = np.random.default_rng([seed, 4, batch, place])
         chosen = sorted(generator.permutation(len(known))[:count].tolist())
-        added = tuple(known[index]._replace(group_id=group.id) for index in chosen)
-        made.append(group._replace(rows=(*group.rows, *added)))
+        made.append(group._replace(completions=(*group.completions, *(known[index] for index in chosen))))
     return made

@@ -7,10 +7,9 @@ from absl import logging
 
 from recjax.algorithms import presets
 from recjax.config import Config, MixConfig
-from recjax.experience.groups import Group, is_whole
-from recjax.experience.rows import Shape, batch_of_groups, shape_of
+from recjax.experience.batch import Shape, pad, shape_of
+from recjax.experience.group import Completion, Group, is_whole
 from recjax.experience.sources import by_prompt, check_logprobs, load_groups, with_logprobs
-from recjax.experience.store import Experience
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling
 from recjax.tasks.prompts import Prompts
@@ -58,13 +57,13 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         shape = shape_of(whole, rollout.prompts_per_step)
         for group in whole:
             # A row that no batch can hold is found here and not at a later step.
-            batch_of_groups([group], shape._replace(prompts=1))
+            pad([group], shape._replace(prompts=1))
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     check_logprobs(whole, algorithm, run_sampling(config), config.experience.missing_logprobs)
     stored = Stored(whole, shape, _left_out(everything), _digest(whole))
-    sizes = [len(group.rows) for group in whole]
+    sizes = [len(group.completions) for group in whole]
     logging.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
     if any(stored.left_out.values()):
         counts = ", ".join(f"{count} {name}" for name, count in stored.left_out.items())
@@ -113,23 +112,24 @@ def run_sampling(config: Config) -> Sampling:
 
 
 def _as_trained(group: Group, success: float) -> Group:
-    return group._replace(rows=tuple(_row_as_trained(row, success) for row in group.rows))
+    return group._replace(completions=tuple(_row_as_trained(row, success) for row in group.completions))
 
 
-def _row_as_trained(row: Experience, success: float) -> Experience:
+def _row_as_trained(row: Completion, success: float) -> Completion:
     """The row with what the run's metrics read of it."""
-    accurate = row.accurate
+    accurate = row.grade.accurate
     if accurate is None:
         # As rewards are read that come from this run.
-        parts = row.reward_parts or {}
-        accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.reward >= success
+        parts = row.grade.reward_parts or {}
+        accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.grade.reward >= success
     # Any other version counts the updates of another run, and no staleness comes of that.
-    return row._replace(accurate=accurate, policy_version=0 if row.policy_version == 0 else None)
+    version = 0 if row.policy_version == 0 else None
+    return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version)
 
 
 def _left_out(groups: list[Group]) -> dict[str, int]:
     pending = [group for group in groups if not is_whole(group)]
-    rows = [row.reward is None for group in pending for row in group.rows]
+    rows = [row.grade is None for group in pending for row in group.completions]
     return {
         "pending_groups": len(pending),
         "pending_rows": sum(rows),
@@ -139,5 +139,5 @@ def _left_out(groups: list[Group]) -> dict[str, int]:
 
 def _digest(groups: list[Group]) -> str:
     """Of all that decides which rows are in which batch, and what they are worth."""
-    rows = [(row.id, row.group_id, row.reward) for group in groups for row in group.rows]
+    rows = [(row.id, group.id, row.grade.reward) for group in groups for row in group.completions]
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
-from recjax.experience.records import Batch
-from recjax.experience.rows import Shape
+from recjax.experience.batch import Batch, Shape
 from recjax.hub.policy import attention_kernel
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import ROWS, laid_out, param_shardings
@@ -25,7 +24,7 @@ from recjax.planning.topology import Target
 from recjax.rollout.sampler import sample
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.packing import Packed, RowShape, shape_for
-from recjax.training.update import TrainState, make_optimizer, update
+from recjax.training.update import TrainState, recipe_of, update
 
 PROGRAMS = ("sample", "update")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -213,11 +212,7 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
         _batch(plan, _prompts(plan, micro_batches)),
         jax.eval_shape(lambda: jax.random.key(0)),
         packed,
-        decoder=plan.model.decoder,
-        algorithm=_algorithm(config),
-        optimizer=make_optimizer(config.optimizer, config.training.steps),
-        sampling=_sampling(config),
-        chunk=config.model.logprob_chunk,
+        recipe=recipe_of(config, plan.model.decoder)._replace(decoder=plan.model.decoder),
         micro_batches=None if packed else micro_batches,
     )
 

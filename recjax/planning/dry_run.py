@@ -14,7 +14,7 @@ from rich.table import Table
 from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
-from recjax.experience.rows import Shape
+from recjax.experience.batch import Shape
 from recjax.hub.policy import compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
@@ -25,8 +25,8 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.packing import shape_for
+from recjax.training.run import characters
 from recjax.training.schedule import expected_staleness
-from recjax.training.setup import characters
 
 GIB = 2**30
 

@@ -1,39 +1,21 @@
-"""Prompts to scored completions: the one path for training and for evaluation."""
+"""Prompts to groups: completions sampled by the engine, and their grades, which may still be computed."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from recjax import hosts
-from recjax.config import TaskConfig
-from recjax.experience.records import Batch
+from recjax.experience.group import Completion, Grade, Group
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.sampling import Sampling
 from recjax.rollout.sampler import Completions, sample
 from recjax.rollout.slots import sample_in_slots
-from recjax.tasks.grading.pool import Grading, Scores
+from recjax.tasks.grading.pool import FAILURES, Grading, Scores
 from recjax.tasks.prompts import Prompts
-
-
-class Pending(NamedTuple):
-    """Drawn completions, their texts, and their scores, which may still be on their way."""
-
-    prompts: Prompts
-    drawn: Completions
-    policy_version: int
-    texts: list[str]
-    scores: Future[Scores]
-
-
-class Collected(NamedTuple):
-    """A batch and the texts of its completions."""
-
-    batch: Batch
-    texts: list[str]
 
 
 def draw(
@@ -59,67 +41,101 @@ def draw(
     return jax.tree.map(lambda rows: rows[: count * group_size], drawn)
 
 
-def submitted(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Pending:
-    """Sends drawn completions to be scored; the reward sees a text without the token that stopped it.
+def sample_groups(
+    policy: Policy,
+    params: dict,
+    prompts: Prompts,
+    key: PRNGKeyArray,
+    group_size: int,
+    max_tokens: int,
+    sampling: Sampling,
+    *,
+    name: str,
+    source: str,
+    version: int,
+) -> list[Group]:
+    """A group of `group_size` completions for each prompt, without grades.
 
-    Of several processes each scores the completions of its own share of the prompts.
+    Args:
+        params: all parameters, in the dtype that they compute in.
+        name: of this batch, given to no other; ids of its groups and completions begin with it.
+        source: who samples.
+        version: of `params`, in optimiser updates.
     """
-    group_size = len(drawn.tokens) // len(prompts.texts)
+    drawn = draw(policy, params, prompts, key, group_size, max_tokens, sampling)
     said = drawn.mask & ~np.isin(drawn.tokens, policy.stop_ids)
     texts = policy.tokenizer.batch_decode([row[keep] for row, keep in zip(drawn.tokens, said, strict=True)])
-    own = (hosts.share(len(prompts.texts))[:, None] * group_size + np.arange(group_size)).reshape(-1)
-    problems = [prompts.problems[row // group_size] for row in own]
+    completions = [
+        Completion(
+            id=f"{name}/{row:05d}",
+            source=source,
+            text=text,
+            tokens=drawn.tokens[row][drawn.mask[row]],
+            mask=drawn.mask[row][drawn.mask[row]],
+            behaviour_logprobs=drawn.logprobs[row][drawn.mask[row]],
+            sampling=sampling,
+            policy_version=version,
+            truncated=bool(drawn.truncated[row]),
+        )
+        for row, text in enumerate(texts)
+    ]
+    groups = []
+    for place, problem in enumerate(prompts.problems):
+        own = tuple(completions[place * group_size : (place + 1) * group_size])
+        tokens = prompts.tokens[place][prompts.mask[place]]
+        groups.append(Group(f"{name}/{place:05d}", tokens, own, problem.prompt, problem.answer))
+    return groups
+
+
+class Grades:
+    """The grades of a batch, which may still be computed; each of several processes grades its share of the prompts."""
+
+    def __init__(self, scores: "Future[Scores]", count: int):
+        """Takes the scores of this process's share of `count` completions."""
+        self._scores, self._count = scores, count
+
+    def result(self) -> list[Grade]:
+        """One grade a completion, waited for; of several processes all have those of all, and all must ask.
+
+        Raises:
+            ValueError: the reward function is at fault; see `recjax.tasks.grading.custom.custom_parts`.
+        """
+        rewards, parts, accurate, failures = hosts.gathered(self._scores.result(), self._count)
+        return [
+            Grade(
+                reward=float(rewards[row]),
+                reward_parts={name: float(values[row]) for name, values in parts.items()} or None,
+                accurate=bool(accurate[row]),
+                failure=None if failures is None else FAILURES[failures[row]],
+            )
+            for row in range(self._count)
+        ]
+
+
+def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grades:
+    """Sends completions to be graded in the background; the reward sees texts without the token that stopped them.
+
+    Args:
+        groups: of the prompts, one each, of one size.
+        grading: open.
+    """
+    share = hosts.share(len(groups))
+    own = [(place, completion) for place in share for completion in groups[place].completions]
+    problems, completions = [prompts.problems[place] for place, _ in own], [completion for _, completion in own]
     scores = grading.submit(
-        [prompts.texts[row // group_size] for row in own],
-        [texts[row] for row in own],
+        [prompts.texts[place] for place, _ in own],
+        [completion.text for completion in completions],
         [problem.answer for problem in problems],
         [problem.columns for problem in problems],
-        drawn.mask[own].sum(-1),
+        np.array([len(completion.tokens) for completion in completions]),
     )
-    return Pending(prompts, drawn, policy_version, texts, scores)
+    return Grades(scores, sum(len(group.completions) for group in groups))
 
 
-def finished(batch: Pending | Batch) -> Batch:
-    """The batch with its scores, once they are there; of several processes all have the whole batch.
-
-    Raises:
-        ValueError: the reward function is at fault; see `recjax.tasks.grading.custom.custom_parts`.
-    """
-    if isinstance(batch, Batch):
-        return batch
-    prompts, drawn, policy_version, texts, scores = batch
-    rewards, parts, accurate, failures = hosts.gathered(scores.result(), len(texts))
-    return Batch(
-        prompts=prompts.tokens,
-        prompt_mask=prompts.mask,
-        completions=drawn.tokens,
-        completion_mask=drawn.mask,
-        behaviour_logprobs=drawn.logprobs,
-        rewards=rewards,
-        group_ids=np.repeat(np.arange(len(prompts.texts), dtype=np.int32), len(texts) // len(prompts.texts)),
-        policy_version=np.full(len(texts), policy_version, np.int32),
-        truncated=drawn.truncated,
-        accurate=accurate,
-        reward_parts=parts,
-        failures=failures,
-    )
-
-
-def scored(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Collected:
-    """Drawn completions with their scores, waited for."""
-    pending = submitted(policy, prompts, drawn, grading, policy_version)
-    return Collected(finished(pending), pending.texts)
-
-
-def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
-    """The batch as the update sees it, by what `task.truncated` says of completions that ran into the token limit.
-
-    train: they are as any other. mask: they leave the loss and their group's statistics, as if never drawn.
-    penalise: their reward is `task.truncated_reward`, whatever they say.
-    """
-    if task.truncated == "mask":
-        return batch._replace(completion_mask=batch.completion_mask & ~batch.truncated[:, None])
-    if task.truncated == "penalise":
-        rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
-        return batch._replace(rewards=rewards)
-    return batch
+def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:
+    """The groups with a grade for every completion, in order."""
+    left = iter(grades)
+    return [
+        group._replace(completions=tuple(completion._replace(grade=next(left)) for completion in group.completions))
+        for group in groups
+    ]

@@ -1,8 +1,9 @@
-"""Processes that draw numbered batches beside the trainer: actors of Ray. Nothing here knows what a batch is.
+"""Processes that sample numbered batches beside the trainer: actors of Ray. Nothing here knows what a batch is.
 
 Ray is imported when an asynchronous run begins; all others do without it.
 """
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +19,16 @@ from absl import logging
 
 from recjax.config import Config, RegimeConfig
 
-AT_A_TIME = 2  # batches that a generator has: one is drawn while the next one waits for it
+AT_A_TIME = 2  # batches that a generator has: one is sampled while the other one is graded, or waits
 RESTARTS = 5  # of one generator in a row, with nothing from it in between, before the run ends
 
 
-class Task(NamedTuple):
-    """A batch that is being drawn: its number, the version of the weights, and who draws it (from 0)."""
+# A function that opens a context with a function from (number, version, weights) to a batch.
+Sampler = Callable[..., AbstractContextManager[Callable[[int, int, dict], Any]]]
+
+
+class Assignment(NamedTuple):
+    """A batch that is being sampled: its number, the version of the weights, and the generator, from 0."""
 
     number: int
     version: int
@@ -30,15 +36,16 @@ class Task(NamedTuple):
 
 
 class Generator:
-    """What runs in the process: a function from (number, version, weights), made once."""
+    """What runs in the process: a function from (number, version, weights), made once, and called by two threads."""
 
-    def __init__(self, opened: Callable[..., Callable[[int, int, dict], Any]], arguments: tuple):
-        """Makes the function, `opened(*arguments)`."""
-        self._draw = opened(*arguments)
+    def __init__(self, sampler: Sampler, arguments: tuple):
+        """Enters the context `sampler(*arguments)`, which lasts as long as the process."""
+        self._context = contextlib.ExitStack()
+        self._sample = self._context.enter_context(sampler(*arguments))
 
-    def draw(self, number: int, version: int, weights: dict) -> Any:
-        """What the function makes of a batch's number and the weights that draw it."""
-        return self._draw(number, version, weights)
+    def sample(self, number: int, version: int, weights: dict) -> Any:
+        """What the function makes of a batch's number and the weights that sample it."""
+        return self._sample(number, version, weights)
 
 
 def require_ray(config: Config) -> None:
@@ -59,14 +66,14 @@ class Generators:
     """A context that holds the generators of a run, and knows which batches they are at.
 
     A generator that dies, or has not answered for `regime.generator_seconds`, is named in the log and started again,
-    and what it was at is drawn again from the newest weights. So every batch that was issued arrives, and none twice.
+    and what it was at is sampled again from the newest weights. So every batch that was issued arrives, and none twice.
     """
 
     def __init__(self, regime: RegimeConfig):
         """Starts nothing yet."""
         self._regime = regime
         self._actors: list[Any] = []
-        self._tasks: dict[Any, Task] = {}
+        self._assigned: dict[Any, Assignment] = {}
         self._since = [0.0] * regime.generators
         self._failures = [0] * regime.generators
         self.restarts, self.waited_seconds = 0, 0.0
@@ -108,21 +115,28 @@ class Generators:
             for actor in self._actors:
                 self._ray.kill(actor)
 
-    def start(self, opened: Callable[..., Callable[[int, int, dict], Any]], *arguments: Any) -> None:
-        """Starts the processes, in each of which `opened(*arguments)` makes the function that draws."""
+    def start(self, sampler: Sampler, *arguments: Any) -> None:
+        """Starts the processes, in each of which `sampler(*arguments)` opens the function that samples."""
         gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
         self._actor = self._ray.remote(Generator).options(
-            num_cpus=1, num_gpus=gpus, runtime_env={"env_vars": _environment(self._regime, on_gpu=gpus > 0)}
+            num_cpus=1,
+            num_gpus=gpus,
+            max_concurrency=AT_A_TIME,
+            runtime_env={"env_vars": _environment(self._regime, on_gpu=gpus > 0)},
         )
-        self._arguments = opened, self._ray.put(arguments)
+        self._arguments = sampler, self._ray.put(arguments)
         self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
 
     def publish(self, version: int, weights: dict) -> None:
-        """The weights, on the host, that batches are drawn from which are issued from now on."""
+        """The weights, on the host, that sample the batches which are issued from now on."""
         self._version, self._weights = version, self._ray.put(weights)
 
+    def begin_step(self) -> None:
+        """Forgets the seconds that were waited for an earlier step."""
+        self.waited_seconds = 0.0
+
     def issue(self, number: int) -> None:
-        """Has a batch drawn by the generator that has the fewest."""
+        """Has a batch sampled by the generator that has the fewest."""
         loads = [self._at(generator) for generator in range(self._regime.generators)]
         generator = min(range(len(loads)), key=lambda place: len(loads[place]))
         if not loads[generator]:
@@ -132,14 +146,14 @@ class Generators:
     @property
     def in_flight(self) -> dict[int, int]:
         """Batches that were issued and have not arrived: number to version, in the order of issue."""
-        return {task.number: task.version for task in self._tasks.values()}
+        return {one.number: one.version for one in self._assigned.values()}
 
     @property
     def are_busy(self) -> bool:
         """Whether each has as many batches as it may have."""
-        return len(self._tasks) >= AT_A_TIME * self._regime.generators
+        return len(self._assigned) >= AT_A_TIME * self._regime.generators
 
-    def arrived(self, wait: bool) -> list[tuple[int, Any]]:
+    def receive(self, wait: bool) -> list[tuple[int, Any]]:
         """Number and result of every batch that is done.
 
         Args:
@@ -149,14 +163,14 @@ class Generators:
             Exception: what the function raised.
         """
         started, found = time.monotonic(), []
-        while self._tasks:
-            answer_by = min(self._since[task.generator] for task in self._tasks.values()) + self._seconds
+        while self._assigned:
+            answer_by = min(self._since[one.generator] for one in self._assigned.values()) + self._seconds
             left = max(answer_by - time.monotonic(), 0.0) if wait and not found else 0.0
-            done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=left)
+            done, _ = self._ray.wait(list(self._assigned), num_returns=1, timeout=left)
             if done:
                 found += self._received(done[0])
             elif time.monotonic() > answer_by:
-                # Nobody has more to say at this moment, so whoever has had the time has not used it.
+                # No answer is left to read, so a generator whose time is over has not answered in it.
                 self._restart_silent()
             elif found or not wait:
                 break
@@ -168,14 +182,14 @@ class Generators:
         return self._regime.generator_seconds
 
     def _at(self, generator: int) -> list[int]:
-        return [task.number for task in self._tasks.values() if task.generator == generator]
+        return [one.number for one in self._assigned.values() if one.generator == generator]
 
     def _send(self, number: int, generator: int) -> None:
-        reference = self._actors[generator].draw.remote(number, self._version, self._weights)
-        self._tasks[reference] = Task(number, self._version, generator)
+        reference = self._actors[generator].sample.remote(number, self._version, self._weights)
+        self._assigned[reference] = Assignment(number, self._version, generator)
 
     def _received(self, reference: Any) -> list[tuple[int, Any]]:
-        number, _, generator = self._tasks[reference]
+        number, _, generator = self._assigned[reference]
         try:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
@@ -183,12 +197,12 @@ class Generators:
         except self._ray.exceptions.RayError as error:
             self._restart(generator, f"died ({str(error).strip().splitlines()[-1]})")
             return []
-        del self._tasks[reference]
+        del self._assigned[reference]
         self._since[generator], self._failures[generator] = time.monotonic(), 0
         return [(number, result)]
 
     def _restart_silent(self) -> None:
-        for generator in sorted({task.generator for task in self._tasks.values()}):
+        for generator in sorted({one.generator for one in self._assigned.values()}):
             if time.monotonic() - self._since[generator] > self._seconds:
                 self._restart(generator, f"has not answered for regime.generator_seconds = {self._seconds:g}")
 
@@ -204,7 +218,7 @@ class Generators:
             )
         logging.warning("%s %s; it is started again, for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
-        self._tasks = {key: task for key, task in self._tasks.items() if task.generator != generator}
+        self._assigned = {key: one for key, one in self._assigned.items() if one.generator != generator}
         self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()
         for number in numbers:
             self._send(number, generator)

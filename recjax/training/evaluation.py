@@ -11,88 +11,78 @@ import numpy as np
 from absl import logging
 
 from recjax.config import Config
+from recjax.experience.batch import Shape, pad
+from recjax.experience.group import Group
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
-from recjax.rollout.collecting import Collected, draw, scored
-from recjax.rollout.sampler import Completions
+from recjax.models.sampling import Sampling
+from recjax.rollout.collecting import sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.prompts import Prompts
 
-_initial_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
-class Round(NamedTuple):
-    """Some problems with all of their completions, scored.
-
-    `asked` and `drawn` are filled up with repeats of problems, so that one compiled program serves every round;
-    `collected` holds the rows that count: those of the first `problems`, the first of which stands at place `first`.
-    """
+class Answered(NamedTuple):
+    """Some problems with all of their completions, graded; the first of the problems stands at place `first`."""
 
     first: int
-    problems: int
-    asked: Prompts
-    drawn: Completions
-    collected: Collected
+    prompts: Prompts
+    groups: list[Group]
 
 
-def evaluated_rounds(
+def answered(
     config: Config, policy: Policy, params: dict, prompts: Prompts, grading: Grading, step: int, first: int = 0
-) -> Iterator[Round]:
-    """Draws `evaluation.samples` completions of every prompt, in rounds of `rollout.prompts_per_step` prompts.
+) -> Iterator[Answered]:
+    """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
-    A round's random numbers depend on nothing but the seed, `step` and its place.
+    The random numbers of each part depend on nothing but the seed, `step` and its place.
 
     Args:
         grading: open.
-        first: where to begin, a multiple of `rollout.prompts_per_step`: the rounds before it are done.
+        first: where to begin, a multiple of `rollout.prompts_per_step`: the parts before it are done.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 2), step)
     for start in range(first, count, size):
-        asked = prompts.take(np.arange(start, start + size) % count)
-        drawn = draw(
+        # Filled up with repeats, so that one compiled program serves every part.
+        asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
+        groups = sample_groups(
             policy,
             params,
             asked,
             jax.random.fold_in(key, start),
             settings.samples,
             config.rollout.max_completion_tokens,
-            sampling,
-        )
-        problems = min(size, count - start)
-        counted = jax.tree.map(lambda rows, kept=problems * settings.samples: rows[:kept], drawn)
-        places = np.arange(problems)
-        collected = scored(policy, asked.take(places), counted, grading, policy_version=step)
-        yield Round(start, problems, asked, drawn, collected)
+            Sampling(settings.temperature, settings.top_k, settings.top_p),
+            name=f"{start:06d}",
+            source="policy",
+            version=step,
+        )[:problems]
+        asked = asked.take(np.arange(problems))
+        yield Answered(start, asked, with_grades(groups, submit(groups, asked, grading).result()))
 
 
-def sample_rows(done: Round) -> list[dict]:
-    """One row a completion of a round: the problem's place, what was asked and said, and how it was scored."""
-    batch, texts = done.collected
-    group = len(texts) // done.problems
-    lengths = batch.completion_mask.sum(-1)
-    failures = np.zeros(len(texts), int) if batch.failures is None else batch.failures
-    rows = []
-    for row, text in enumerate(texts):
-        problem = done.asked.problems[row // group]
-        rows.append(
-            {
-                "problem": done.first + row // group,
-                "prompt": done.asked.texts[row // group],
-                "completion": text,
-                "answer": problem.answer,
-                "difficulty": problem.difficulty,
-                "reward": float(batch.rewards[row]),
-                **{f"reward/{name}": float(values[row]) for name, values in batch.reward_parts.items()},
-                "accurate": bool(batch.accurate[row]),
-                "ungraded": FAILURES[failures[row]] if failures[row] else None,
-                "truncated": bool(batch.truncated[row]),
-                "tokens": int(lengths[row]),
-            }
-        )
-    return rows
+def sample_rows(done: Answered) -> list[dict]:
+    """One row a completion: the problem's place, what was asked and said, and how it was graded."""
+    return [
+        {
+            "problem": done.first + place,
+            "prompt": done.prompts.texts[place],
+            "completion": completion.text,
+            "answer": group.answer,
+            "difficulty": done.prompts.problems[place].difficulty,
+            "reward": completion.grade.reward,
+            **{f"reward/{name}": value for name, value in (completion.grade.reward_parts or {}).items()},
+            "accurate": completion.grade.accurate,
+            "ungraded": completion.grade.failure if completion.grade.failure not in (None, FAILURES[0]) else None,
+            "truncated": completion.truncated,
+            "tokens": len(completion.tokens),
+        }
+        for place, group in enumerate(done.groups)
+        for completion in group.completions
+    ]
 
 
 def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
@@ -138,25 +128,32 @@ def evaluate(
         initial_params: π_0, for the KL to it; None leaves that out.
     """
     divergence, tokens, samples = 0.0, 0, []
-    for done in evaluated_rounds(config, policy, params, prompts, grading, step):
+    for done in answered(config, policy, params, prompts, grading, step):
         if initial_params is not None:
-            initial, _ = _initial_logprobs(
-                policy.decoder,
-                initial_params,
-                *put_rows((done.asked.tokens, done.asked.mask, done.drawn.tokens, done.drawn.mask)),
-                sampling=Sampling(config.evaluation.temperature, config.evaluation.top_k, config.evaluation.top_p),
-                chunk=config.model.logprob_chunk,
-            )
-            batch = done.collected.batch
-            kept = len(batch.rewards)
-            divergence += float((batch.behaviour_logprobs - on_host(initial)[:kept])[batch.completion_mask].sum())
-            tokens += int(batch.completion_mask.sum())
+            difference, count = _log_ratio_to(initial_params, config, policy, done)
+            divergence, tokens = divergence + difference, tokens + count
         samples += sample_rows(done)
     warn_of_ungraded(sample["ungraded"] for sample in samples)
     rewards = np.array([sample["reward"] for sample in samples])
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / tokens
     return Evaluation(accuracy, float(rewards.mean()), initial_kl, samples)
+
+
+def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) -> tuple[float, int]:
+    """Σ (log μ − log π) over all tokens, μ being who sampled them and π that of `params`; the number of tokens."""
+    settings, rollout = config.evaluation, config.rollout
+    lengths = done.prompts.tokens.shape[1], rollout.max_completion_tokens
+    batch = pad(done.groups, Shape(rollout.prompts_per_step, settings.samples, *lengths))
+    logprobs, _ = _logprobs(
+        policy.decoder,
+        params,
+        *put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask)),
+        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+        chunk=config.model.logprob_chunk,
+    )
+    mask = batch.completion_mask
+    return float((batch.behaviour_logprobs - on_host(logprobs))[mask].sum()), int(mask.sum())
 
 
 def write_samples(path: Path, evaluation: Evaluation) -> None:

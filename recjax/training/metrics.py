@@ -17,9 +17,7 @@ from tqdm import tqdm
 
 from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
-from recjax.experience.records import Batch
-from recjax.experience.rows import FOREIGN
-from recjax.tasks.grading.pool import failure_counts
+from recjax.experience.batch import FOREIGN, Batch
 
 
 class MetricsWriter:
@@ -79,7 +77,6 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
     return {
         "reward": float(learned.rewards[real].mean()),
         **{f"reward/{part}": float(np.nanmean(values[real])) for part, values in batch.reward_parts.items()},
-        **{f"grading/{reason}": count for reason, count in failure_counts(batch.failures).items()},
         "accuracy": float(batch.accurate[real].mean()),
         "completion_length": float(batch.completion_mask.sum() / real.sum()),
         "truncated": float(batch.truncated[real].mean()),
@@ -108,9 +105,26 @@ class PhaseSeconds:
     what the device does meanwhile.
     """
 
-    def __init__(self, totals: dict[str, float]):
-        """Goes on from the totals of an earlier part of the run."""
-        self.totals = defaultdict(float, totals)
+    def __init__(self):
+        """Begins to count."""
+        self.totals: dict[str, float] = defaultdict(float)
+        self._began = time.perf_counter()
+
+    def go_on_from(self, totals: dict[str, float], wall_seconds: float) -> None:
+        """Adds the seconds of an earlier part of the run."""
+        self._began -= wall_seconds
+        for name, seconds in totals.items():
+            self.totals[name] += seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        """Of the whole run so far."""
+        return time.perf_counter() - self._began
+
+    @property
+    def loop_seconds(self) -> float:
+        """Spent sampling, grading and updating."""
+        return sum(self.totals[name] for name in ("sample", "score", "update"))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

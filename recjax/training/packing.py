@@ -6,8 +6,7 @@ import numpy as np
 
 from recjax.algorithms import presets
 from recjax.config import Config
-from recjax.experience.records import Batch
-from recjax.experience.rows import Shape
+from recjax.experience.batch import Batch, Shape
 from recjax.models.placement import row_shards
 
 TILE = 128  # accelerators' attention works on so many tokens at a time

@@ -10,18 +10,15 @@ def is_sync(step: int, regime: RegimeConfig) -> bool:
     return not regime.offline and (step - 1) % regime.sync_interval == 0
 
 
-def batches_to_draw(step: int, queued: int, steps: int, regime: RegimeConfig) -> range:
-    """Numbers of the batches drawn at `step`, before it trains on batch number `step`.
+def samples_ahead(step: int, steps: int, regime: RegimeConfig) -> bool:
+    """Whether the next round's batch can be sampled at `step`, so that this one's is graded meanwhile.
 
-    The queue stays `sync_offset` batches ahead. Where the next step would draw from the same weights, its batch is
-    drawn now as well, so that the grading of this step's goes on meanwhile; no batch changes by that.
+    It can where the next step would sample it from the same weights; no batch changes by that.
 
     Args:
-        queued: batches drawn and not yet trained on.
         steps: the run's last step.
     """
-    early = step < steps and not is_sync(step + 1, regime)
-    return range(step + queued, step + regime.sync_offset + early + 1)
+    return step < steps and not is_sync(step + 1, regime)
 
 
 def expected_staleness(step: int, regime: RegimeConfig) -> int:

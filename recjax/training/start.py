@@ -1,63 +1,56 @@
-"""Where a run begins: before its first step, or at its newest checkpoint; and what it holds from then on."""
+"""Where a run begins: before its first step, or at its newest checkpoint."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import optax
 import orbax.checkpoint as ocp
+from absl import logging
 
-from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
-from recjax.experience.feed import EMPTY
+from recjax.experience.queue import Queue
 from recjax.models.placement import constrain_params
 from recjax.models.trainable import in_compute_dtype, split
 from recjax.training import checkpoint
-from recjax.training.checkpoint import Snapshot
-from recjax.training.setup import Setup
-from recjax.training.source import Held
-from recjax.training.update import TrainState
+from recjax.training.run import Run, State, prepare
+from recjax.training.run_folder import open_run_folder
+from recjax.training.update import TrainState, recipe_of
 
 
-class Start(NamedTuple):
-    """The run so far, whether it had begun before, and what it never changes, in the dtype that it computes in.
-
-    frozen: parameters beside the trained ones. initial: the trained ones before the first step; None where neither a
-    reference KL nor an evaluation reads them.
-    """
-
-    snapshot: Snapshot
-    resumed: bool
-    frozen: dict
-    initial: dict | None
-
-
-def begin(
-    config: Config,
-    setup: Setup,
-    algorithm: Algorithm,
-    optimizer: optax.GradientTransformation,
-    manager: ocp.CheckpointManager,
-) -> Start:
-    """Where the run stands, on the mesh in context, whatever mesh an earlier part of it was on.
+def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointManager]:
+    """The run, where it stands, and its checkpoints, on the mesh in context, whatever mesh an earlier part was on.
 
     Args:
-        setup: loses its parameters, so that none of them is held twice.
+        overwrite: delete what another run left in the folder.
+    Raises:
+        ValueError: a task, model, store or folder that cannot be used, or a store that has changed since.
     """
-    decoder, stored = setup.policy.decoder, setup.stored
-    trained, frozen = split(setup.initial_params, config.model)
-    setup.initial_params.clear()
+    run, params = prepare(config)
+    output = open_run_folder(config, overwrite)
+    manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
+    decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)
+    params, frozen = split(params, config.model)
+    initial = in_compute_dtype(decoder, params, copy=True)
+    reads_initial = recipe.algorithm.needs_reference or config.evaluation.initial_kl
     frozen = in_compute_dtype(decoder, frozen, copy=False)
-    initial = in_compute_dtype(decoder, trained, copy=True)
-    state = first_state(optimizer, trained)
-    kept = initial if algorithm.needs_reference or config.evaluation.initial_kl else None
+    run = run._replace(frozen=frozen, initial=initial if reads_initial else None)
+    totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
+    state = State(0, first_state(recipe.optimizer, params), initial, 0, Queue(), (), totals)
     if manager.latest_step() is None:
-        nothing_done = {"seconds": {}, "tokens": 0, "wall_seconds": 0.0, "store": stored and stored.digest}
-        return Start(Snapshot(0, state, Held(initial, 0, [], EMPTY), nothing_done), False, frozen, kept)
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state, initial))
+        return run, state, manager
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, initial))
     # What is restored needs their place.
-    del trained, state, initial
-    return Start(checkpoint.restore(manager, *like), True, frozen, kept)
+    del params, initial, state
+    state = checkpoint.restore(manager, *like)
+    if state.totals["store"] != totals["store"]:
+        place = config.experience.store or config.experience.mix.store
+        raise ValueError(
+            f"the experience store {place!r} is not what it was when this run began, and its batches would be others;"
+            f" put its rows back, or give another output than {config.output!r}"
+        )
+    logging.info("going on from the checkpoint of step %d", state.step)
+    run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
+    return run, state, manager
 
 
 def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:

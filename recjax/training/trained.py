@@ -19,7 +19,7 @@ from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task
 from recjax.training.mesh import check_fits
-from recjax.training.setup import characters, prepare, untrained
+from recjax.training.run import characters, prepare, untrained
 
 
 class Subject(NamedTuple):
@@ -43,7 +43,8 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
     """
     bare = dataclasses.replace(config.model, lora=None, freeze=[])
     if checkpoint in (None, "base"):
-        policy, params = prepare(untrained(dataclasses.replace(config, model=bare)))[:2]
+        run, params = prepare(untrained(dataclasses.replace(config, model=bare)))
+        policy = run.policy
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
         return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), None)
     folder = Path(checkpoint)
@@ -108,9 +109,9 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
     lora = config.model.lora
     step = _checkpoint_step(run, step)
     if lora or config.model.freeze:
-        setup = prepare(untrained(config))
-        policy = setup.policy
-        like, constant = split(on_host(setup.initial_params), config.model)
+        prepared, params = prepare(untrained(config))
+        policy = prepared.policy
+        like, constant = split(on_host(params), config.model)
     else:
         task = load_task(config) if config.model.decoder else None
         policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")

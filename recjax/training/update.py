@@ -9,17 +9,44 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from recjax.algorithms import diagnostics, losses
+from recjax.algorithms import diagnostics, losses, presets
 from recjax.algorithms.losses import Algorithm, RowTerms
-from recjax.config import OptimizerConfig
-from recjax.experience.records import Batch
+from recjax.config import Config, OptimizerConfig
+from recjax.experience.batch import Batch
 from recjax.models.decoder import Decoder
-from recjax.models.logprobs import Sampling, completion_logprobs, completions_of_packed, packed_logprobs
+from recjax.models.logprobs import completion_logprobs, completions_of_packed, packed_logprobs
 from recjax.models.placement import ROWS, constrain, constrain_params
+from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
+from recjax.models.unrolling import unrolled_on_cpu
 from recjax.training.packing import Packed
 
 MOST_UNROLLED = 8  # layers that are written out on the CPU; with more, compiling takes too long
+
+
+class Recipe(NamedTuple):
+    """What is the same in all updates of a run, and static under jit.
+
+    sampling: the distribution that sampled the batches; log π is of the same one.
+    chunk: token positions whose vocabulary scores a device has at one time.
+    """
+
+    decoder: Decoder
+    algorithm: Algorithm
+    optimizer: optax.GradientTransformation
+    sampling: Sampling
+    chunk: int
+
+
+def recipe_of(config: Config, decoder: Decoder) -> Recipe:
+    """The recipe of a run; the decoder's layers are written out where that is faster."""
+    return Recipe(
+        decoder=unrolled_on_cpu(decoder, MOST_UNROLLED),
+        algorithm=presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides()),
+        optimizer=make_optimizer(config.optimizer, config.training.steps),
+        sampling=Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
+        chunk=config.model.logprob_chunk,
+    )
 
 
 class TrainState(NamedTuple):
@@ -75,7 +102,7 @@ class _Sums(NamedTuple):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("decoder", "algorithm", "optimizer", "sampling", "chunk", "micro_batches", "axis_name"),
+    static_argnames=("recipe", "micro_batches", "axis_name"),
     donate_argnames=("state",),
 )
 def update(
@@ -86,11 +113,7 @@ def update(
     key: PRNGKeyArray,
     packed: Packed | None = None,
     *,
-    decoder: Decoder,
-    algorithm: Algorithm,
-    optimizer: optax.GradientTransformation,
-    sampling: Sampling,
-    chunk: int,
+    recipe: Recipe,
     micro_batches: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict]:
@@ -106,13 +129,14 @@ def update(
         batch: rows grouped by prompt, the same number for each.
         key: for random drops.
         packed: the batch's sequences in micro-batches of packed rows. None: each prompt is run once for its group.
-        sampling: the distribution that drew the batch; log π is of the same one.
         micro_batches: number of equal parts, each of whole prompts; None where `packed` has them.
         axis_name: of the jax.pmap that this runs under: `batch` and `packed` are of one device's share of the prompts,
             as many on each, all else is the same on all devices, and so is what comes back. None: not under pmap.
     Returns:
         The new state and scalar metrics of the batch before the update.
     """
+    decoder, algorithm, optimizer, *_ = recipe
+    options = {"sampling": recipe.sampling, "chunk": recipe.chunk}
 
     def of_all(x):
         return constrain(x) if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
@@ -125,7 +149,6 @@ def update(
     compared = map(of_all, (batch.rewards, batch.group_ids, batch.completion_mask.any(-1)))
     all_rows = losses.row_terms(algorithm, *compared, key)
     rows = jax.tree.map(own, all_rows)
-    options = {"sampling": sampling, "chunk": chunk}
 
     def sums_of(part: Batch, part_rows: RowTerms, logprobs_of: Callable) -> tuple[_Sums, tuple]:
         """The sums of a micro-batch; log-probs and entropies of its completions' tokens."""

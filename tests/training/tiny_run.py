@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from recjax.training.loop import run
+from recjax.training import loop
 from recjax.training.metrics import read_metrics
-from recjax.training.run_folder import open_run_folder
-from recjax.training.setup import prepare
 
 TINY = """
 output: unset
@@ -26,7 +24,7 @@ def digit_share(prompts, completions, answers) -> list[float]:
 
 def train(config) -> list[dict]:
     """The rows of metrics.jsonl after the whole run."""
-    run(config, prepare(config), open_run_folder(config, overwrite=False))
+    loop.train(config)
     return read_metrics(Path(config.output) / "metrics.jsonl")
 
 

@@ -40,14 +40,14 @@ class Grading:
 
     def __init__(self, config: Config, reward: Reward):
         """Starts nothing yet."""
-        self._config, self._reward = config, reward
+        self._config, self.reward = config, reward
         self._thread: ThreadPoolExecutor | None = None
         self._server: subprocess.Popen | None = None
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
-        if self._reward.per_row:
-            self._server = _start_server(self._reward.name, self._config.grading.workers, self._config.grading.seconds)
+        if self.reward.per_row:
+            self._server = _start_server(self.reward.name, self._config.grading.workers, self._config.grading.seconds)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         return self
 
@@ -78,10 +78,10 @@ class Grading:
         if self._server:
             parts, failures = self._graded(completions, answers, columns)
         else:
-            parts, failures = custom_parts(self._reward, prompts, completions, answers, columns), None
+            parts, failures = custom_parts(self.reward, prompts, completions, answers, columns), None
         parts[LENGTH] = lengths / self._config.rollout.max_completion_tokens
-        weights = self._reward.weights
-        check_parts(self._reward.name, weights, parts)
+        weights = self.reward.weights
+        check_parts(self.reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
         if failures is not None:
             rewards = np.where(failures > 0, 0.0, rewards)
@@ -101,17 +101,10 @@ class Grading:
         except (EOFError, OSError) as error:
             raise RuntimeError("the grading process ended by itself; standard error has its last words") from error
         outcomes = [next(replies) if len(text) <= limit else "too_long" for text in completions]
-        names = GRADERS[self._reward.name].weights
+        names = GRADERS[self.reward.name].weights
         parts = {name: np.array([0.0 if isinstance(row, str) else row[name] for row in outcomes]) for name in names}
         failures = [FAILURES.index(row) if isinstance(row, str) else 0 for row in outcomes]
         return parts, np.array(failures, np.int32)
-
-
-def failure_counts(failures: np.ndarray | None) -> dict[str, int]:
-    """How many completions of a batch could not be graded, by reason."""
-    if failures is None:
-        return {}
-    return {reason: int((failures == place).sum()) for place, reason in enumerate(FAILURES) if place}
 
 
 def _start_server(reward: str, workers: int, seconds: float) -> subprocess.Popen:

@@ -11,7 +11,7 @@ from recjax import hosts
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
 
 
-class LateRows:
+class DeferredMetrics:
     """Holds the row of a step until the next step's update is dispatched, or until somebody needs it.
 
     So the device goes from one update to the next while the host reads the numbers of the first. A context: the row
@@ -23,7 +23,7 @@ class LateRows:
         self._writer, self._bar, self._phases, self._manager = writer, bar, phases, manager
         self._row: dict[str, Any] | None = None
 
-    def __enter__(self) -> "LateRows":
+    def __enter__(self) -> "DeferredMetrics":
         return self
 
     def __exit__(self, *exception: object) -> None:

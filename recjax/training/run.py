@@ -1,9 +1,9 @@
-"""From a config to what a run works with: task, tokenised prompts, initial policy."""
+"""The two holders of a run: what never changes while it lasts, and what a checkpoint holds."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,42 +11,93 @@ from absl import logging
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
-from recjax.experience.rows import Shape
+from recjax.experience.batch import Shape
+from recjax.experience.group import Completion
+from recjax.experience.queue import Queue
+from recjax.experience.sources import by_prompt
 from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, with_adapters
+from recjax.rollout.generators import Generators
+from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
-from recjax.tasks.problems import Problem, Reward, Task
+from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training.mesh import check_fits
+from recjax.training.metrics import PhaseSeconds
 from recjax.training.packing import shape_for
+from recjax.training.update import TrainState
 from recjax.training.warm_start import warm_start
 
 
-class Setup(NamedTuple):
-    """What a run works with, none of which changes while it runs; `seconds` is what it took to make.
+class Run(NamedTuple):
+    """What never changes while a run lasts.
 
-    A run takes the `initial_params` out and leaves the dict empty, as it does not hold them all the time. `stored` is
-    what all of a batch, or a share of it, is taken from.
+    train, held_out: prompts to train on, and to evaluate on.
+    grading: of completions; open while the run lasts.
+    generators: processes that sample, of an asynchronous run; open while it lasts.
+    phases: the clock of the run's phases.
+    stored: groups of a store that is trained on.
+    others: completions of a store that join the policy's groups, by prompt.
+    frozen: parameters that are not trained, in the dtype that they compute in.
+    initial: the trained ones before the first step, likewise; None where nothing reads them.
     """
 
+    config: Config
     policy: Policy
-    initial_params: dict
     train: Prompts
-    evaluation: Prompts
-    reward: Reward
-    seconds: float
+    held_out: Prompts
+    grading: Grading
+    generators: Generators | None
+    phases: PhaseSeconds
     stored: Stored | None = None
+    others: dict[bytes, list[Completion]] = {}
+    frozen: dict = {}
+    initial: dict | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Of the run's batches."""
+        return batch_shape(self.config, self.train, self.stored)
+
+    @property
+    def record(self) -> Path | None:
+        """Folder of the store that keeps what the policy samples."""
+        experience = self.config.experience
+        return Path(self.config.output) / "experience" if experience and experience.record else None
 
 
-def prepare(config: Config) -> Setup:
+class State(NamedTuple):
+    """What a run is at: all that a checkpoint holds. Data position and random keys follow from the seed and `step`.
+
+    step: optimiser updates made.
+    trained: the trained parameters and the optimiser's state.
+    behaviour_params: the sampler's copy of the trained parameters, in the dtype that they compute in.
+    version: the updates that they had when copied.
+    queue: groups that were sampled and may still be trained on.
+    in_flight: numbers of the batches that generators are at.
+    totals: of the run so far: seconds by phase, wall seconds, tokens; a digest of the store.
+    """
+
+    step: int
+    trained: TrainState
+    behaviour_params: dict
+    version: int
+    queue: Queue
+    in_flight: tuple[int, ...]
+    totals: dict[str, Any]
+
+
+def prepare(config: Config) -> tuple[Run, dict]:
     """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
 
+    Returns:
+        The run, without what follows from the parameters, and all of the initial policy's parameters in float32.
     Raises:
         ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
-    started = time.perf_counter()
+    phases = PhaseSeconds()
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
@@ -57,7 +108,8 @@ def prepare(config: Config) -> Setup:
     held_out = everything.take(np.arange(len(task.train), len(problems)))
     experience = config.experience
     stored = load_stored(config, policy) if experience and (experience.store or experience.mix) else None
-    if stored and experience.mix and experience.mix.of == "group":
+    joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
+    if joins:
         check_prompts(stored, experience.mix, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
@@ -70,7 +122,11 @@ def prepare(config: Config) -> Setup:
         policy = policy._replace(decoder=decoder)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
-    return Setup(policy, params, train, held_out, task.reward, time.perf_counter() - started, stored)
+    generators = Generators(config.regime) if config.regime.mode == "async" else None
+    phases.totals["prepare"] = phases.wall_seconds
+    others = by_prompt(stored.groups) if joins else {}
+    grading = Grading(config, task.reward)
+    return Run(config, policy, train, held_out, grading, generators, phases, stored, others), params
 
 
 def untrained(config: Config) -> Config:

@@ -1,0 +1,137 @@
+"""What the update takes: groups of any sizes, padded to arrays of one shape."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from recjax.config import TaskConfig
+from recjax.experience.group import Completion, Group
+
+FOREIGN = -1  # policy version of a batch's rows that another model wrote
+
+
+class Batch(NamedTuple):
+    """Completions of prompts, as many consecutive rows for each prompt; host arrays, right-padded.
+
+    completion_mask: True at tokens that the behaviour policy chose, its end-of-sequence token among them; False
+        everywhere in rows that only fill the shape.
+    behaviour_logprobs: under the distribution that sampled each token; None where no algorithm reads them.
+    policy_version: optimiser updates of the weights that sampled the row; FOREIGN: of another model.
+    truncated: the row ran into the token limit.
+    accurate: the answer is right, whatever else the reward is of.
+    reward_parts: the named terms, not weighted, that the reward is the weighted sum of; NaN where a row has none.
+    """
+
+    prompts: Int[np.ndarray, "prompts prompt_time"]
+    prompt_mask: Bool[np.ndarray, "prompts prompt_time"]
+    completions: Int[np.ndarray, "batch time"]
+    completion_mask: Bool[np.ndarray, "batch time"]
+    behaviour_logprobs: Float[np.ndarray, "batch time"] | None
+    rewards: Float[np.ndarray, " batch"]
+    group_ids: Int[np.ndarray, " batch"]
+    policy_version: Int[np.ndarray, " batch"]
+    truncated: Bool[np.ndarray, " batch"]
+    accurate: Bool[np.ndarray, " batch"]
+    reward_parts: dict[str, Float[np.ndarray, " batch"]]
+
+
+class Shape(NamedTuple):
+    """Of a batch's arrays: prompts, completions of each prompt, tokens of a prompt, tokens of a completion."""
+
+    prompts: int
+    group: int
+    prompt_time: int
+    time: int
+
+
+def shape_of(groups: Sequence[Group], prompts: int) -> Shape:
+    """The shape of batches of `prompts` groups into which any of these fit, so that one compiled update serves all."""
+    return Shape(
+        prompts,
+        max(len(group.completions) for group in groups),
+        max(len(group.prompt_tokens) for group in groups),
+        max(len(completion.tokens) for group in groups for completion in group.completions),
+    )
+
+
+def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
+    """Groups of any sizes as a batch; the rest of the shape is filled with rows that have no token.
+
+    Such rows take no part in loss, advantages or metrics. What a completion does not say becomes FOREIGN (its policy
+    version), False (accurate), NaN (a part of the reward) or, without a grade, a reward of NaN.
+
+    Args:
+        logprobs: False leaves behaviour log-probs out of the batch, for algorithms that read none. Where True, those of
+            a completion without any are NaN, so that no number comes of them unnoticed.
+    Raises:
+        ValueError: a group that does not fit the shape, or a completion with tokens that its policy did not choose.
+    """
+    if len(groups) > shape.prompts:
+        raise ValueError(f"{len(groups)} groups do not fit a batch of {shape.prompts} prompts")
+    rows = shape.prompts * shape.group
+    grades = [completion.grade for group in groups for completion in group.completions if completion.grade]
+    parts = sorted({name for grade in grades for name in grade.reward_parts or ()})
+    batch = Batch(
+        prompts=np.zeros((shape.prompts, shape.prompt_time), np.int32),
+        # A prompt has a token.
+        prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
+        completions=np.zeros((rows, shape.time), np.int32),
+        completion_mask=np.zeros((rows, shape.time), bool),
+        behaviour_logprobs=np.zeros((rows, shape.time), np.float32) if logprobs else None,
+        rewards=np.zeros(rows, np.float32),
+        group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group),
+        policy_version=np.full(rows, FOREIGN, np.int32),
+        truncated=np.zeros(rows, bool),
+        accurate=np.zeros(rows, bool),
+        reward_parts={name: np.full(rows, np.nan, np.float32) for name in parts},
+    )
+    for place, group in enumerate(groups):
+        if len(group.completions) > shape.group:
+            size = len(group.completions)
+            raise ValueError(f"group {group.id!r} has {size} rows; the batch has {shape.group} a prompt")
+        prompt = f"prompt of group {group.id!r}"
+        _fill(batch.prompts[place], batch.prompt_mask[place], group.prompt_tokens, prompt)
+        for row, completion in enumerate(group.completions, start=place * shape.group):
+            _fill_row(batch, row, completion)
+    return batch
+
+
+def _fill_row(batch: Batch, row: int, completion: Completion) -> None:
+    name, length, grade = f"row {completion.id!r}", len(completion.tokens), completion.grade
+    if not completion.mask.all():
+        raise ValueError(
+            f"{name} of source {completion.source!r} has tokens that its policy did not choose (completion_mask); this"
+            " version trains on completions that were sampled from their first token to their last"
+        )
+    _fill(batch.completions[row], batch.completion_mask[row], completion.tokens, name)
+    if batch.behaviour_logprobs is not None:
+        known = completion.behaviour_logprobs
+        batch.behaviour_logprobs[row, :length] = np.nan if known is None else known
+    batch.policy_version[row] = FOREIGN if completion.policy_version is None else completion.policy_version
+    batch.truncated[row] = completion.truncated
+    batch.rewards[row] = grade.reward if grade else np.nan
+    batch.accurate[row] = bool(grade and grade.accurate)
+    for part, value in (grade and grade.reward_parts or {}).items():
+        batch.reward_parts[part][row] = value
+
+
+def _fill(tokens: np.ndarray, mask: np.ndarray, found: np.ndarray, place: str) -> None:
+    if len(found) > len(tokens):
+        raise ValueError(f"{place} has {len(found)} tokens; the batch has room for {len(tokens)}")
+    tokens[: len(found)], mask[:] = found, np.arange(len(mask)) < len(found)
+
+
+def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
+    """The batch as the update sees it, by what `task.truncated` says of completions that ran into the token limit.
+
+    train: they are as any other. mask: they leave the loss and their group's statistics, as if never sampled.
+    penalise: their reward is `task.truncated_reward`, whatever they say.
+    """
+    if task.truncated == "mask":
+        return batch._replace(completion_mask=batch.completion_mask & ~batch.truncated[:, None])
+    if task.truncated == "penalise":
+        rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
+        return batch._replace(rewards=rewards)
+    return batch

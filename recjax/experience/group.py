@@ -1,0 +1,125 @@
+"""The record that passes from the sampler to the update: a group, which is one prompt and its completions."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from recjax.models.sampling import Sampling
+
+
+class Grade(NamedTuple):
+    """What a completion is worth.
+
+    reward: the weighted sum of its parts.
+    reward_parts: the named terms, not weighted; None where there are none.
+    accurate: whether the answer is right, whatever else the reward is of; None: not known.
+    failure: of recjax.tasks.grading.pool.FAILURES; None where no worker process graded.
+    """
+
+    reward: float
+    reward_parts: dict[str, float] | None = None
+    accurate: bool | None = None
+    failure: str | None = None
+
+
+class Completion(NamedTuple):
+    """One answer to a group's prompt, whoever gave it; ragged host arrays.
+
+    id: given to no other completion of a run or a store.
+    source: who sampled it.
+    text: what it says, without the token that ended it.
+    tokens: the end-of-sequence token among them.
+    mask: True where the behaviour policy chose the token.
+    behaviour_logprobs: under `sampling`, the distribution that sampled the tokens; None: not known.
+    policy_version: optimiser updates of the weights that sampled it, the oldest where there were several; None: of
+        another model.
+    truncated: whether it ran into the token limit.
+    grade: None while it is still to come.
+    """
+
+    id: str
+    source: str
+    text: str
+    tokens: Int[np.ndarray, " time"]
+    mask: Bool[np.ndarray, " time"]
+    behaviour_logprobs: Float[np.ndarray, " time"] | None
+    sampling: Sampling | None
+    policy_version: int | None
+    truncated: bool
+    grade: Grade | None = None
+
+
+class Group(NamedTuple):
+    """One prompt and its completions: any number of them, from any sources. Rewards are compared inside a group.
+
+    prompt_tokens: as the model sees the prompt.
+    prompt: text, or the messages of a chat.
+    answer: the true one; None: not known.
+    """
+
+    id: str
+    prompt_tokens: Int[np.ndarray, " prompt_time"]
+    completions: tuple[Completion, ...]
+    prompt: str | list[dict[str, str]]
+    answer: str | None = None
+
+
+def is_whole(group: Group) -> bool:
+    """Whether every completion has its reward."""
+    return all(completion.grade is not None for completion in group.completions)
+
+
+def completion_ids(groups: Sequence[Group]) -> tuple[str, ...]:
+    """The ids of all completions, group by group."""
+    return tuple(completion.id for group in groups for completion in group.completions)
+
+
+def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
+    """The group with grades, by completion id, in it.
+
+    Raises:
+        ValueError: a completion has another grade already.
+    """
+    if not any(completion.id in grades for completion in group.completions):
+        return group
+
+    def complete(completion: Completion) -> Completion:
+        given, known = grades.get(completion.id), completion.grade
+        if given and known and known.reward != given.reward:
+            message = f"row {completion.id!r} has another reward, {known.reward}; a reward is given once"
+            raise ValueError(message)
+        return completion._replace(grade=given or known)
+
+    return group._replace(completions=tuple(map(complete, group.completions)))
+
+
+def rewards(group: Group) -> np.ndarray:
+    """The rewards that are there."""
+    return np.array([completion.grade.reward for completion in group.completions if completion.grade], np.float64)
+
+
+def reward_spread(group: Group) -> float:
+    """Highest less lowest reward; 0 where the group teaches a group-relative algorithm nothing."""
+    return float(np.ptp(rewards(group))) if len(rewards(group)) else 0.0
+
+
+def mean_absolute_advantage(group: Group) -> float:
+    """The mean of |r − r̄|."""
+    return float(np.abs(rewards(group) - rewards(group).mean()).mean()) if len(rewards(group)) else 0.0
+
+
+def oldest_version(group: Group) -> int | None:
+    """The least policy version of its completions; None where all are of other models."""
+    versions = [completion.policy_version for completion in group.completions]
+    return min((version for version in versions if version is not None), default=None)
+
+
+def staleness(group: Group, step: int) -> int:
+    """Optimiser steps between the oldest weights that sampled a completion and those that train on it at `step`.
+
+    Completions of other models have none; it is 0 for a group of these alone.
+    """
+    version = oldest_version(group)
+    return 0 if version is None else step - 1 - version

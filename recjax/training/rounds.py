@@ -1,0 +1,287 @@
+"""What a round does before the update: the sampler's weights, the batch that is due, what is taken from the queue."""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+
+import jax
+import jax.numpy as jnp
+
+from recjax import hosts
+from recjax.config import Config
+from recjax.experience import queue as queues
+from recjax.experience import store
+from recjax.experience.group import Grade, Group
+from recjax.experience.queue import Queue
+from recjax.experience.rows import rows_of
+from recjax.experience.sources import groups_at, mixed
+from recjax.experience.stored import run_sampling, stored_per_batch, with_logprobs_of_now
+from recjax.experience.tokenise import tokenizer_name
+from recjax.hub.policy import Policy
+from recjax.models.placement import on_host
+from recjax.models.trainable import combine, in_compute_dtype
+from recjax.rollout.collecting import Grades, sample_groups, submit
+from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.problems import Reward
+from recjax.tasks.prompts import Prompts, batch_indices
+from recjax.training import schedule
+from recjax.training.metrics import PhaseSeconds
+from recjax.training.run import Run, State
+
+IDLE_ROUNDS = 100  # batches sampled for one step beyond those that the config's delays ask for
+
+
+def own(config: Config) -> tuple[int, int]:
+    """Prompts of a batch, and completions of each, that the policy samples itself."""
+    rollout, mix = config.rollout, config.experience and config.experience.mix
+    in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
+    return rollout.prompts_per_step - stored_per_batch(config), rollout.group_size - in_group
+
+
+def synced(run: Run, state: State, step: int) -> State:
+    """The state at the beginning of a step, whose sampler has the current weights where the regime says so."""
+    if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
+        return state
+    copy = in_compute_dtype(run.policy.decoder, state.trained.params, copy=True)
+    if run.generators:
+        run.generators.publish(step - 1, on_host(copy))
+    return state._replace(behaviour_params=copy, version=step - 1)
+
+
+def sampled(run: Run, state: State, step: int, wait: bool) -> State:
+    """The state with the batches in its queue that are due in this round.
+
+    Where the next round's batch would be sampled from the same weights it is sampled early, while this one is graded.
+
+    Args:
+        wait: for a batch of the generators, where there are any.
+    """
+    queue = _beside(run, state, step)
+    if run.generators:
+        queue = _received(run, state._replace(queue=queue), step, wait)
+        return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
+    config, settings = run.config, queues.settings_of(run.config)
+    if own(config)[0] == 0:
+        return state._replace(queue=queue)
+    due = (queue.round - 1) // settings.sampling_interval + 1
+    if queue.added < due:
+        queue = _add_sampled(run, state, queue, early=False)
+    ahead = queues.is_sampling_round(queue.round + 1, settings) and not queue.early
+    # Log-probs of the policy as it is now are those of the round.
+    ahead = ahead and (config.experience is None or config.experience.missing_logprobs != "current")
+    if ahead and schedule.samples_ahead(step, config.training.steps, config.regime):
+        queue = _add_sampled(run, state, queue, early=True)
+    return state._replace(queue=queue)
+
+
+def _add_sampled(run: Run, state: State, queue: Queue, early: bool) -> Queue:
+    groups, grades = sample_batch(run, state.behaviour_params, state.version, queue.added + 1)
+    return _add(run, state, queue, groups, grades, queue.added + 1, early)
+
+
+def sample_batch(
+    run: Run, behaviour_params: dict, version: int, number: int, prefix: str = "", source: str = "policy"
+) -> tuple[list[Group], Grades]:
+    """The groups of a batch, which follow from its number and the weights, and their grades to come.
+
+    Args:
+        behaviour_params: the sampler's copy of the trained parameters.
+        version: of these.
+        prefix: of the completions' ids, before the batch's number.
+        source: the completions' source.
+    """
+    config = run.config
+    count, group_size = own(config)
+    prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
+    with run.phases.phase("sample"):
+        groups = sample_groups(
+            run.policy,
+            combine(behaviour_params, run.frozen),
+            prompts,
+            jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number),
+            group_size,
+            config.rollout.max_completion_tokens,
+            run_sampling(config),
+            name=f"{prefix}{number:06d}",
+            source=source,
+            version=version,
+        )
+        return groups, submit(groups, prompts, run.grading)
+
+
+def _add(
+    run: Run,
+    state: State,
+    queue: Queue,
+    groups: list[Group],
+    grades: Sequence[Grade] | Grades,
+    number: int,
+    early: bool = False,
+) -> Queue:
+    """The queue with a batch, others' completions in its groups where the config says so."""
+    config = run.config
+    if run.others:
+        count = config.rollout.group_size - own(config)[1]
+        with run.phases.phase("sample"):
+            groups = _with_logprobs(run, state, mixed(groups, run.others, count, number, config.seed))
+    return queues.add(queue, groups, grades, number, config.seed, queues.settings_of(config), early)
+
+
+def _beside(run: Run, state: State, step: int) -> Queue:
+    """The queue with the groups that the step takes whole from a store."""
+    count = stored_per_batch(run.config)
+    if not count or state.queue.beside:
+        return state.queue
+    with run.phases.phase("sample"):
+        groups = _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
+    return queues.add_beside(state.queue, groups)
+
+
+def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
+    everything = combine(state.trained.params, run.frozen)
+    return with_logprobs_of_now(groups, run.shape, run.config, run.policy, everything)
+
+
+def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
+    """The groups to train on at a step, after this round's rewards are delivered, and the state without them.
+
+    Returns:
+        None in place of the groups where there are too few yet, or where a batch that generators are at would come too
+        late for `regime.max_staleness` if this step did not wait for it.
+    """
+    config, settings = run.config, queues.settings_of(run.config)
+    state = state._replace(queue=graded(run, state.queue))
+    queue = queues.deliver(state.queue, step, settings)
+    count = own(config)[0]
+    later, groups = queues.take(queue, count, step, config.seed, settings)
+    if groups is not None and state.in_flight:
+        ahead = _versions_ahead(run, later)
+        if not schedule.in_time(ahead, step + 1, count, config.regime):
+            later, groups = queue, None
+    return state._replace(queue=later), groups
+
+
+def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
+    """The queue after the grades that are due, or all, have been waited for, their batches kept in the run's record."""
+    with run.phases.phase("score"):
+        queue, batches = queues.wait_for_grades(queue, all_of_them)
+    if run.record and hosts.is_first():
+        for groups in batches:
+            # A run that goes on from before this batch has written it already.
+            if groups[0].completions[0].id not in store.ids(run.record):
+                rows = rows_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+                store.append(run.record, rows)
+    return queue
+
+
+def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
+    """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
+    config = run.config
+    logged = {}
+    if run.grading.reward.per_row and own(config)[0]:
+        logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in FAILURES[1:]}
+    if config.experience or run.generators:
+        rows = Counter(completion.source for group in groups for completion in group.completions)
+        logged["source_rows"] = dict(rows)
+    if run.generators or (config.experience and not config.experience.store):
+        logged |= queues.counts(queue)
+    if run.generators:
+        waited, restarts = run.generators.waited_seconds, run.generators.restarts
+        in_flight = len(run.generators.in_flight)
+        logged |= {"generators/waited_seconds": waited, "generators/in_flight": in_flight}
+        logged["generators/restarts"] = restarts
+    return logged
+
+
+def require_some(run: Run, queue: Queue, step: int) -> None:
+    """Refuses to sample for ever where nothing is left to train on.
+
+    Raises:
+        RuntimeError: too many rounds have gone by without a step.
+    """
+    settings = queues.settings_of(run.config)
+    usual = settings.offset + settings.late.longest
+    if queue.idle > usual + settings.sampling_interval * IDLE_ROUNDS:
+        raise RuntimeError(
+            f"step {step}: {IDLE_ROUNDS} batches were sampled and there are still too few groups to train on:"
+            f" {queues.counts(queue)}. Loosen what leaves them out (experience.replay, experience.late.deadline), or"
+            " make the task such that completions of one prompt differ in reward"
+        )
+
+
+# --- Asynchronous sampling: generators sample numbered batches, which arrive in any order.
+
+
+def start_generators(run: Run, state: State) -> None:
+    """Starts generators on what the checkpoint says was in flight.
+
+    What came after the checkpoint was sampled by weights that will not be again. It leaves the record, and its numbers
+    are sampled anew.
+    """
+    generators = run.generators
+    generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, on_host(run.frozen))
+    generators.publish(state.version, on_host(state.behaviour_params))
+    issued = state.queue.added + len(state.in_flight)
+    if run.record:
+        store.keep_parts(run.record, lambda row: _number(row) <= issued and _number(row) not in state.in_flight)
+    for number in state.in_flight:
+        generators.issue(number)
+
+
+def _number(row: str) -> int:
+    """The number of the batch that a row's id names."""
+    return int(row.split("/")[0])
+
+
+@contextlib.contextmanager
+def sampler(
+    config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
+) -> Iterator[Callable[[int, int, dict], tuple[list[Group], list[Grade]]]]:
+    """What a generator runs: from a batch's number, policy version and weights to its groups and their grades.
+
+    One batch is sampled at a time, while that before it is graded.
+    """
+    with Grading(config, reward) as grading:
+        frozen = jax.tree.map(jnp.asarray, frozen)
+        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen)
+        one_at_a_time = threading.Lock()
+
+        def sample(number: int, version: int, weights: dict) -> tuple[list[Group], list[Grade]]:
+            with one_at_a_time:
+                groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number)
+            return groups, grades.result()
+
+        yield sample
+
+
+def _received(run: Run, state: State, step: int, wait: bool) -> Queue:
+    """The queue with what generators have sampled; first they are given more to do."""
+    queue = state.queue
+    if not wait:
+        _issue(run, state, step)
+    with run.phases.phase("sample"):
+        done = run.generators.receive(wait)
+    for number, (groups, grades) in done:
+        queue = _add(run, state, queue, groups, grades, number)
+    return queue
+
+
+def _issue(run: Run, state: State, step: int) -> None:
+    """Has the generators sample what it is time for and what would get its turn in time, up to the last step."""
+    config, generators, queue = run.config, run.generators, state.queue
+    count, every = own(config)[0], queues.settings_of(config).sampling_interval
+    while not generators.are_busy:
+        number, ahead = queue.added + len(generators.in_flight) + 1, _versions_ahead(run, queue)
+        has_turn = step + len(ahead) // count * every <= config.training.steps
+        has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, config.regime)
+        if not (has_turn and schedule.is_wanted(number, queue.round, every, state.version, step, config.regime)):
+            return
+        generators.issue(number)
+
+
+def _versions_ahead(run: Run, queue: Queue) -> list[int]:
+    """The policy versions of groups whose turn is still to come, and of those that generators are at."""
+    coming = [version for version in run.generators.in_flight.values() for _ in range(own(run.config)[0])]
+    return [*queues.queued_versions(queue, queues.settings_of(run.config)), *coming]
