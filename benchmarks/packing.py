@@ -17,11 +17,11 @@ import optax
 from absl import app, flags
 
 from recjax.algorithms.presets import build_algorithm
-from recjax.experience.records import Batch
+from recjax.experience.batch import Batch
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.training.packing import Packed, pack, padding_waste, row_shape
-from recjax.training.update import TrainState, update
+from recjax.training.update import Recipe, TrainState, update
 
 CONFIG = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
 OPTIMIZER = optax.adamw(1e-6)
@@ -83,11 +83,7 @@ def main(_) -> None:
     def compiled(packed: Packed | None) -> jax.stages.Compiled:
         return update.lower(
             *arguments(batches[0], packed),
-            decoder=Decoder(CONFIG),
-            algorithm=algorithm,
-            optimizer=OPTIMIZER,
-            sampling=Sampling(),
-            chunk=1024,
+            recipe=Recipe(Decoder(CONFIG), algorithm, OPTIMIZER, Sampling(), 1024),
             micro_batches=None if packed else micro_batches,
         ).compile()
 

@@ -1,4 +1,4 @@
-"""Whether two checkouts of recjax give the same numbers: short runs of eight regimes, same seeds, compared step by step.
+"""Whether two checkouts of recjax give the same numbers: short runs of eight regimes, compared step by step.
 
     python -m benchmarks.same_numbers --other /path/to/other/checkout --folder runs/same_numbers
 

@@ -24,13 +24,13 @@ from benchmarks.run import machine
 from benchmarks.shapes import SHAPES
 from benchmarks.tables import put_into_page, table
 from recjax.algorithms.presets import build_algorithm
-from recjax.experience.records import Batch
+from recjax.experience.batch import Batch
 from recjax.host_memory import keep_freed_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_on_cpu
 from recjax.rollout.slots import sample_in_slots
-from recjax.training.update import MOST_UNROLLED, TrainState, update
+from recjax.training.update import MOST_UNROLLED, Recipe, TrainState, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
 PHASES = ("generation", "update")
@@ -111,11 +111,7 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
                 None,
                 batch,
                 jax.random.key(number),
-                decoder=unrolled_on_cpu(decoder, MOST_UNROLLED),
-                algorithm=ALGORITHM,
-                optimizer=OPTIMIZER,
-                sampling=Sampling(),
-                chunk=1024,
+                recipe=Recipe(unrolled_on_cpu(decoder, MOST_UNROLLED), ALGORITHM, OPTIMIZER, Sampling(), 1024),
                 micro_batches=1,
             )
         )

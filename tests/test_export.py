@@ -14,7 +14,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, flatten, split
 from recjax.rollout.collecting import draw
 from recjax.training import checkpoint
-from recjax.training.setup import prepare
+from recjax.training.run import prepare
 from recjax.training.trained import run_params
 from recjax.training.update import TrainState, make_optimizer
 from tests.hub.test_families import forward
@@ -31,34 +31,34 @@ def finished(request, tmp_path_factory):
     (folder / "tiny.yaml").write_text(TINY)
     config = load_config(folder / "tiny.yaml", [*SHORT, *TRAINED[request.param], f"output={folder / 'run'}"])
     train(config)
-    setup = prepare(config)
-    initial, frozen = split(setup.initial_params, config.model)
+    prepared, params = prepare(config)
+    initial, frozen = split(params, config.model)
     state = TrainState(initial, make_optimizer(config.optimizer, config.training.steps).init(initial))
     manager = checkpoint.open_checkpoints(folder / "run" / "checkpoints", keep=2)
-    snapshot = checkpoint.restore(manager, state, initial)
+    restored = checkpoint.restore(manager, state, initial)
     manager.close()
-    assert snapshot.step == 2
-    return folder / "run", config, setup, combine(snapshot.state.params, frozen)
+    assert restored.step == 2
+    return folder / "run", config, prepared, combine(restored.trained.params, frozen)
 
 
 def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    run, config, setup, params = finished
+    run, config, prepared, params = finished
     source = export(str(run), None, str(tmp_path / "out"), None, "float32")
     assert source == f"{run} after step 2"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
-    asked = setup.evaluation.take(np.arange(6))
+    asked = prepared.held_out.take(np.arange(6))
     encoded = tokenizer(asked.texts, return_tensors="pt")
     np.testing.assert_array_equal(encoded["input_ids"], asked.tokens)
     positions = np.broadcast_to(np.arange(asked.tokens.shape[1]), asked.tokens.shape)
-    scores = forward(params, setup.policy.decoder.config, asked.tokens, positions, asked.mask)
+    scores = forward(params, prepared.policy.decoder.config, asked.tokens, positions, asked.mask)
     with torch.no_grad():
         theirs = model(input_ids=encoded["input_ids"]).logits.numpy()
     assert np.abs(scores - theirs).max() < 1e-4 and theirs.std() > 0.1
 
-    greedy = draw(setup.policy, params, asked, jax.random.key(0), 1, 4, Sampling(temperature=0.0))
+    greedy = draw(prepared.policy, params, asked, jax.random.key(0), 1, 4, Sampling(temperature=0.0))
     answered = model.generate(
         input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], do_sample=False, max_new_tokens=4
     )[:, asked.tokens.shape[1] :].numpy()
@@ -69,7 +69,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
 
 
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
-    run, config, setup, _ = finished
+    run, config, prepared, _ = finished
     (_, _, older), (_, policy, newer) = run_params(run, config, 1), run_params(run, config)
     assert policy.decoder.config.lora is None
     moved = {path for path, leaf in flatten(newer).items() if not np.array_equal(leaf, flatten(older)[path])}

@@ -17,7 +17,7 @@ from recjax.experience import store
 from recjax.experience.tokenise import tokenised
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.training.setup import prepare
+from recjax.training.run import prepare
 from recjax.training.trained import run_params
 from tests.experience.rows import same
 from tests.training.tiny_run import TINY, train
@@ -27,11 +27,11 @@ SETTINGS = ["rollout.temperature=0.7", "rollout.top_k=6"]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The tiny config, its file, and its setup."""
+    """The tiny config, its file, its run and the initial parameters."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.yaml"
     path.write_text(TINY)
     config = load_config(path, SETTINGS)
-    return config, path, prepare(config)
+    return config, path, *prepare(config)
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def without_time(rows):
 
 
 def test_rows_say_what_was_drawn(tiny, generated):
-    config, _, setup = tiny
+    config, _, prepared, _ = tiny
     assert len(generated) == 3 * 4 * 4 and len({row.group_id for row in generated}) == 12
-    texts = [problem.prompt for problem in setup.train.problems]
+    texts = [problem.prompt for problem in prepared.train.problems]
     for row in generated:
         assert row.prompt in texts and row.answer == str(eval(row.prompt[:-1]))
         assert row.reward == np.float32(sum(character.isdigit() for character in row.completion) / 3)
-        ended = row.completion_tokens[-1] in setup.policy.stop_ids
+        ended = row.completion_tokens[-1] in prepared.policy.stop_ids
         assert ended != row.truncated
         assert (row.temperature, row.top_k, row.top_p, row.policy_version) == (0.7, 6, 1.0, 0)
     assert {row.prompt for row in generated[:16]} != {row.prompt for row in generated[16:32]}
@@ -69,14 +69,14 @@ def recomputed(policy, params, row, sampling):
 
 
 def test_recorded_log_probs_are_those_of_the_policy(tiny, generated):
-    setup = tiny[2]
+    prepared, params = tiny[2:]
     for row in generated[:3]:
-        logprobs = recomputed(setup.policy, setup.initial_params, row, Sampling(0.7, 6))
+        logprobs = recomputed(prepared.policy, params, row, Sampling(0.7, 6))
         np.testing.assert_allclose(logprobs, row.behaviour_logprobs, atol=1e-5)
 
 
 def test_texts_alone_become_the_same_tokens(tiny, generated):
-    _, _, setup = tiny
+    prepared = tiny[2]
     bare = [
         row._replace(
             tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None, behaviour_logprobs=None
@@ -84,12 +84,12 @@ def test_texts_alone_become_the_same_tokens(tiny, generated):
         for row in generated
         if row.completion or not row.truncated
     ]
-    again = tokenised(bare, setup.policy)
+    again = tokenised(bare, prepared.policy)
     kept = [row for row in generated if row.completion or not row.truncated]
     assert {row.truncated for row in kept} == {True, False}
     for ours, theirs in zip(again, kept, strict=True):
         assert same(ours, theirs._replace(behaviour_logprobs=None))
-    untouched = tokenised(kept, setup.policy)
+    untouched = tokenised(kept, prepared.policy)
     assert all(map(same, untouched, kept))
 
 

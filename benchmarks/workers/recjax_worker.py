@@ -1,5 +1,6 @@
 """recjax as its training loop runs it: sampler, grading, update and checkpoint of one config."""
 
+import contextlib
 import functools
 import time
 
@@ -8,26 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
-from recjax.algorithms import presets
 from recjax.config_loading import load_config
-from recjax.experience.records import Batch, filled_up
+from recjax.experience.batch import Batch, pad, to_learn_from
+from recjax.experience.group import Group
 from recjax.experience.stored import run_sampling
 from recjax.host_memory import keep_freed_memory
-from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.logprobs import completion_logprobs
+from recjax.models.placement import on_host, put_rows
+from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine, in_compute_dtype
-from recjax.models.unrolling import unrolled_on_cpu
-from recjax.rollout.collecting import draw, finished, submitted, to_learn_from
+from recjax.rollout.collecting import sample_groups, submit, with_grades
 from recjax.rollout.sampler import draw_tokens
-from recjax.tasks.grading.pool import Grading
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs
-from recjax.training.checkpoint import Snapshot
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import packed_batch
-from recjax.training.setup import prepare as prepare_run
 from recjax.training.start import begin
-from recjax.training.update import MOST_UNROLLED, make_optimizer, update
+from recjax.training.update import recipe_of, update
 
 CONFIG = """
 output: {scratch}/run
@@ -58,69 +56,60 @@ def prepare(inputs: Inputs) -> System:
     """The pieces of a run, and what is timed of them."""
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
-    setup = prepare_run(config)
-    policy, sampling = setup.policy, run_sampling(config)
-    prompts = setup.train.take(np.arange(inputs.shape["prompts"]))
+    run, state, manager = begin(config, overwrite=True)
+    held, recipe, sampling = {"state": state}, recipe_of(config, run.policy.decoder), run_sampling(config)
+    del state
+    prompts = run.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
-    grading = Grading(config, setup.reward).__enter__()
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
-    optimizer = make_optimizer(config.optimizer, config.training.steps)
-    manager = checkpoint.open_checkpoints(inputs.scratch / "checkpoints", 1)
-    snapshot, _, frozen, _ = begin(config, setup, algorithm, optimizer, manager)
-    run = snapshot._asdict()
-    del snapshot
-    limit = config.rollout.max_completion_tokens
+    contextlib.ExitStack().enter_context(run.grading)  # until the process ends
+    limit, policy, group_size = config.rollout.max_completion_tokens, run.policy, config.rollout.group_size
+    parts = config.rollout.prompts_per_step // (config.training.micro_batch_prompts or len(prompts.texts))
 
-    def updated(state, batch: Batch, number: int):
-        parts = config.rollout.prompts_per_step // (config.training.micro_batch_prompts or len(prompts.texts))
-        shared = filled_up(batch, parts * row_shards())
-        packed = packed_batch(config, shared)
-        state, metrics = update(
-            state,
-            frozen,
+    def updated(trained, batch: Batch, number: int):
+        packed = packed_batch(config, batch)
+        trained, metrics = update(
+            trained,
+            run.frozen,
             None,
-            put_rows(shared._replace(reward_parts={})),
+            put_rows(batch._replace(reward_parts={})),
             jax.random.key(number),
             packed,
-            decoder=unrolled_on_cpu(policy.decoder, MOST_UNROLLED),
-            algorithm=algorithm,
-            optimizer=optimizer,
-            sampling=sampling,
-            chunk=config.model.logprob_chunk,
+            recipe=recipe,
             micro_batches=None if packed else parts,
         )
-        return state, {name: float(value) for name, value in on_host(metrics).items()}
+        return trained, {name: float(value) for name, value in on_host(metrics).items()}
 
     def sampler_params():
-        return in_compute_dtype(policy.decoder, run["state"].params, copy=True)
+        return in_compute_dtype(policy.decoder, held["state"].trained.params, copy=True)
 
-    def drawn(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int):
+    def sampled(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
         key = jax.random.fold_in(jax.random.key(config.seed), number)
-        return draw(policy, combine(behaviour, frozen), prompts, key, group_size, max_tokens, sampling)
+        params, about = combine(behaviour, run.frozen), {"name": f"{number}", "source": "policy", "version": number}
+        return sample_groups(policy, params, prompts, key, group_size, max_tokens, sampling, **about)
 
     def step(number: int) -> dict:
         watch = Stopwatch()
         behaviour = sampler_params()
-        completions = drawn(number, behaviour, limit, sampling, config.rollout.group_size)
+        groups = sampled(number, behaviour, limit, sampling, group_size)
         watch.part("generate")
-        batch = finished(submitted(policy, prompts, completions, grading, number))
+        batch = pad(with_grades(groups, submit(groups, prompts, run.grading).result()), run.shape)
         watch.part("grade")
-        run["state"], _ = updated(run["state"], to_learn_from(batch, config.task), number)
-        run["held"] = run["held"]._replace(behaviour_params=behaviour, version=number)
-        jax.block_until_ready(run["state"])
+        trained, _ = updated(held["state"].trained, to_learn_from(batch, config.task), number)
+        held["state"] = held["state"]._replace(trained=trained, behaviour_params=behaviour, version=number)
+        jax.block_until_ready(trained)
         watch.part("update")
-        return {"inside": watch.seconds, "tokens": int(completions.mask.sum())}
+        return {"inside": watch.seconds, "tokens": int(batch.completion_mask.sum())}
 
     def prefill(number: int) -> dict:
         started = time.perf_counter()
         behaviour = jax.block_until_ready(sampler_params())
         copied = time.perf_counter() - started
-        drawn(number, behaviour, 1, sampling, config.rollout.group_size)
+        sampled(number, behaviour, 1, sampling, group_size)
         return {"inside": {"weight_copy": copied}}
 
     def write_checkpoint(number: int) -> dict:
-        run["step"] += 1
-        checkpoint.save(manager, Snapshot(**run))
+        held["state"] = held["state"]._replace(step=held["state"].step + 1)
+        checkpoint.save(manager, held["state"])
         return {}
 
     # --- Behaviour log-probs: what storing them adds to drawing, and the forward pass that it saves.
@@ -139,7 +128,7 @@ def prepare(inputs: Inputs) -> System:
 
     def logprobs() -> np.ndarray:
         given = (prompts.tokens, prompts.mask, inputs.completions, mask)
-        everything = combine(run["state"].params, frozen)
+        everything = combine(held["state"].trained.params, run.frozen)
         chunk = config.model.logprob_chunk
         return np.asarray(rescored(policy.decoder, everything, *given, sampling=sampling, chunk=chunk)[0])
 
@@ -149,13 +138,14 @@ def prepare(inputs: Inputs) -> System:
 
     # --- What is compared with the other systems.
     def greedy() -> list:
-        return drawn(0, sampler_params(), limit, Sampling(temperature=0.0), 1).tokens.tolist()
+        groups = sampled(0, sampler_params(), limit, Sampling(temperature=0.0), 1)
+        return pad(groups, run.shape._replace(group=1)).completions.tolist()
 
     def save_logprobs(file: str) -> None:
         np.save(file, logprobs())
 
     def loss(file: str) -> dict:
-        state = jax.tree.map(jnp.copy, run["state"])
+        trained = jax.tree.map(jnp.copy, held["state"].trained)
         batch = Batch(
             prompts=prompts.tokens,
             prompt_mask=prompts.mask,
@@ -169,7 +159,7 @@ def prepare(inputs: Inputs) -> System:
             accurate=np.zeros(rows, bool),
             reward_parts={},
         )
-        metrics = updated(state, batch, 0)[1]
+        metrics = updated(trained, batch, 0)[1]
         return {name: metrics[name] for name in ("loss", "gradient_norm")}
 
     return System(

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -65,6 +65,7 @@ def settings_of(config: Config) -> Settings:
     )
 
 
+@runtime_checkable
 class ToCome(Protocol):
     """Grades that are still computed; `result` waits for them."""
 
@@ -181,8 +182,8 @@ def reward_delays(rows: int, shortest: int, longest: int, batch: int, seed: int)
     return np.random.default_rng([seed, 6, batch]).integers(shortest, longest + 1, rows)
 
 
-def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, list[Group]]:
-    """The queue with the grades of every batch of which a reward is due, and the groups that have grades since.
+def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, list[list[Group]]]:
+    """The queue with the grades of every batch of which a reward is due, and the batches that have grades since.
 
     Batches are waited for in order, so a batch behind one that is not due may have to wait as well.
 
@@ -196,7 +197,7 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
         if one.groups:
             grades = one.grades if isinstance(one.grades, Sequence) else one.grades.result()
             by_id = dict(zip(one.ids, grades, strict=True))
-            found += [graded(group, by_id) for group in one.groups]
+            found.append([graded(group, by_id) for group in one.groups])
             coming[place] = one._replace(grades=tuple(grades), groups=())
     return queue._replace(coming=tuple(coming)), found
 

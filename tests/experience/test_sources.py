@@ -8,8 +8,8 @@ import pytest
 
 from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.experience import store
-from recjax.experience.groups import Group, groups_of
-from recjax.experience.rows import FOREIGN, Shape, batch_of_groups, shape_of
+from recjax.experience.batch import FOREIGN, Shape, pad, shape_of
+from recjax.experience.rows import group_of, groups_of
 from recjax.experience.sources import (
     by_prompt,
     check_logprobs,
@@ -22,7 +22,9 @@ from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
-from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.logprobs import completion_logprobs
+from recjax.models.sampling import Sampling
+from tests.experience.groups import ungraded
 from tests.experience.rows import make_row, same, text_row
 from tests.training.test_update import CONFIG, PARAMS, step
 
@@ -32,7 +34,7 @@ TOKENIZER = character_tokenizer("012345678")
 POLICY = Policy(Decoder(CONFIG), TOKENIZER, (1,))
 # Of sizes 1 to 4, lengths 1 to 5, and two sources.
 RAGGED = [
-    Group(
+    group_of(
         f"group {g}",
         tuple(
             make_row(10 * g + i, group=g, length=1 + (g + i) % 5, policy_version=None if i else 3) for i in range(size)
@@ -45,11 +47,11 @@ RAGGED = [
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batches):
     # Two more prompts than groups, of which nothing but padding is in the batch.
-    together, metrics = step(batch_of_groups(RAGGED, shape_of(RAGGED, 6)), "grpo", micro_batches)
+    together, metrics = step(pad(RAGGED, shape_of(RAGGED, 6)), "grpo", micro_batches)
     total, count = jax.tree.map(jnp.zeros_like, PARAMS), 0
     for group in RAGGED:
         # One is without any padding; the others share a shape, which saves compilations.
-        batch = batch_of_groups([group], shape_of([group] if len(group.rows) == 3 else RAGGED, 1))
+        batch = pad([group], shape_of([group] if len(group.completions) == 3 else RAGGED, 1))
         tokens = batch.completion_mask.sum()
         after, _ = step(batch, "grpo")
         total = jax.tree.map(lambda total, new, old, n=tokens: total + n * (new - old), total, after, PARAMS)
@@ -62,24 +64,26 @@ def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batch
 
 def test_a_batch_says_what_its_rows_say():
     shape = Shape(5, 6, 7, 8)
-    batch = batch_of_groups(RAGGED, shape)
+    batch = pad(RAGGED, shape)
     assert batch.prompts.shape == (5, 7) and batch.completions.shape == (30, 8)
     assert batch.prompt_mask.any(-1).all()
     real = batch.completion_mask.any(-1)
     assert real.tolist() == [i < n for n in (3, 1, 4, 2, 0) for i in range(6)]
-    for place, row in zip(np.flatnonzero(real), (row for group in RAGGED for row in group.rows), strict=True):
+    rows = ((group, row) for group in RAGGED for row in group.completions)
+    for place, (group, row) in zip(np.flatnonzero(real), rows, strict=True):
         mask = batch.completion_mask[place]
-        assert np.array_equal(batch.completions[place][mask], row.completion_tokens)
+        assert np.array_equal(batch.completions[place][mask], row.tokens)
         assert np.array_equal(batch.behaviour_logprobs[place][mask], row.behaviour_logprobs)
         prompt = place // 6
-        assert np.array_equal(batch.prompts[prompt][batch.prompt_mask[prompt]], row.prompt_tokens)
+        assert np.array_equal(batch.prompts[prompt][batch.prompt_mask[prompt]], group.prompt_tokens)
         version = FOREIGN if row.policy_version is None else row.policy_version
-        assert (batch.rewards[place], batch.policy_version[place]) == (row.reward, version)
-        assert (batch.accurate[place], batch.truncated[place]) == (row.accurate, row.truncated)
+        assert (batch.rewards[place], batch.policy_version[place]) == (row.grade.reward, version)
+        assert (batch.accurate[place], batch.truncated[place]) == (row.grade.accurate, row.truncated)
         assert {name: values[place] for name, values in batch.reward_parts.items()} == {
-            name: np.float32(value) for name, value in row.reward_parts.items()
+            name: np.float32(value) for name, value in row.grade.reward_parts.items()
         }
-    assert batch_of_groups(RAGGED, shape, logprobs=False).behaviour_logprobs is None
+    assert pad(RAGGED, shape, logprobs=False).behaviour_logprobs is None
+    assert np.isnan(pad([ungraded(RAGGED[1])], Shape(1, 1, 7, 8)).rewards).all()
 
 
 def test_what_does_not_fit_is_refused():
@@ -90,15 +94,15 @@ def test_what_does_not_fit_is_refused():
         (Shape(4, 4, 9, 4), "row 'row 22' has 5 tokens; the batch has room for 4"),
     ]:
         with pytest.raises(ValueError, match=message):
-            batch_of_groups(RAGGED, shape)
+            pad(RAGGED, shape)
     forced = make_row(0, completion_mask=np.array([True, False, True]))
-    with pytest.raises(ValueError, match="row 'row 0' of source 'test' has tokens that its policy did not draw"):
-        batch_of_groups([Group("g", (forced,))], Shape(1, 1, 9, 9))
+    with pytest.raises(ValueError, match="row 'row 0' of source 'test' has tokens that its policy did not choose"):
+        pad([group_of("g", (forced,))], Shape(1, 1, 9, 9))
 
 
 def test_missing_log_probs_are_nan_until_someone_chooses():
-    group = Group("g", (make_row(0), make_row(1, behaviour_logprobs=None)))
-    batch = batch_of_groups([group], shape_of([group], 1))
+    group = group_of("g", (make_row(0), make_row(1, behaviour_logprobs=None)))
+    batch = pad([group], shape_of([group], 1))
     assert np.isnan(batch.behaviour_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
@@ -108,7 +112,7 @@ WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight"]
 @pytest.mark.parametrize("preset", PRESETS)
 def test_only_algorithms_that_read_no_log_probs_do_without(preset):
     algorithm = build_algorithm(preset, {})
-    groups = [Group("g", (make_row(0), text_row(1)))]
+    groups = [group_of("g", (make_row(0), text_row(1)))]
     with pytest.raises(
         ValueError, match="1 of 2 rows have no behaviour log-probs, the first 'text 1' of source 'other'"
     ):
@@ -123,8 +127,8 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset):
 
 
 def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
-    batch = batch_of_groups(RAGGED, shape_of(RAGGED, 4), logprobs=False)
-    with_them = batch_of_groups(RAGGED, shape_of(RAGGED, 4))
+    batch = pad(RAGGED, shape_of(RAGGED, 4), logprobs=False)
+    with_them = pad(RAGGED, shape_of(RAGGED, 4))
     (without, metrics), (read, _) = step(batch, "red_weight"), step(with_them, "red_weight")
     chex.assert_trees_all_close(without, read, rtol=1e-6)
     assert "effective_sample_size" not in metrics
@@ -134,39 +138,43 @@ def test_log_probs_of_another_distribution_are_refused():
     algorithm = build_algorithm("grpo", {})
     for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(temperature=None)):
         with pytest.raises(ValueError, match="row 'row 0' .* of another distribution"):
-            check_logprobs([Group("g", (make_row(0, **change),))], algorithm, SAMPLING, "error")
-    check_logprobs([Group("g", (make_row(0),))], algorithm, SAMPLING, "error")
-    check_logprobs([Group("g", (make_row(0, temperature=1.0),))], build_algorithm("red_drop", {}), SAMPLING, "unneeded")
+            check_logprobs([group_of("g", (make_row(0, **change),))], algorithm, SAMPLING, "error")
+    check_logprobs([group_of("g", (make_row(0),))], algorithm, SAMPLING, "error")
+    check_logprobs(
+        [group_of("g", (make_row(0, temperature=1.0),))], build_algorithm("red_drop", {}), SAMPLING, "unneeded"
+    )
 
 
 def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
     groups = [
         group._replace(
-            rows=tuple(row._replace(behaviour_logprobs=None) if i % 2 else row for i, row in enumerate(group.rows))
+            completions=tuple(
+                row._replace(behaviour_logprobs=None) if i % 2 else row for i, row in enumerate(group.completions)
+            )
         )
         for group in RAGGED
     ]
-    groups[0] = groups[0]._replace(rows=tuple(row._replace(reward=None, reward_parts=None) for row in groups[0].rows))
+    groups[0] = ungraded(groups[0])
     filled = with_logprobs(groups, shape_of(groups, 2), POLICY, PARAMS, SAMPLING, chunk=16)
     lacking = [
         (row, old)
         for group, before in zip(filled, groups, strict=True)
-        for row, old in zip(group.rows, before.rows, strict=True)
+        for row, old in zip(group.completions, before.completions, strict=True)
         if old.behaviour_logprobs is None or not same(row, old)
     ]
     assert [old.id for _, old in lacking] == ["row 1", "row 21", "row 23", "row 31"]
     for row, old in lacking:
         assert same(row._replace(behaviour_logprobs=None), old)
-        assert row.behaviour_logprobs.shape == row.completion_tokens.shape
+        assert row.behaviour_logprobs.shape == row.tokens.shape
     # The second and the last, one in each of the two batches, without any padding.
-    for row, _ in (lacking[1], lacking[3]):
-        prompt, completion = (jnp.array(x)[None] for x in (row.prompt_tokens, row.completion_tokens))
+    for row, group in ((lacking[1][0], filled[2]), (lacking[3][0], filled[3])):
+        prompt, completion = (jnp.array(x)[None] for x in (group.prompt_tokens, row.tokens))
         ones = [jnp.ones(x.shape, bool) for x in (prompt, completion)]
         arguments = (POLICY.decoder, PARAMS, prompt, ones[0], completion, ones[1])
         logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
         expected, _ = logprobs(*arguments, sampling=SAMPLING, chunk=16)
         np.testing.assert_allclose(row.behaviour_logprobs, expected[0], atol=1e-5)
-    batch = batch_of_groups(filled[1:], shape_of(filled, 4))
+    batch = pad(filled[1:], shape_of(filled, 4))
     assert np.isfinite(batch.behaviour_logprobs).all()
 
 
@@ -177,19 +185,19 @@ def test_a_store_becomes_tokenised_groups(tmp_path):
     store.append(tmp_path, [*rows, *asked])
     store.append(tmp_path, [make_row(9, group=0, tokenizer=name, reward=None, reward_parts=None)])
     groups = load_groups(tmp_path, POLICY)
-    assert [len(group.rows) for group in groups] == [3, 2, 2]
-    ended, cut = groups[2].rows
-    assert ended.completion_tokens.tolist() == [
+    assert [len(group.completions) for group in groups] == [3, 2, 2]
+    ended, cut = groups[2].completions
+    assert ended.tokens.tolist() == [
         *TOKENIZER.encode("3"),
         1,
-    ] and cut.completion_tokens.tolist() == TOKENIZER.encode("3")
+    ] and cut.tokens.tolist() == TOKENIZER.encode("3")
     store.append(tmp_path, [text_row(7, group=2, prompt="21", completion="3")])
     with pytest.raises(ValueError, match="group 'group 2' has two prompts, those of rows 'text 0' and 'text 7'"):
         load_groups(tmp_path, POLICY)
 
 
 def test_an_epoch_has_every_group_once():
-    groups = [Group(str(i), (make_row(i),)) for i in range(7)]
+    groups = [group_of(str(i), (make_row(i),)) for i in range(7)]
     order = [group.id for batch in range(1, 8) for group in groups_at(groups, 3, batch, seed=1)]
     for epoch in range(3):
         assert sorted(order[7 * epoch : 7 * epoch + 7]) == sorted(group.id for group in groups)
@@ -200,15 +208,15 @@ def test_an_epoch_has_every_group_once():
 
 def test_other_rows_join_the_group_of_their_prompt():
     ours = groups_of([make_row(i, group=i // 2) for i in range(6)])
-    expert = [text_row(i, group=9 + i, prompt_tokens=ours[0].rows[0].prompt_tokens, reward=1.0) for i in range(4)]
+    expert = [text_row(i, group=9 + i, prompt_tokens=ours[0].prompt_tokens, reward=1.0) for i in range(4)]
     expert.append(expert[0]._replace(id="pending", reward=None))
-    others = by_prompt([Group("experts", tuple(expert))])
+    others = by_prompt([group_of("experts", tuple(expert))])
     made = mixed(ours, others, 3, batch=1, seed=0)
-    assert [len(group.rows) for group in made] == [5, 2, 2]
-    assert made[0].rows[:2] == ours[0].rows and {row.group_id for row in made[0].rows} == {ours[0].id}
-    added = [row.id for row in made[0].rows[2:]]
+    assert [len(group.completions) for group in made] == [5, 2, 2]
+    assert made[0].completions[:2] == ours[0].completions and made[0].id == ours[0].id
+    added = [row.id for row in made[0].completions[2:]]
     assert len({*added}) == 3 and "pending" not in added
-    chosen = {tuple(row.id for row in mixed(ours, others, 3, batch, 0)[0].rows) for batch in range(1, 20)}
+    chosen = {tuple(row.id for row in mixed(ours, others, 3, batch, 0)[0].completions) for batch in range(1, 20)}
     assert len(chosen) == 4
-    assert [row.id for row in mixed(ours, others, 3, 1, 0)[0].rows] == [row.id for row in made[0].rows]
+    assert [row.id for row in mixed(ours, others, 3, 1, 0)[0].completions] == [row.id for row in made[0].completions]
     assert mixed(ours, others, 0, 1, 0) == ours

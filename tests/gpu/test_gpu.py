@@ -15,7 +15,7 @@ from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.rollout.sampler import sample
 from recjax.training.packing import RowShape, pack
-from recjax.training.update import TrainState, update
+from recjax.training.update import Recipe, TrainState, update
 from tests.training.test_update import make_batch
 
 pytestmark = pytest.mark.gpu
@@ -49,13 +49,8 @@ def batch():
 
 def update_options(dtype, kernel, chunk=256):
     overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}}
-    return {
-        "decoder": Decoder(CONFIG, dtype, "full", attention=kernel),
-        "algorithm": build_algorithm("grpo", overrides),
-        "optimizer": OPTIMIZER,
-        "sampling": Sampling(),
-        "chunk": chunk,
-    }
+    decoder = Decoder(CONFIG, dtype, "full", attention=kernel)
+    return {"recipe": Recipe(decoder, build_algorithm("grpo", overrides), OPTIMIZER, Sampling(), chunk)}
 
 
 def update_arguments():

@@ -8,19 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.algorithms import presets
 from recjax.config import RegimeConfig
 from recjax.config_loading import load_config
-from recjax.experience.records import Batch
+from recjax.experience.batch import Batch
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
 from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show
 from recjax.rollout import sampler
-from recjax.training.schedule import batches_to_draw, is_sync
-from recjax.training.setup import prepare
-from recjax.training.update import TrainState, make_optimizer, update
+from recjax.training.run import prepare
+from recjax.training.update import TrainState, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
+from tests.training.simulated_run import simulated
 from tests.training.tiny_run import TINY
 
 
@@ -95,8 +94,8 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
 @pytest.mark.parametrize("options", [[], ["model.lora={rank: 2}"], ["model.freeze=[embedding]"]])
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     config = tiny(*options)
-    result, setup = dry_run(config), prepare(config)
-    trained, frozen = split(setup.initial_params, config.model)
+    result, (_, params) = dry_run(config), prepare(config)
+    trained, frozen = split(params, config.model)
     assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
         lambda leaf: leaf.shape, (result.model.trained, result.model.frozen)
     )
@@ -145,7 +144,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     shape = "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 256}"
     sizes = ["rollout.max_completion_tokens=48", "rollout.group_size=8", "training.micro_batch_prompts=2"]
     config = tiny(f"model.decoder={shape}", *sizes)
-    setup, result = prepare(config), dry_run(config)
+    run, result = prepare(config)[0], dry_run(config)
     optimizer = make_optimizer(config.optimizer, 7)
     state = TrainState(result.model.trained, jax.eval_shape(optimizer.init, result.model.trained))
     prompts, rows = (4, result.prompt_tokens), (32, 48)
@@ -160,11 +159,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
         None,
         batch,
         jax.random.key(0),
-        decoder=setup.policy.decoder,
-        algorithm=presets.build_algorithm(config.algorithm.preset, {}),
-        optimizer=optimizer,
-        sampling=Sampling(),
-        chunk=config.model.logprob_chunk,
+        recipe=recipe_of(config, run.policy.decoder)._replace(decoder=run.policy.decoder, optimizer=optimizer),
         micro_batches=2,
     ).compile()
     planned = compiled.memory_analysis().temp_size_in_bytes
@@ -191,14 +186,11 @@ def test_activations_grow_with_what_they_are_of(tiny):
 
 
 @pytest.mark.parametrize("regime", [RegimeConfig(m, n) for m in (1, 3, 20) for n in (0, 2, 10)])
-def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime):
+def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime, monkeypatch):
     options = [f"regime.sync_interval={regime.sync_interval}", f"regime.sync_offset={regime.sync_offset}"]
     staleness = dry_run(tiny("training.steps=60", *options)).staleness
-    version, queue = 0, []
-    for step, foretold in enumerate(staleness, start=1):
-        version = step - 1 if is_sync(step, regime) else version
-        queue += [version for _ in batches_to_draw(step, len(queue), 60, regime)]
-        assert foretold == step - 1 - queue.pop(0)
+    for step, groups, *_ in simulated(tiny("training.steps=60", *options), monkeypatch):
+        assert staleness[step - 1] == step - 1 - groups[0].completions[0].policy_version
     assert len(staleness) == 60
     assert first_steps(regime, 60) == min(2 * max(regime.sync_interval, regime.sync_offset) + 2, 60)
 

@@ -59,7 +59,7 @@ def trained(config: str, overrides: list[str], compiled: str, kill_at: int | Non
         write(writer, row)
 
     write, MetricsWriter.write = MetricsWriter.write, half_a_row
-    loop.update, loop.next_batch = watched(loop.update, "update"), watched(loop.next_batch, "batch")
+    loop.update, loop.next_groups = watched(loop.update, "update"), watched(loop.next_groups, "batch")
     sys.addaudithook(file_change)
     train(load_config(config, overrides))
     Path(output, "events.json").write_text(json.dumps(seen))

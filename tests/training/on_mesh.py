@@ -17,7 +17,7 @@ import optax
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import MeshConfig
-from recjax.experience.records import Batch, filled_up
+from recjax.experience.batch import Batch
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
@@ -28,7 +28,7 @@ from recjax.tasks.prompts import Prompts
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import RowShape, pack
 from recjax.training.start import first_state
-from recjax.training.update import TrainState, update
+from recjax.training.update import Recipe, TrainState, update
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False, qkv_bias=True)
@@ -73,6 +73,18 @@ def batch_of(generator: np.random.Generator) -> Batch:
     )
 
 
+def filled_up(batch: Batch, multiple: int) -> Batch:
+    """The batch with prompts behind it up to a multiple of their number; their rows have no token, as `pad` has them."""
+    missing, count = -len(batch.prompts) % multiple, len(batch.prompts)
+
+    def more(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x, np.zeros((missing * len(x) // count, *x.shape[1:]), x.dtype)])
+
+    filled = jax.tree.map(more, batch)
+    filled.prompt_mask[count:, 0] = True
+    return filled._replace(group_ids=np.repeat(np.arange(count + missing, dtype=np.int32), GROUP))
+
+
 def drawn(batch: Batch, temperature: float, slots: int | None = None) -> dict[str, np.ndarray]:
     """Completions of the batch's prompts, by what they are of."""
     policy = Policy(Decoder(CONFIG), None, (1,), slots)
@@ -95,11 +107,7 @@ def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[Tra
         put_rows(batch),
         jax.random.key(1),
         pack(batch, shape) if packed else None,
-        decoder=Decoder(CONFIG),
-        algorithm=ALGORITHM,
-        optimizer=OPTIMIZER,
-        sampling=Sampling(0.9),
-        chunk=7,
+        recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
         micro_batches=None if packed else micro_batches,
     )
 
@@ -130,11 +138,7 @@ def under_pmap(devices: int) -> tuple[TrainState, dict]:
             reference,
             batch,
             key,
-            decoder=Decoder(CONFIG),
-            algorithm=ALGORITHM,
-            optimizer=OPTIMIZER,
-            sampling=Sampling(0.9),
-            chunk=7,
+            recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
             micro_batches=1,
             axis_name="devices",
         )

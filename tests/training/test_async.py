@@ -14,22 +14,13 @@ import numpy as np
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.config_loading import load_config
 from recjax.experience import store
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import train, without_times
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +41,11 @@ def learned(rows):
 # --- Generators alone, which draw in no time.
 
 
+@contextlib.contextmanager
 def quick(folder):
     """A function that says who drew what, and is slow or wrong where a file in the folder says so."""
 
-    def draw(number, version, weights):
+    def sample(number, version, weights):
         if (folder / f"wrong{number}").exists():
             raise ValueError(f"batch {number} is wrong")
         (folder / f"at{number}").touch()
@@ -62,7 +54,7 @@ def quick(folder):
             time.sleep(0.02)
         return version, float(weights["w"].sum()), os.getpid()
 
-    return draw
+    yield sample
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ def collected(apart, count):
     """What arrives next, by number."""
     found = []
     while len(found) < count:
-        found += apart.arrived(wait=True)
+        found += apart.receive(wait=True)
     assert len(dict(found)) == len(found) == count
     return dict(found)
 
@@ -92,7 +84,7 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
         apart.issue(next(numbers))
     assert apart.are_busy and list(apart.in_flight) == [1, 2, 3, 4]
     first = collected(apart, 4)
-    assert {(version, total) for version, total, _ in first.values()} == {(0, 3.0)} and apart.arrived(False) == []
+    assert {(version, total) for version, total, _ in first.values()} == {(0, 3.0)} and apart.receive(False) == []
     pids = {pid for *_, pid in first.values()}
     assert len(pids) == 2
     for version, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
@@ -141,7 +133,7 @@ def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monke
         apart.publish(0, {})
         apart.issue(7)
         with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row; it was at batch 7"):
-            apart.arrived(wait=True)
+            apart.receive(wait=True)
 
 
 # --- Whole runs.
@@ -166,23 +158,23 @@ DANGEROUS = """
 import sys
 import ray
 from recjax.config_loading import load_config
-from recjax.training import batches, loop
+from recjax.training import loop
 from tests.training.tiny_run import train
 
-next_batch, trained_on, steps = loop.next_batch, batches._batch, []
+next_groups, pad, steps = loop.next_groups, loop.pad, []
 
-def numbered(source, held, step, params):
+def numbered(run, state, step):
     steps.append(step)
     if len(steps) == 3:
-        ray.kill(source.generators._actors[0], no_restart=True)
-    return next_batch(source, held, step, params)
+        ray.kill(run.generators._actors[0], no_restart=True)
+    return next_groups(run, state, step)
 
-def watched(source, groups):
+def watched(groups, *arguments, **named):
     with open(sys.argv[1] + "/trained.txt", "a") as file:
         print(steps[-1], *(group.id for group in groups), file=file)
-    return trained_on(source, groups)
+    return pad(groups, *arguments, **named)
 
-loop.next_batch, batches._batch = numbered, watched
+loop.next_groups, loop.pad = numbered, watched
 train(load_config(sys.argv[1] + "/tiny.yaml", sys.argv[2:]))
 """
 

@@ -4,37 +4,21 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.config_loading import load_config
-from recjax.experience import feed as feeds
-from recjax.experience import store
-from recjax.experience.records import Batch
+from recjax.experience.queue import settings_of
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
-from recjax.training import batches, schedule
-from recjax.training.metrics import PhaseSeconds
-from recjax.training.source import Held, Source
-from tests.training.tiny_run import TINY
+from tests.training.simulated_run import batch_of, simulated
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
-
-
 class InAnyOrder:
-    """Stands for `Generators`: batches of rows without tokens, which arrive in an order of its own."""
+    """Stands for `Generators`: batches of groups without tokens, which arrive in an order of its own."""
 
     def __init__(self, regime, seed):
         self.in_flight, self._regime, self._random = {}, regime, random.Random(seed)
@@ -44,52 +28,31 @@ class InAnyOrder:
     def are_busy(self):
         return len(self.in_flight) >= generators.AT_A_TIME * self._regime.generators
 
+    def begin_step(self):
+        pass
+
     def issue(self, number):
         self.in_flight[number] = self.version
         self.issued.append(number)
 
-    def arrived(self, wait):
+    def receive(self, wait):
         chosen = [number for number in self.in_flight if self._random.random() < 0.3]
         if wait and not chosen:
             chosen = self._random.sample(list(self.in_flight), min(1, len(self.in_flight)))
         self._random.shuffle(chosen)
-        return [(number, (rows_of(number, self.in_flight.pop(number), self._random), {})) for number in chosen]
+        return [(number, batch_of(number, self.in_flight.pop(number), self._random)) for number in chosen]
 
 
-def rows_of(number, version, chance):
-    """Four groups of two rows, some of them all right."""
-    now = datetime.now(UTC)
-    return [
-        store.Experience(
-            f"{number:06d}/{row:05d}", f"{number:06d}/{row // 2:05d}", "policy", "", now, prompt=""
-        )._replace(reward=float(chance.random() < 0.5), policy_version=version)
-        for row in range(8)
-    ]
-
-
-def simulated(config, seed, monkeypatch):
+def trained(config, seed, monkeypatch):
     """Staleness of the groups of each step, how often each group was trained on, and what the last step logged."""
-    apart = InAnyOrder(config.regime, seed)
-    source = Source(config, None, {}, None, PhaseSeconds({}), "", None, {}, None, apart)
-
-    def synced(source, held, step, params):
-        if schedule.is_sync(step, config.regime):
-            apart.version = step - 1
-            return held._replace(version=step - 1)
-        return held
-
-    monkeypatch.setattr(batches, "_synced", synced)
-    nothing, seen = Batch(*[np.zeros(1)] * 10, reward_parts={}), []
-    monkeypatch.setattr(batches, "_batch", lambda source, groups: seen.append(groups) or nothing)
-    held, stale, uses, logged = Held({}, 0, [], feeds.EMPTY), [], Counter(), {}
-    for step in range(1, config.training.steps + 1):
-        held, _, logged = batches.next_batch(source, held, step, {})
-        groups = seen.pop()
+    apart, stale, uses, log = InAnyOrder(config.regime, seed), [], Counter(), []
+    for step, groups, logged, _ in simulated(config, monkeypatch, apart):
+        log.append(logged)
         assert len(groups) == config.rollout.prompts_per_step
-        stale.append([step - 1 - group.rows[0].policy_version for group in groups])
+        stale.append([step - 1 - group.completions[0].policy_version for group in groups])
         uses.update(group.id for group in groups)
     assert apart.issued == list(range(1, len(apart.issued) + 1))
-    return stale, uses, logged
+    return stale, uses, log[-1]
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -100,7 +63,7 @@ def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, monkeypatch, 
     regime = [f"regime.max_staleness={bound}", f"regime.generators={count}", f"regime.sync_interval={interval}"]
     config = tiny("run", "regime.mode=async", *regime, "training.steps=25")
     for seed in range(3):
-        stale, uses, logged = simulated(config, seed, monkeypatch)
+        stale, uses, logged = trained(config, seed, monkeypatch)
         assert max(map(max, stale)) <= bound and min(map(min, stale)) >= 0
         assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
         assert logged["experience/left_out/stale"] == 0 and logged["generators/in_flight"] == 0
@@ -119,17 +82,17 @@ def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, monkeypatch, 
 def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, monkeypatch, options, bound):
     regime = [f"regime.max_staleness={bound}", "regime.generators=2"]
     config = tiny("run", "regime.mode=async", *regime, options, "training.steps=25")
-    limits = feeds.limits_of(config)
+    limits = settings_of(config).limits
     for seed in range(3):
-        stale, uses, _ = simulated(config, seed, monkeypatch)
-        assert max(map(max, stale)) <= limits.kept.max_staleness <= bound
-        assert max(uses.values()) <= limits.kept.max_reuse
+        stale, uses, _ = trained(config, seed, monkeypatch)
+        assert max(map(max, stale)) <= limits.max_staleness <= bound
+        assert max(uses.values()) <= limits.max_reuse
 
 
 def test_replay_draws_as_seldom_as_it_says(tiny, monkeypatch):
     replay = "experience.replay={draw_every: 3, max_reuse: 20, keep_no_signal: true}"
     config = tiny("run", "regime.mode=async", "regime.max_staleness=6", replay, "training.steps=25")
-    drawn = simulated(config, 0, monkeypatch)[2]["experience/drawn_batches"]
+    drawn = trained(config, 0, monkeypatch)[2]["experience/drawn_batches"]
     # One every third step, and those that may be drawn six steps ahead.
     assert 25 // 3 <= drawn <= 25 // 3 + 1 + 6 // 3
 

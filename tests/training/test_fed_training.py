@@ -8,22 +8,13 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.groups import groups_of
 from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show
-from recjax.training import batches, loop
-from recjax.training.setup import prepare
+from recjax.training import loop, rounds
+from recjax.training.run import prepare
 from tests.training.tiny_run import TINY, train, without_times
 
 TRIVIAL = "experience.record=true"
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +24,7 @@ def expert(tmp_path_factory):
     (folder / "tiny.yaml").write_text(TINY)
     config = load_config(folder / "tiny.yaml", [f"output={folder}"])
     generate(config, folder / "drawn", 16, None, None, "initial")
-    kept = [row for group in groups_of(store.read(folder / "drawn")) for row in group.rows[:3]]
+    kept = [row for place, row in enumerate(store.read(folder / "drawn")) if place % 4 < 3]  # of each group of four
     none = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     store.append(folder / "store", [row._replace(source="expert", reward=1.0, **none) for row in kept])
     return folder / "store"
@@ -63,18 +54,18 @@ def test_groups_that_take_the_long_way_teach_the_same(tiny):
 
 def test_what_is_drawn_is_recorded_once_and_reads_as_a_store(tiny, monkeypatch):
     config = tiny("run", TRIVIAL, "training.steps=5")
-    next_batch, calls = loop.next_batch, itertools.count(1)
+    next_groups, calls = loop.next_groups, itertools.count(1)
 
     def dies_at_five(*arguments):
-        result = next_batch(*arguments)
+        result = next_groups(*arguments)
         if next(calls) == 5:  # drawn and recorded, and after the checkpoint of step 3
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(loop, "next_batch", dies_at_five)
+    monkeypatch.setattr(loop, "next_groups", dies_at_five)
     with pytest.raises(KeyboardInterrupt):
         train(config)
-    monkeypatch.setattr(loop, "next_batch", next_batch)
+    monkeypatch.setattr(loop, "next_groups", next_groups)
     rows = train(config)
     stored = store.read(Path(config.output) / "experience")
     assert len(stored) == 5 * 16
@@ -84,13 +75,13 @@ def test_what_is_drawn_is_recorded_once_and_reads_as_a_store(tiny, monkeypatch):
 
 
 def test_replay_trains_on_each_group_as_often_as_it_says(tiny, monkeypatch):
-    seen, trained_on = [], batches._batch
+    seen, pad = [], loop.pad
 
-    def watched(source, groups):
+    def watched(groups, *arguments, **named):
         seen.extend(group.id for group in groups)
-        return trained_on(source, groups)
+        return pad(groups, *arguments, **named)
 
-    monkeypatch.setattr(batches, "_batch", watched)
+    monkeypatch.setattr(loop, "pad", watched)
     options = "experience.replay={draw_every: 3, max_reuse: 3, keep_no_signal: true, max_staleness: 8}"
     rows = train(tiny("run", options, "training.steps=9"))
     uses = {name: seen.count(name) for name in seen}
@@ -116,21 +107,20 @@ def test_rewards_at_random_times_arrive_all_unless_the_deadline_has_passed(tiny)
 
 @pytest.mark.parametrize("missing", ["initial", "current"])
 def test_half_of_every_group_is_the_experts(tiny, expert, missing, monkeypatch):
-    seen, trained_on = [], batches._batch
+    seen, pad = [], loop.pad
 
-    def watched(source, groups):
+    def watched(groups, *arguments, **named):
         seen.append(groups)
-        return trained_on(source, groups)
+        return pad(groups, *arguments, **named)
 
-    monkeypatch.setattr(batches, "_batch", watched)
+    monkeypatch.setattr(loop, "pad", watched)
     mix = ["experience.mix.store=" + str(expert), f"experience.missing_logprobs={missing}", "evaluation.every=0"]
     rows = train(tiny("run", *mix, "training.steps=4"))
     for row, groups in zip(rows[1:], seen, strict=True):
         own = row["source_rows"]["policy"]
-        assert own == 8 and row["source_rows"].get("expert", 0) + own == sum(len(group.rows) for group in groups)
+        assert own == 8 and row["source_rows"].get("expert", 0) + own == sum(len(group.completions) for group in groups)
         for group in groups:
-            assert len({one.prompt_tokens.tobytes() for one in group.rows}) == 1
-            assert [one.source for one in group.rows[:2]] == ["policy"] * 2 and len(group.rows) <= 4
+            assert [one.source for one in group.completions[:2]] == ["policy"] * 2 and len(group.completions) <= 4
     assert sum(row["source_rows"].get("expert", 0) for row in rows[1:]) > 16
     # Log-probs of the policy as it is make every ratio one at the first, fresh use; those of the initial one do not.
     last = rows[-1]["ratio/max"]
@@ -171,9 +161,9 @@ def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch)
 
 
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
-    monkeypatch.setattr(batches, "IDLE_DRAWS", 3)
+    monkeypatch.setattr(rounds, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1", "task.reward=tests.training.test_fed_training:nothing")
-    with pytest.raises(RuntimeError, match=r"step 1: 3 batches were drawn .*left_out/no_signal': 16"):
+    with pytest.raises(RuntimeError, match=r"step 1: 3 batches were sampled .*left_out/no_signal': 16"):
         train(config)
 
 

@@ -16,15 +16,13 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.tasks.grading.pool import Grading
-from recjax.training import loop, source
+from recjax.training import loop, rounds
 from recjax.training.evaluation import evaluate
-from recjax.training.loop import run
 from recjax.training.metrics import read_metrics
+from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
-from recjax.training.setup import prepare
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import train, without_times
 
 REGIMES = {
     "on_policy": [],
@@ -33,14 +31,6 @@ REGIMES = {
     "both": ["regime.sync_interval=3", "regime.sync_offset=2"],
     "offline": ["regime.offline=true"],
 }
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
 
 
 @pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"]])
@@ -54,8 +44,12 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
 
 
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
-    draw = source.draw
-    monkeypatch.setattr(source, "draw", lambda *args: draw(*args[:-1], args[-1]._replace(temperature=0.8)))
+    sample_groups = rounds.sample_groups
+
+    def of_another(*args, **named):
+        return sample_groups(*args[:-1], args[-1]._replace(temperature=0.8), **named)
+
+    monkeypatch.setattr(rounds, "sample_groups", of_another)
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 
@@ -67,8 +61,8 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
     assert abs(measured[0]) < 1e-5 and measured[-1] > 0.01
 
     # KL(π ‖ π_0) of the first token, exactly, against what samples of one token give.
-    made = prepare(config)
-    moved = jax.tree.map(lambda x: x * 1.3, made.initial_params)
+    made, initial = prepare(config)
+    moved = jax.tree.map(lambda x: x * 1.3, initial)
 
     def first(params):
         tokens, mask = jnp.asarray(asked.tokens), jnp.asarray(asked.mask)
@@ -76,11 +70,11 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
         hidden, _ = made.policy.decoder.apply({"params": params}, tokens, positions, mask)
         return jax.nn.log_softmax(logits(made.policy.decoder.config, params, last_hidden(hidden, mask)))
 
-    asked = made.evaluation
+    asked = made.held_out
     one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
-    with Grading(config, made.reward) as grading:
-        sampled = evaluate(one_token, made.policy, moved, asked, grading, 0, made.initial_params).initial_kl
-    exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(made.initial_params)), axis=-1))
+    with made.grading:
+        sampled = evaluate(one_token, made.policy, moved, asked, made.grading, 0, initial).initial_kl
+    exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(initial)), axis=-1))
     np.testing.assert_allclose(sampled, exact, rtol=0.15)
 
 
@@ -177,8 +171,7 @@ def test_an_update_that_overflows_stops_the_run(tiny):
 
 def test_the_run_folder_holds_what_the_readme_says(tiny):
     config = tiny("run")
-    setup = prepare(config)
-    summary = run(config, setup, open_run_folder(config, overwrite=False))
+    summary = loop.train(config)
     output = Path(config.output)
     assert json.loads((output / "summary.json").read_text()) == summary
     assert summary["steps"] == 7 and 0 <= summary["accuracy_before"] <= 1 and summary["peak_memory_bytes"] > 0

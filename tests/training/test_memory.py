@@ -14,7 +14,7 @@ from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.rollout.sampler import sample
 from recjax.training.packing import RowShape, pack
-from recjax.training.update import TrainState, update
+from recjax.training.update import Recipe, TrainState, update
 from tests.training.test_update import make_batch
 
 # No other size is 1009, nor a multiple of it.
@@ -38,11 +38,7 @@ def compiled_update(packed: bool, chunk: int = CHUNK):
         BATCH,
         jax.random.key(0),
         pack(BATCH, RowShape(3, 64)) if packed else None,
-        decoder=DECODER,
-        algorithm=build_algorithm("grpo", overrides),
-        optimizer=OPTIMIZER,
-        sampling=Sampling(0.9),
-        chunk=chunk,
+        recipe=Recipe(DECODER, build_algorithm("grpo", overrides), OPTIMIZER, Sampling(0.9), chunk),
         micro_batches=None if packed else 2,
     ).compile()
 

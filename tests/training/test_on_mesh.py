@@ -10,9 +10,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from recjax.experience.queue import Queue
 from recjax.models.placement import on_host, param_shardings
 from recjax.models.trainable import flatten
 from recjax.training import checkpoint
+from recjax.training.run import State
 from tests.training.on_mesh import batch_of, drawn, numbers, on, start, under_pmap, updated
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
@@ -85,14 +87,13 @@ def test_a_checkpoint_of_one_mesh_restores_onto_another(tmp_path):
     with on((1, 4, 1)):
         state = start()
         with checkpoint.open_checkpoints(tmp_path, 1) as manager:
-            held = checkpoint.Held(state.params, 0, [], checkpoint.feeds.EMPTY)
-            checkpoint.save(manager, checkpoint.Snapshot(3, state, held, {"tokens": 7}))
+            checkpoint.save(manager, State(3, state, state.params, 0, Queue(), (), {"tokens": 7}))
     for sizes in ((2, 1, 2), None):
         with on(sizes), checkpoint.open_checkpoints(tmp_path, 1) as manager:
             here = start()
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, here)
             restored = checkpoint.restore(manager, like, like.params)
-            chex.assert_trees_all_equal(on_host(restored.state), on_host(here))
-            assert (restored.step, restored.progress) == (3, {"tokens": 7})
-            for leaf, expected in zip(*map(jax.tree.leaves, (restored.state, like)), strict=True):
+            chex.assert_trees_all_equal(on_host(restored.trained), on_host(here))
+            assert (restored.step, restored.totals) == (3, {"tokens": 7})
+            for leaf, expected in zip(*map(jax.tree.leaves, (restored.trained, like)), strict=True):
                 assert leaf.sharding == expected.sharding

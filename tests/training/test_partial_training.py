@@ -8,7 +8,7 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.models.trainable import flatten, is_adapter
 from recjax.training import checkpoint
-from recjax.training.setup import prepare
+from recjax.training.run import prepare
 from tests.training.tiny_run import TINY, train, without_times
 
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
@@ -62,7 +62,7 @@ def test_adapters_learn_beside_a_base_that_stays_and_the_optimiser_holds_them_al
 
 def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
     config = tiny("freeze", "model.freeze=[embedding, norm]", "training.steps=2")
-    start = flatten(prepare(config).initial_params)
+    start = flatten(prepare(config)[1])
     train(config)
     leaves = saved(config)
     assert not any("embedding" in path or "norm" in path for path in leaves)
@@ -119,9 +119,9 @@ def test_contradictions_are_refused(tiny, overrides, message):
 def test_adapters_of_a_warm_started_base_use_the_cached_base(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     start = "warm_start={steps: 3, batch_size: 8, learning_rate: 1e-2, wrong_fraction: 0.0}"
-    plain = prepare(tiny("a", start)).initial_params
+    plain = prepare(tiny("a", start))[1]
     monkeypatch.setattr("recjax.training.warm_start.supervise", None)  # from the cache now, or not at all
-    with_lora = prepare(tiny("b", start, LORA)).initial_params
+    with_lora = prepare(tiny("b", start, LORA))[1]
     for path, leaf in flatten(plain).items():
         np.testing.assert_array_equal(leaf, flatten(with_lora)[path])
     assert len(jax.tree.leaves(with_lora)) == len(jax.tree.leaves(plain)) + 4

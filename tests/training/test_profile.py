@@ -8,18 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from recjax.config_loading import load_config
 from recjax.training import loop
 from recjax.training.profile import profiled_steps
-from tests.training.tiny_run import TINY, train, without_times
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+from tests.training.tiny_run import train, without_times
 
 
 def events(folder, name):

@@ -1,26 +1,28 @@
-"""The regimes: staleness against the paper's formula and against a simulation."""
+"""The regimes: staleness against the paper's formula and against the rounds of a run."""
 
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.training.schedule import batches_to_draw, expected_staleness, is_sync
+from recjax.training.schedule import expected_staleness, is_sync
+from tests.training.simulated_run import simulated
 
 REGIMES = [RegimeConfig(m, n) for m in (1, 3, 20) for n in (0, 1, 10)] + [RegimeConfig(offline=True)]
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_every_batch_is_drawn_once_in_order_with_the_expected_staleness(regime):
-    version, queue, numbers = 0, [], []
-    for step in range(1, 70):
-        if is_sync(step, regime):
-            version = step - 1
-        queue += [(number, version) for number in batches_to_draw(step, len(queue), 69, regime)]
-        number, drew = queue.pop(0)
-        numbers.append(number)
+def test_every_batch_is_sampled_once_in_order_with_the_expected_staleness(tiny, regime, monkeypatch):
+    interval, offset = regime.sync_interval, regime.sync_offset
+    names = [f"regime.sync_interval={interval}", f"regime.sync_offset={offset}", f"regime.offline={regime.offline}"]
+    trained, sampled = [], []
+    for step, groups, _, numbers in simulated(tiny("run", "training.steps=69", *names), monkeypatch):
+        sampled += numbers
         early = step < 69 and not is_sync(step + 1, regime)
-        assert len(queue) == regime.sync_offset + early
-        assert step - 1 - drew == expected_staleness(step, regime)
-    assert numbers == list(range(1, 70))
+        assert len(sampled) == step + offset + early
+        assert [group.id for group in groups] == [f"{step:06d}/{place:05d}" for place in range(4)]
+        for group in groups:
+            assert step - 1 - group.completions[0].policy_version == expected_staleness(step, regime)
+        trained.append(step)
+    assert trained == list(range(1, 70)) and sampled == list(range(1, 70 + offset))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from recjax.config import TaskConfig
-from recjax.config_loading import load_config
-from recjax.rollout.collecting import to_learn_from
-from recjax.training import loop, schedule, source
+from recjax.experience.batch import to_learn_from
+from recjax.training import loop, rounds, schedule
 from recjax.training.metrics import read_metrics
 from tests.training.test_update import make_batch, step
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import train, without_times
 
 DRAWN = threading.Condition()
 counts = {"drawn": 0, "graded": 0}
@@ -34,36 +33,32 @@ def counts_ones(prompts, completions, answers):
     return [text.count("1") for text in completions]
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
-
-
-@pytest.mark.parametrize("regime", ["regime.sync_interval=3", "regime.offline=true"])
+@pytest.mark.parametrize(
+    "regime",
+    [
+        ["regime.sync_interval=3"],
+        ["regime.offline=true"],
+        ["regime.sync_interval=3", "experience.record=true"],
+        ["regime.sync_interval=3", "experience.replay={max_reuse: 1, keep_no_signal: true}"],
+    ],
+)
 def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, regime):
-    draw = source.draw
+    sample_groups = rounds.sample_groups
 
-    def counted(*args):
-        drawn = draw(*args)
+    def counted(*args, **named):
+        drawn = sample_groups(*args, **named)
         with DRAWN:
             counts["drawn"] += 1
             DRAWN.notify_all()
         return drawn
 
-    monkeypatch.setattr(source, "draw", counted)
+    monkeypatch.setattr(rounds, "sample_groups", counted)
     counts.update(drawn=0, graded=0)
     # A checkpoint would wait for the grades of all that is drawn.
-    options = [regime, "training.steps=6", "evaluation.every=0", "training.checkpoint_every=6"]
+    options = [*regime, "training.steps=6", "evaluation.every=0", "training.checkpoint_every=6"]
     overlapped = train(tiny("overlapped", *options, f"task.reward={__name__}:waits_for_the_next_draw"))
     assert counts["drawn"] == 6
-
-    def not_early(step, queued, steps, regime):
-        return range(step + queued, step + regime.sync_offset + 1)
-
-    monkeypatch.setattr(schedule, "batches_to_draw", not_early)
+    monkeypatch.setattr(schedule, "samples_ahead", lambda step, steps, regime: False)
     in_turn = train(tiny("in_turn", *options, f"task.reward={__name__}:counts_ones"))
     assert without_times(overlapped) == without_times(in_turn)
 

@@ -7,16 +7,15 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.groups import Group
-from recjax.experience.rows import Shape, batch_of_groups
+from recjax.experience.batch import Shape, pad
+from recjax.experience.rows import group_of
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show
-from recjax.training import batches, loop
-from recjax.training.checkpoint import Snapshot
+from recjax.training import loop, rounds
 from recjax.training.metrics import batch_metrics, read_metrics
-from recjax.training.setup import prepare
+from recjax.training.run import State, prepare
 from tests.experience.rows import make_row, text_row
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -33,14 +32,6 @@ def drawn(tmp_path_factory):
     config = load_config(folder / "tiny.yaml", [f"experience.store={folder / 'store'}"])
     assert generate(config, folder / "store", STEPS, None, None, "initial") == STEPS
     return folder / "store"
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
 
 
 def bare(rows):
@@ -63,7 +54,7 @@ def without_store_keys(rows):
 
 
 def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, drawn, monkeypatch):
-    monkeypatch.setattr(batches, "groups_at", lambda groups, count, batch, seed: groups[count * (batch - 1) :][:count])
+    monkeypatch.setattr(rounds, "groups_at", lambda groups, count, batch, seed: groups[count * (batch - 1) :][:count])
     from_store = train(tiny("store", f"experience.store={drawn}"))
     offline = train(tiny("offline", "regime.offline=true"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
@@ -75,9 +66,9 @@ def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypa
     store.append(tmp_path / "one", store.read(drawn)[:16])
     saved, save = [], loop.checkpoint.save
 
-    def kept(manager, snapshot: Snapshot):
-        saved.append(np.concatenate([np.ravel(x) for x in loop.jax.tree.leaves(snapshot.state.params)]))
-        save(manager, snapshot)
+    def kept(manager, state: State):
+        saved.append(np.concatenate([np.ravel(x) for x in loop.jax.tree.leaves(state.trained.params)]))
+        save(manager, state)
 
     monkeypatch.setattr(loop.checkpoint, "save", kept)
     options = ["training.steps=1", "evaluation.every=0"]
@@ -100,10 +91,10 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
         assert name not in rows[1]
     assert (Path(config.output) / "figures" / "training.png").is_file()
     # Groups are ragged; means are of the rows that are there.
-    found = prepare(config).stored
-    assert len({len(group.rows) for group in found.groups}) > 1
-    groups = batches.groups_at(found.groups, 4, 1, config.seed)
-    rewards = [row.reward for group in groups for row in group.rows]
+    found = prepare(config)[0].stored
+    assert len({len(group.completions) for group in found.groups}) > 1
+    groups = rounds.groups_at(found.groups, 4, 1, config.seed)
+    rewards = [row.grade.reward for group in groups for row in group.completions]
     np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
 
@@ -148,7 +139,7 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     waiting = [row._replace(reward=None, reward_parts=None) if i in (0, 1, 6) else row for i, row in enumerate(rows)]
     store.append(tmp_path / "late", waiting)
     config = tiny("run", f"experience.store={tmp_path / 'late'}", "training.steps=1", "evaluation.every=0")
-    found = prepare(config).stored
+    found = prepare(config)[0].stored
     assert len(found.groups) == 4 * STEPS - 2
     assert {row.group_id for row in rows[:8]}.isdisjoint(group.id for group in found.groups)
     first = train(config)[0]
@@ -181,7 +172,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
     forced = [row._replace(completion_mask=np.arange(len(row.completion_tokens)) < 1) for row in rows]
-    refused("tokens that its policy did not draw", of=forced)
+    refused("tokens that its policy did not choose", of=forced)
 
 
 def test_settings_that_contradict_a_store_are_refused(tiny):
@@ -213,7 +204,7 @@ def test_rows_that_fill_a_batch_up_are_in_no_mean():
         row._replace(reward_parts=part, truncated=True, policy_version=version)
         for row, part, version in zip(rows, parts, (0, 2, None), strict=True)
     ]
-    batch = batch_of_groups([Group("g", tuple(rows))], Shape(2, 5, 4, 6))
+    batch = pad([group_of("g", rows)], Shape(2, 5, 4, 6))
     assert len(batch.rewards) == 10
     assert batch_metrics(6, batch, batch) == {
         "reward": 2,
@@ -232,6 +223,6 @@ def test_versions_of_another_run_are_no_staleness(tiny, drawn, tmp_path):
     rows = [row._replace(policy_version=200) for row in store.read(drawn)]
     store.append(tmp_path / "later", rows)
     config = tiny("run", f"experience.store={tmp_path / 'later'}")
-    policy = prepare(tiny("plain")).policy
+    policy = prepare(tiny("plain"))[0].policy
     assert rows[0].tokenizer == tokenizer_name(policy.tokenizer)
-    assert {row.policy_version for group in load_stored(config, policy).groups for row in group.rows} == {None}
+    assert {row.policy_version for group in load_stored(config, policy).groups for row in group.completions} == {None}

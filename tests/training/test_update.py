@@ -9,10 +9,10 @@ import pytest
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import OptimizerConfig
-from recjax.experience.records import Batch
+from recjax.experience.batch import Batch
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.training.update import TrainState, learning_rate_schedule, make_optimizer, update
+from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
 
 CONFIG = DecoderConfig(11, 16, 32, 2, 2, 1, 8)
 PARAMS = init_params(CONFIG, jax.random.key(0))
@@ -49,11 +49,7 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
         batch,
         jax.random.key(0),
         packed,
-        decoder=Decoder(CONFIG, remat=remat),
-        algorithm=algorithm,
-        optimizer=SGD,
-        sampling=Sampling(0.9),
-        chunk=chunk,
+        recipe=Recipe(Decoder(CONFIG, remat=remat), algorithm, SGD, Sampling(0.9), chunk),
         micro_batches=None if packed else micro_batches,
     )
     return state.params, metrics

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
-from recjax.tasks.grading.pool import Grading
-from recjax.training import setup, warm_start
+from recjax.training import run, warm_start
 from recjax.training.evaluation import evaluate
 from recjax.training.warm_start import _with_slips
 from tests.training.tiny_run import TINY
@@ -48,14 +47,14 @@ def config(tmp_path, monkeypatch):
 
 
 def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch):
-    made = setup.prepare(config)
+    made, params = run.prepare(config)
     # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
-    with Grading(config, made.reward) as grading:
-        result = evaluate(config, made.policy, made.initial_params, made.train, grading, 0)
+    with made.grading as grading:
+        result = evaluate(config, made.policy, params, made.train, grading, 0)
     assert result.accuracy > 0.05, json.dumps(result.samples[:5])
     monkeypatch.setattr(warm_start, "supervise", None)  # from the cache now, or not at all
-    again = setup.prepare(config)
-    chex.assert_trees_all_equal(jax.device_get(again.initial_params), jax.device_get(made.initial_params))
+    again = run.prepare(config)[1]
+    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(params))
 
 
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
@@ -72,8 +71,8 @@ def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monk
     monkeypatch.setattr(warm_start, "_supervised_step", step)
     start = f"warm_start={{steps: 40, batch_size: 64, wrong_fraction: {wrong_fraction}}}"
     task = "task.reward=recjax.tasks.rewards:last_number_match"
-    setup.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
-    made = setup.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
+    run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
+    made = run.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))[0]
     known = {problem.prompt: (problem.answer, problem.mistakes) for problem in made.train.problems}
     decode = made.policy.tokenizer.decode
     wrong = 0
@@ -96,5 +95,5 @@ def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
 
     monkeypatch.setattr(warm_start, "supervise", supervise)
     for seed in (0, 1, 0):
-        setup.prepare(dataclasses.replace(config, seed=seed))
+        run.prepare(dataclasses.replace(config, seed=seed))
     assert seeds == [0, 1]

@@ -6,22 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
 from recjax.experience import store
 from recjax.training import loop
-from recjax.training.late_rows import LateRows
+from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.metrics import read_metrics
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import train, without_times
 
 ALONE = ["training.checkpoint_every=100", "evaluation.every=0"]
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A function from (folder name, overrides) to a config of the tiny run."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
 
 
 @pytest.fixture
@@ -80,8 +71,8 @@ def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_i
 def test_rows_are_those_of_a_run_that_reads_each_at_once(tiny, monkeypatch):
     options = ["evaluation.every=0", "optimizer.schedule=cosine", "optimizer.warmup_steps=2"]
     late = train(tiny("late", *options))
-    hold = LateRows.hold
-    monkeypatch.setattr(LateRows, "hold", lambda rows, row: (hold(rows, row), rows.settle()))
+    hold = DeferredMetrics.hold
+    monkeypatch.setattr(DeferredMetrics, "hold", lambda rows, row: (hold(rows, row), rows.settle()))
     at_once = train(tiny("at_once", *options))
     assert without_times(late) == without_times(at_once)
     assert [[*row] for row in late] == [[*row] for row in at_once]
@@ -91,14 +82,14 @@ def test_rows_are_those_of_a_run_that_reads_each_at_once(tiny, monkeypatch):
 
 def dies_at(monkeypatch, at):
     """Has the batch of step `at` fail."""
-    next_batch = loop.next_batch
+    next_groups = loop.next_groups
 
-    def fails(source, held, step, params):
+    def fails(run, state, step):
         if step == at:
             raise ValueError("no batch")
-        return next_batch(source, held, step, params)
+        return next_groups(run, state, step)
 
-    monkeypatch.setattr(loop, "next_batch", fails)
+    monkeypatch.setattr(loop, "next_groups", fails)
 
 
 def test_a_row_that_waits_is_written_when_the_next_step_fails(tiny, monkeypatch):

@@ -1,0 +1,194 @@
+"""The queue: groups go when whole or at the deadline, rewards when they are due, and nothing is lost uncounted."""
+
+import json
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recjax.config import LateConfig
+from recjax.experience import store
+from recjax.experience.group import Grade, is_whole
+from recjax.experience.queue import (
+    ONCE,
+    Coming,
+    Queue,
+    Settings,
+    Waiting,
+    add,
+    add_beside,
+    begin_round,
+    counts,
+    deliver,
+    from_plain,
+    reward_delays,
+    take,
+    to_plain,
+    wait_for_grades,
+)
+from tests.experience.groups import grades, ids, make_group, same_groups, ungraded
+
+NOTHING_LOST = Queue().left
+
+
+def settings_with(shortest=0, longest=0, deadline=None, offset=0, oldest_first=False):
+    """Settings without replay."""
+    return Settings(offset, 1, LateConfig(shortest, longest, deadline), False, oldest_first, ONCE)
+
+
+def plain_and_back(queue):
+    """The queue after a checkpoint."""
+    rows, plain = to_plain(wait_for_grades(queue, all_of_them=True)[0])
+    rows = list(store.to_rows(store.to_table(rows))) if rows else []
+    return from_plain(rows, json.loads(json.dumps(plain)))
+
+
+def a_round(queue, step, how):
+    """The queue after the rewards that are due in this round."""
+    return deliver(wait_for_grades(queue)[0], step, how)
+
+
+SIZES = st.lists(st.lists(st.integers(1, 3), max_size=2), min_size=1, max_size=8)
+
+
+@given(
+    sizes=SIZES,
+    deadline=st.none() | st.integers(1, 4),
+    longest=st.integers(0, 6),
+    offset=st.integers(0, 2),
+    seed=st.integers(0, 99),
+    reopen=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offset, seed, reopen):
+    queue, came, gone, how = Queue(), {}, {}, settings_with(0, longest, deadline, offset)
+    for step in range(1, 24):
+        if step == reopen:
+            queue = plain_and_back(queue)
+        queue = begin_round(queue)
+        groups = [
+            make_group(10 * step + i, [1.0] * size) for i, size in enumerate(sizes[step - 1 : step] and sizes[step - 1])
+        ]
+        came |= {group.id: (step, group) for group in groups}
+        given_ = [grade for group in groups for grade in grades(group)]
+        queue = add(queue, list(map(ungraded, groups)), given_, step, seed, how)
+        queue = a_round(queue, step, how)
+        queue, released = take(queue, len(queue.ready), step, seed, how)
+        for group in released:
+            since, whole = came[group.id]
+            assert group.id not in gone and is_whole(group) and step >= since + offset
+            waited = step - since - offset
+            assert deadline is None or waited <= deadline
+            assert ids(group) == ids(whole) or waited == deadline
+            gone[group.id] = group
+    assert not queue.waiting and not queue.coming
+    rows = sum(len(group.completions) for _, group in came.values())
+    left = queue.left
+    assert rows == sum(len(group.completions) for group in gone.values()) + left["rows_without_reward"]
+    assert len(came) == len(gone) + left["groups_without_reward"]
+    # What did not go in time got its reward after all, and too late.
+    assert left["rewards_too_late"] == left["rows_without_reward"]
+    if deadline is None:
+        assert left == NOTHING_LOST | {"used_up": len(gone)}
+
+
+def test_a_group_goes_when_whole_in_the_order_it_came():
+    how, groups = settings_with(), [make_group(0, (0.0, 5.0)), make_group(1, (2.0,)), make_group(2, (3.0,))]
+    queue = begin_round(Queue())._replace(waiting=tuple(Waiting(ungraded(group), 1) for group in groups))
+    late = {"row 0": 1, "row 1": 9, "row 10": 3, "row 20": 3}
+    rewards = [grade for group in groups for grade in grades(group)]
+    queue = queue._replace(coming=(Coming(tuple(late), tuple(late.values()), rewards),))
+    for round_, expected in ((1, []), (3, ["group 1", "group 2"]), (9, ["group 0"])):
+        queue, released = take(deliver(queue._replace(round=round_), 1, how), 0, 1, 0, how)
+        assert [entry.group.id for entry in queue.ready] == expected and released == []
+        assert all(same_groups(entry.group, groups[int(entry.group.id[-1])]) for entry in queue.ready)
+        queue = queue._replace(ready=())
+    assert not queue.waiting
+
+
+def test_at_the_deadline_a_group_goes_without_the_completions_that_wait():
+    how, groups = settings_with(deadline=3), [make_group(0, (1.0, 2.0, 3.0)), make_group(1)]
+    queue = Queue(round=6, waiting=tuple(Waiting(ungraded(group), 4) for group in groups))
+    queue = queue._replace(coming=(Coming(("row 1", "row 0"), (5, 8), (Grade(2.0), Grade(1.0))),))
+    waits = deliver(queue, 1, how)
+    assert not waits.ready and len(waits.waiting) == 2
+    goes = deliver(waits._replace(round=7), 1, how)
+    assert [ids(entry.group) for entry in goes.ready] == [["row 1"]] and not goes.waiting
+    assert goes.left == NOTHING_LOST | {"rows_without_reward": 4, "groups_without_reward": 1}
+    assert deliver(goes._replace(round=8), 1, how).left["rewards_too_late"] == 1
+
+
+def test_two_rewards_for_a_completion_are_refused():
+    group = make_group(0, (0.0, 1.0))
+    half = group._replace(completions=(group.completions[0], group.completions[1]._replace(grade=None)))
+    queue = Queue(waiting=(Waiting(half, 0),))
+    again = deliver(queue._replace(coming=(Coming(("row 0",), (0,), (Grade(0.0),)),)), 1, settings_with())
+    assert again.left == NOTHING_LOST and len(again.waiting) == 1
+    with pytest.raises(ValueError, match="row 'row 0' has another reward, 0.0"):
+        deliver(queue._replace(coming=(Coming(("row 0",), (0,), (Grade(1.0),)),)), 1, settings_with())
+
+
+def test_grades_are_waited_for_only_where_one_is_due_and_in_order():
+    how, groups = settings_with(shortest=2, longest=2), [make_group(0), make_group(1)]
+    futures = [Future(), Future()]
+    queue = begin_round(Queue())
+    queue = add(queue, [ungraded(groups[0])], futures[0], 1, 0, how)
+    queue = begin_round(a_round(queue, 1, how))  # nothing is due, so nothing is waited for
+    queue = begin_round(a_round(add(queue, [ungraded(groups[1])], futures[1], 2, 0, how), 1, how))
+    futures[0].set_result(grades(groups[0]))
+    queue, found = wait_for_grades(queue)
+    assert len(found) == 1 and same_groups(found[0][0], groups[0])
+    queue = deliver(queue, 1, how)
+    assert [entry.group.id for entry in queue.ready] == ["group 0"] and len(queue.waiting) == 1
+    futures[1].set_result(grades(groups[1]))
+    queue, found = wait_for_grades(queue, all_of_them=True)
+    assert len(found) == 1 and same_groups(found[0][0], groups[1]) and len(queue.waiting) == 1
+    assert wait_for_grades(queue, all_of_them=True)[1] == []
+
+
+def test_what_is_sampled_early_joins_in_its_round():
+    how, group = settings_with(), make_group(0)
+    queue = add(begin_round(Queue()), [ungraded(group)], grades(group), 1, 0, how, early=True)
+    queue = plain_and_back(deliver(wait_for_grades(queue)[0], 1, how))
+    assert (len(queue.early), len(queue.waiting), len(queue.ready), queue.added) == (1, 0, 0, 0)
+    queue = a_round(begin_round(queue), 1, how)
+    assert (len(queue.early), len(queue.waiting), len(queue.ready), queue.added) == (0, 0, 1, 1)
+
+
+def test_others_completions_keep_their_rewards_and_groups_of_a_store_go_beside():
+    how, group, other = settings_with(offset=1), make_group(0), make_group(7, (9.0,))
+    joined = ungraded(group)._replace(completions=(*ungraded(group).completions, *other.completions))
+    queue = add(begin_round(Queue()), [joined], grades(group), 1, 0, how)
+    assert queue.coming[0].ids == ("row 0", "row 1") and queue.coming[0].rounds == (2, 2)
+    queue = a_round(queue, 1, how)
+    assert take(queue, 1, 1, 0, how) == (queue, None)
+    queue, groups = take(add_beside(a_round(begin_round(queue), 1, how), [other]), 1, 1, 0, how)
+    assert [[grade.reward for grade in grades(one)] for one in groups] == [[0.0, 1.0, 9.0], [9.0]]
+    assert queue.beside == () and queue.idle == 0
+
+
+def test_completions_that_could_not_be_graded_are_counted_when_delivered():
+    how, group = settings_with(), make_group(0, (0.0, 0.0, 0.0))
+    failed = [Grade(0.0, None, False, failure) for failure in ("none", "timeout", "timeout")]
+    queue = a_round(add(begin_round(Queue()), [ungraded(group)], failed, 1, 0, how), 1, how)
+    assert queue.ungraded == {"none": 1, "timeout": 2}
+
+
+def test_the_oldest_weights_go_first_where_batches_come_in_any_order():
+    groups = [make_group(number, version=version) for number, version in enumerate((3, 1, None, 1))]
+    for oldest_first, expected in ((False, [0, 1, 2]), (True, [2, 1, 3])):
+        how = settings_with(oldest_first=oldest_first)
+        queue = a_round(add(begin_round(Queue()), groups, [], 1, 0, how), 1, how)
+        queue, chosen = take(queue, 3, 1, 0, how)
+        assert [group.id for group in chosen] == [f"group {number}" for number in expected]
+        assert counts(queue)["experience/ready_groups"] == 1
+
+
+def test_delays_follow_from_the_seed_and_span_both_ends():
+    delays = reward_delays(1000, 2, 5, batch=3, seed=0)
+    assert {*delays.tolist()} == {2, 3, 4, 5}
+    assert np.array_equal(delays, reward_delays(1000, 2, 5, 3, 0))
+    assert not np.array_equal(delays, reward_delays(1000, 2, 5, 4, 0))
+    assert {*reward_delays(9, 10, 10, 1, 0).tolist()} == {10}

@@ -1,0 +1,63 @@
+"""The rounds of a run without a model: what is sampled by which weights and trained on when."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from recjax.config import Config
+from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.queue import Queue
+from recjax.training import loop, rounds, schedule
+from recjax.training.metrics import PhaseSeconds
+from recjax.training.run import Run, State
+
+
+class Grading:
+    """Stands for a reward that is not graded in worker processes."""
+
+    class reward:
+        per_row = False
+
+
+def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Group], list[Grade]]:
+    """Four groups of two completions without tokens, some of them right, and their grades."""
+    empty = np.zeros(0)
+    groups = [
+        Group(
+            f"{number:06d}/{group:05d}",
+            empty,
+            tuple(
+                Completion(f"{number:06d}/{2 * group + i:05d}", "policy", "", empty, empty, None, None, version, False)
+                for i in range(2)
+            ),
+            "",
+        )
+        for group in range(4)
+    ]
+    return groups, [Grade(float(chance.random() < 0.5)) for _ in range(8)]
+
+
+def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[int, list[Group], dict, list[int]]]:
+    """Each step, the groups that it trains on, what it logs, and the numbers of the batches sampled in it."""
+    chance, numbers = random.Random(0), []
+
+    def sample_batch(run, params, version, number):
+        numbers.append(number)
+        return batch_of(number, version, chance)
+
+    def synced(run, state, step):
+        if not schedule.is_sync(step, config.regime):
+            return state
+        if generators:
+            generators.version = step - 1
+        return state._replace(version=step - 1)
+
+    monkeypatch.setattr(rounds, "sample_batch", sample_batch)
+    monkeypatch.setattr(rounds, "synced", synced)
+    run = Run(config, None, None, None, Grading, generators, PhaseSeconds())
+    state = State(0, None, {}, 0, Queue(), (), {})
+    for step in range(1, config.training.steps + 1):
+        state, groups = loop.next_groups(run, state, step)
+        yield step, groups, rounds.queue_metrics(run, state.queue, groups), numbers[:]
+        numbers.clear()
