@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from recjax.experience import store
-from recjax.experience.groups import groups_of
+from recjax.experience.rows import groups_of
 from recjax.inspect_experience import by_source, draw_figure, sampled, show, summary
 from tests.experience.rows import make_row, text_row
 
@@ -40,7 +40,7 @@ def test_numbers_of_a_store_done_by_hand():
 def test_parts_of_a_store_add_up():
     for name in ("rows", "pending rows", "with behaviour log-probs", "tokenised", "rows of other models"):
         assert sum(int(summary(rows)[name]) for rows in by_source(ROWS).values()) == int(summary(ROWS)[name])
-    assert sum(len(group.rows) for group in groups_of(ROWS)) == len(ROWS)
+    assert sum(len(group.completions) for group in groups_of(ROWS)) == len(ROWS)
     assert summary([ROWS[7]])["reward"] == "none yet"
     assert summary([ROWS[8]])["completion tokens"] == summary([ROWS[8]])["accurate"] == "not known"
 

@@ -12,16 +12,14 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recjax.config import Config
 from recjax.hub.policy import Policy
 from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.hub.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
 from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
-from recjax.models.logprobs import Sampling
+from recjax.models.sampling import Sampling
 from recjax.models.trainable import flatten, unflatten
-from recjax.rollout.collecting import draw, scored
-from recjax.tasks.grading.pool import Grading
-from recjax.tasks.problems import Problem, Reward
+from recjax.rollout.collecting import sample_groups
+from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
@@ -198,19 +196,16 @@ def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_paddin
         assert tokenizer.decode(prompts.tokens[row][prompts.mask[row]]) == text, "an end of turn inside is no padding"
 
     policy = Policy(decoder, tokenizer, stop_ids)
-    drawn = draw(policy, params, prompts, jax.random.key(0), 16, 5, Sampling())
-    nothing = Reward("nothing", lambda prompts, completions, answers: [0.0] * len(answers), False, {})
-    with Grading(Config(), nothing) as grading:
-        batch, texts = scored(policy, prompts, drawn, grading, 0)
+    names = {"name": "batch", "source": "policy", "version": 0}
+    groups = sample_groups(policy, params, prompts, jax.random.key(0), 16, 5, Sampling(), **names)
     ends = set()
-    for tokens, mask, truncated, text in zip(
-        drawn.tokens.tolist(), batch.completion_mask, drawn.truncated, texts, strict=True
-    ):
-        first = next((time for time, token in enumerate(tokens) if token in stop_ids and mask[time]), None)
+    for completion in (completion for group in groups for completion in group.completions):
+        tokens, truncated = completion.tokens.tolist(), completion.truncated
+        first = next((time for time, token in enumerate(tokens) if token in stop_ids), None)
         assert truncated == (first is None)
         length = 5 if first is None else first + 1
-        assert mask.tolist() == [time < length for time in range(5)], "the end counts, what follows does not"
-        assert text == "".join("ab"[said.index(token)] for token in tokens[: length - (not truncated)])
+        assert len(tokens) == length and completion.mask.all(), "the end counts, what follows does not"
+        assert completion.text == "".join("ab"[said.index(token)] for token in tokens[: length - (not truncated)])
         ends |= {tokens[length - 1]} - {*said}
     assert ends == {*stop_ids}, "each of them ended some completion"
 

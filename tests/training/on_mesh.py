@@ -74,7 +74,7 @@ def batch_of(generator: np.random.Generator) -> Batch:
 
 
 def filled_up(batch: Batch, multiple: int) -> Batch:
-    """The batch with prompts behind it up to a multiple of their number; their rows have no token, as `pad` has them."""
+    """The batch with prompts behind it up to a multiple of their number; their rows have no token."""
     missing, count = -len(batch.prompts) % multiple, len(batch.prompts)
 
     def more(x: np.ndarray) -> np.ndarray:

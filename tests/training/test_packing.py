@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recjax.training.setup import prepare
 
 from recjax.config_loading import load_config
-from recjax.experience.batch import Batch
-from recjax.experience.rows import Shape
+from recjax.experience.batch import Batch, Shape
 from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
+from recjax.training.run import prepare
 from recjax.training.update import update
 from tests.training.test_update import make_batch, step
 from tests.training.tiny_run import TINY, train
