@@ -21,9 +21,9 @@ from rich.table import Table
 
 from recjax.config_loading import load_config
 from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
-from recjax.planning.dry_run import GIB, count
+from recjax.planning.memory import count
 from recjax.planning.remedies import Change, changes
-from recjax.planning.topology import larger_slices, load_target
+from recjax.planning.topology import GIB, larger_slices, load_target
 
 FLAGS = flags.FLAGS
 
