@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from recjax.sweep import Run, read_sweep
+from recjax.analysis.sweeps import Run, read_sweep
 from recjax.training.metrics import read_metrics
 
 COLUMNS = (
