@@ -21,7 +21,8 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import flatten, unflatten
 from recjax.rollout.collecting import draw, scored
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.problems import Problem, Reward
+from recjax.tasks.grading.reward import Reward
+from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
