@@ -1,4 +1,4 @@
-"""The metrics of many runs as one table, small enough to keep beside the figures that are drawn from it."""
+"""The metrics of many runs as one table, small enough to keep beside its figures."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -32,7 +32,11 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Plan(NamedTuple):
-    """A run as shapes laid out on a mesh: what is held all the time by name, and what else the programs are given."""
+    """A run as shapes on a mesh.
+
+    Attributes:
+        held: what is on the devices all the time, by name, laid out.
+    """
 
     config: Config
     target: Target
@@ -46,11 +50,11 @@ class Program(NamedTuple):
     """A compiled program on one device; bytes.
 
     Attributes:
-        needed: all that it takes, its arguments among it; as far as the compiler says where it does not fit.
-        temporaries: what of that is neither argument nor result.
+        needed: everything, arguments included; where the program does not fit, what the compiler says that it takes.
+        temporaries: the part of `needed` that is neither argument nor result.
         flops: of its matrix products.
-        refusal: the compiler's words where the program alone is too large for the device; then of temporaries and
-            collectives nothing is known.
+        refusal: the compiler's words where the program alone is too large for the device. Temporaries and collectives
+            are then not known.
     """
 
     needed: int
@@ -65,20 +69,21 @@ def plan(config: Config, target: Target) -> Plan:
     """Shapes and layout of a run on a target's devices; reads no weights.
 
     Raises:
-        ValueError: a config that could not run, or a mesh that does not divide the devices or the model.
+        ValueError: an invalid config, or a mesh that does not divide the devices or the model.
     """
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
-    model, _, prompt_tokens, notes = resolve(config)
-    if model is None or prompt_tokens is None:
-        raise ValueError("; ".join([*notes, "" if prompt_tokens else "set rollout.max_prompt_tokens"]).strip("; "))
-    decoder = model.decoder
+    known = resolve(config)
+    if known.model is None or known.prompt_tokens is None:
+        remedies = [] if known.prompt_tokens else ["set rollout.max_prompt_tokens"]
+        raise ValueError("; ".join([*known.notes, *remedies]))
+    decoder = known.model.decoder
     kernel = attention_kernel(config.model.attention, decoder.config, decoder.dtype, target.devices[0])
-    model = model._replace(decoder=decoder.clone(attention=kernel))
+    model = known.model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: _placed(mesh, tree) for name, tree in held(config, model).items()}
-    planned = Plan(config, target, mesh, model, prompt_tokens, on_mesh)
+    on_mesh = {name: _placed(mesh, part.tree) for name, part in held(config, model).items()}
+    planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh)
     _turns(planned, "update")  # refuses a budget of tokens that is too small
     return planned
 
@@ -90,7 +95,7 @@ def _placed(mesh: Mesh, tree: Any) -> Any:
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:
-    """What of that is passed to a program; the rest lies beside it."""
+    """The part of `plan.held` that is passed to a program."""
     names = {"sample": ["sampler's copy"], "update": ["trained parameters", "optimiser's state"]}[program]
     if program == "update" and _algorithm(plan.config).needs_reference:
         # Offline they are the sampler's copy.
@@ -108,7 +113,7 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def beside(plan: Plan, program: str) -> int:
-    """Bytes of a device that are held while a program runs and are none of its arguments."""
+    """Bytes of a device that are held while a program runs, without its arguments."""
     return bytes_on_device(plan.held) - bytes_on_device(given(plan, program))
 
 
@@ -209,7 +214,7 @@ def _micro_batches(config: Config) -> int:
 
 
 def _batch(plan: Plan, prompts: int) -> Batch:
-    """A batch of so many prompts, laid out."""
+    """A batch of `prompts` prompts, laid out."""
     shape = batch_shape(plan.config, plan.prompt_tokens)._replace(prompts=prompts)
     return jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), batch_arrays(shape))
 

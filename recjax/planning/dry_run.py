@@ -1,8 +1,9 @@
-"""What a run would be, with nothing trained and no weights read: sizes, memory, tokens and staleness, from shapes."""
+"""A run's sizes, memory, tokens and staleness before it starts: computed from shapes, with no weights read."""
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -18,15 +19,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_fol
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.trainable import adapted, split
-from recjax.planning.memory import (
-    Item,
-    Model,
-    checkpoint_bytes,
-    count,
-    held_items,
-    sampling_items,
-    update_items,
-)
+from recjax.planning.memory import Item, Model, checkpoint_bytes, count, held_items, sampling_items, update_items
 from recjax.planning.topology import GIB
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
@@ -35,33 +28,24 @@ from recjax.training.schedule import expected_staleness
 from recjax.training.setup import characters
 
 
-class Resolved(NamedTuple):
-    """What a config is about, as far as it could be reached; `notes` say what could not."""
-
-    model: Model | None
-    task: Task | None
-    prompt_tokens: int | None
-    notes: list[str]
-
-
 class DryRun(NamedTuple):
-    """What is known of a run before it starts; None where something could not be reached, which `notes` then says."""
+    """What is known of a run before it starts; what is not is None or empty, as `notes` say."""
 
     model: Model | None
     task: Task | None
     prompt_tokens: int | None
-    memory: list[Item]
-    activations: dict[str, int]
-    checkpoint_bytes: int | None
-    staleness: list[int]
     notes: list[str]
+    memory: Sequence[Item] = ()
+    activations: Mapping[str, int] = MappingProxyType({})
+    checkpoint_bytes: int | None = None
+    staleness: Sequence[int] = ()
 
 
-def resolve(config: Config) -> Resolved:
-    """The decoder's shapes, the task and the length of prompts.
+def resolve(config: Config) -> DryRun:
+    """The decoder's shapes, the task and the length of prompts; nothing is measured.
 
     Raises:
-        ValueError: a config that could not run. What the network would have to bring, and does not, is no error.
+        ValueError: an invalid config. A file that the network does not serve is a note and not an error.
     """
     notes = []
 
@@ -69,7 +53,7 @@ def resolve(config: Config) -> Resolved:
         try:
             return load()
         except ValueError as error:
-            # Whatever the network could not bring comes as an OSError, with the remedy around it.
+            # A file that the network does not serve is an OSError, with the remedy around it.
             if not isinstance(error.__cause__, OSError):
                 raise
             notes.append(str(error))
@@ -81,7 +65,7 @@ def resolve(config: Config) -> Resolved:
     prompt_tokens = config.rollout.max_prompt_tokens
     if model and task and prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, task, notes)
-    return Resolved(model, task, prompt_tokens, notes)
+    return DryRun(model, task, prompt_tokens, notes)
 
 
 def dry_run(config: Config) -> DryRun:
@@ -90,28 +74,30 @@ def dry_run(config: Config) -> DryRun:
     Raises:
         ValueError: as `resolve`.
     """
-    model, task, prompt_tokens, notes = resolve(config)
-    memory, activations = [], {}
+    result = resolve(config)
+    model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
     if model:
         memory = held_items(config, model)
         if prompt_tokens:
             update, activations = update_items(config, model, prompt_tokens)
             memory += sampling_items(config, model.decoder, prompt_tokens) + update
+            result = result._replace(activations=activations)
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
-    staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
-    if config.regime.mode == "async":
-        staleness = []
-        notes.append(f"staleness, at most regime.max_staleness = {config.regime.max_staleness}: the run measures it")
-    if experience := config.experience:
-        if experience.store or experience.mix:
-            folder = experience.store or experience.mix.store
-            notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
-        if staleness and (experience.store or experience.late or experience.replay):
-            staleness = []
-            notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
-    checkpoint = checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
-    return DryRun(model, task, prompt_tokens, memory, activations, checkpoint, staleness, notes)
+        result = result._replace(memory=memory, checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0))
+    experience, regime = config.experience, config.regime
+    if regime.mode == "async":
+        notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
+    if experience and (experience.store or experience.mix):
+        folder = experience.store or experience.mix.store
+        notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
+    if regime.mode == "async":
+        return result
+    if experience and (experience.store or experience.late or experience.replay):
+        notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
+        return result
+    steps = range(1, config.training.steps + 1)
+    return result._replace(staleness=[expected_staleness(step, regime) for step in steps])
 
 
 def _model(config: Config, task: Task | None) -> Model:
@@ -160,7 +146,7 @@ def first_steps(regime: RegimeConfig, steps: int) -> int:
 
 
 def print_dry_run(path: str, overrides: list[str]) -> int:
-    """The exit status of a dry run: 0, or 2 for a config that could not run, with the reason on standard error."""
+    """The exit status of a dry run: 0, or 2 for an invalid config, with the reason on standard error."""
     try:
         config = load_config(path, overrides)
         show(config, dry_run(config))
@@ -171,7 +157,7 @@ def print_dry_run(path: str, overrides: list[str]) -> int:
 
 
 def show(config: Config, result: DryRun) -> None:
-    """Prints everything."""
+    """Prints a dry run."""
     console = Console(soft_wrap=True, highlight=False)
     print_line = console.print
     resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())

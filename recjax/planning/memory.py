@@ -29,6 +29,13 @@ class Model(NamedTuple):
     frozen: dict
 
 
+class Held(NamedTuple):
+    """What is on the devices all the time: its size in words, and its arrays as shapes."""
+
+    formula: str
+    tree: Any
+
+
 class Item(NamedTuple):
     """Some memory of all devices together: what it holds, how that is counted, and how many bytes it is.
 
@@ -51,20 +58,19 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def held(config: Config, model: Model) -> dict[str, Any]:
-    """Trees of shapes by name: what the loop keeps all the time; offline, the sampler's copy is that of the start."""
-    optimizer = make_optimizer(config.optimizer, config.training.steps)
-    copy = _to_compute_with(model.decoder, model.trained)
-    trees = {
-        "trained parameters": model.trained,
-        "optimiser's state": jax.eval_shape(optimizer.init, model.trained),
-        "sampler's copy": copy,
-        "frozen parameters": _to_compute_with(model.decoder, model.frozen),
+def held(config: Config, model: Model) -> dict[str, Held]:
+    """What the loop keeps all the time, by name; offline, the sampler's copy is that of the weights at the start."""
+    optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
+    parts = {
+        "trained parameters": Held("4 B × trained", model.trained),
+        "optimiser's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
+        "sampler's copy": Held(f"{size} B × trained", _to_compute_with(model.decoder, model.trained)),
+        "frozen parameters": Held(f"{size} B × frozen", _to_compute_with(model.decoder, model.frozen)),
     }
     algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
     if (algorithm.needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
-        trees[START] = copy
-    return trees
+        parts[START] = parts["sampler's copy"]
+    return parts
 
 
 def _to_compute_with(decoder: Decoder, params: dict) -> dict:
@@ -73,15 +79,7 @@ def _to_compute_with(decoder: Decoder, params: dict) -> dict:
 
 def held_items(config: Config, model: Model) -> list[Item]:
     """What there is of `held`, in bytes."""
-    copied = f"{model.decoder.dtype.itemsize} B"
-    formulas = {
-        "trained parameters": "4 B × trained",
-        "optimiser's state": "Adam's two moments: 8 B × trained",
-        "sampler's copy": f"{copied} × trained",
-        "frozen parameters": f"{copied} × frozen",
-        START: f"{copied} × trained",
-    }
-    items = (Item("always", name, formulas[name], tree_bytes(tree)) for name, tree in held(config, model).items())
+    items = [Item("always", name, part.formula, tree_bytes(part.tree)) for name, part in held(config, model).items()]
     return [item for item in items if item.bytes]
 
 
@@ -181,8 +179,8 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """One checkpoint: trained parameters, optimiser's state, the sampler's copy, and the batches sampled ahead."""
-    trees, shape = held(config, model), batch_shape(config, prompt_tokens)
+    parts, shape = held(config, model), batch_shape(config, prompt_tokens)
     # Token ids and masks of prompts; those and log-probabilities of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
-    saved = tree_bytes([trees[name] for name in ("trained parameters", "optimiser's state", "sampler's copy")])
-    return saved + config.regime.sync_offset * batch
+    saved = [parts[name].tree for name in ("trained parameters", "optimiser's state", "sampler's copy")]
+    return tree_bytes(saved) + config.regime.sync_offset * batch

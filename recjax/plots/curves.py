@@ -87,4 +87,4 @@ def _scale(axes: Axes, metric: str) -> None:
         plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(0, 1.02 if metric in SHARES else None)
-    few_ticks(axes.xaxis, 5)
+    few_ticks(axes.xaxis, 4)

@@ -32,29 +32,21 @@ LABELS = {
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure.
-
-    Args:
-        width: in inches, as height.
-    """
+    """An empty figure; width and height in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, fontsize="large")
     return figure
 
 
 def add_legend(owner: Axes | Figure, *entries: list, **place) -> Legend:
-    """A legend of a panel or a whole figure, readable on top of what is drawn.
-
-    Args:
-        entries: handles and labels; none: those of the panels.
-        place: matplotlib's `loc`, `ncols` and the like.
-    """
-    return owner.legend(*entries, fontsize="small", edgecolor="none", framealpha=0.8, **place)
+    """A legend of a panel or a figure, readable on top of curves; arguments are those of matplotlib."""
+    size = "small" if isinstance(owner, Axes) else "medium"
+    return owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **place)
 
 
 def few_ticks(axis: Axis, most: int = 8, whole: bool = True) -> None:
-    """Round ticks, at most so many intervals of them; `whole`: at whole numbers alone."""
-    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+    """Ticks at round numbers, `most` intervals between them; `whole`: at whole numbers only."""
+    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=None if whole else [1, 2, 2.5, 5, 10]))
 
 
 def plain_ticks(axis: Axis) -> None:
