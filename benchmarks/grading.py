@@ -15,7 +15,7 @@ from absl import app, flags
 
 from recjax.config import Config, GradingConfig
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.problems import load_reward
+from recjax.tasks.grading.reward import load_reward
 
 FLAGS = flags.FLAGS
 

@@ -4,8 +4,8 @@
 
 Nothing runs and no weights are read: of the model, config.json is enough. A TPU slice need not be here; its compiler is
 installed with pip install -e ".[tpu]". `--topology host` compiles for this machine's own GPUs or CPU devices. The exit
-status is 0 if both programs fit, 1 if not, and 2 for a config or a topology that could not be. What does not fit is
-compiled again with changes of the config, the cheapest first, until one fits or `--tries` of them have been tried.
+status is 0 if both programs fit, 1 if not, and 2 for an invalid config or topology. What does not fit is compiled
+again with changes of the config, the cheapest first, until one fits or `--tries` of them have been tried.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from rich.table import Table
 
 from recjax.config_loading import load_config
 from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
-from recjax.planning.dry_run import GIB, count
+from recjax.planning.memory import count
 from recjax.planning.remedies import Change, changes
-from recjax.planning.topology import larger_slices, load_target
+from recjax.planning.topology import GIB, larger_slices, load_target
 
 FLAGS = flags.FLAGS
 
@@ -46,14 +46,14 @@ def main(argv: list[str]) -> None:
     """Reads the flags, compiles, prints."""
     logging.set_verbosity(logging.WARNING)
     if FLAGS.topology != "host":
-        jax.config.update("jax_platforms", "cpu")  # a TPU that is here is left to whoever uses it
+        jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
         # What was compiled for devices that are not here cannot be read back.
         jax.config.update("jax_enable_compilation_cache", False)
     sys.exit(check(FLAGS.config, FLAGS.topology, argv[1:], FLAGS.memory, FLAGS.tries))
 
 
 def check(path: str, topology: str, overrides: list[str], memory: float | None = None, tries: int = 6) -> int:
-    """The exit status of a check: 0 fits, 1 does not, 2 could not be checked; why goes to standard output or error.
+    """The exit status of a check: 0 fits, 1 does not fit, 2 invalid config or topology; the reasons are printed.
 
     Args:
         memory: GiB of a device that may be used; None: all that the topology's devices have.

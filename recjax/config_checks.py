@@ -12,7 +12,7 @@ from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import PROJECTIONS, REMAT
 from recjax.tasks.grading.graders import GRADERS, reward_name
-from recjax.tasks.gym import check_gym
+from recjax.tasks.grading.gym_package import check_gym
 
 
 def _value_at(config: Config, key: str) -> Any:
@@ -68,7 +68,7 @@ def check(config: Config) -> None:
     require_one("task", TASKS)
     gym = config.task.reasoning_gym
     if gym:
-        check_gym(gym)
+        check_gym(gym.name, gym.options, gym.template)
     remedy = "is not read where prompts are plain text, as those of task.arithmetic are; remove it"
     plain = config.task.arithmetic or (gym and not gym.chat)
     require(config.task.system_prompt is None or not plain, "task.system_prompt", remedy)

@@ -9,27 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from absl import app, flags
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Column, Table
 
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience, read
+from recjax.plots.store import by_source, draw_store, length
 
-matplotlib.use("Agg")
 FLAGS = flags.FLAGS
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#E69F00", "#000000"]
-GREY = "#777777"
-
-
-def length(row: Experience) -> int | None:
-    """Tokens of a completion; None where they are not known."""
-    return None if row.completion_tokens is None else len(row.completion_tokens)
 
 
 def summary(rows: Sequence[Experience]) -> dict[str, str]:
@@ -62,66 +52,6 @@ def summary(rows: Sequence[Experience]) -> dict[str, str]:
 def _span(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def by_source(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
-    """The rows of each source, in the order of the sources' first rows."""
-    sources: dict[str, list[Experience]] = {}
-    for row in rows:
-        sources.setdefault(row.source, []).append(row)
-    return sources
-
-
-def draw_figure(rows: Sequence[Experience], title: str, path: Path) -> None:
-    """Rewards, signal, group sizes, policy versions, lengths and log-probs, by source, as a PNG."""
-    sources, groups = by_source(rows), groups_of(rows)
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(sources))]
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    figure.suptitle(title)
-    (rewards, signal, sizes), (versions, lengths, known) = figure.subplots(2, 3)
-
-    def histogram(axes, values, label, whole, bars):
-        """Stacked bars of one list of values for each of `bars`, their colours; values that are None are left out."""
-        values = [[value for value in each if value is not None] for each in values]
-        every = [value for each in values for value in each]
-        if every:
-            low, high = min(every), max(every)
-            few = whole and high - low < 40
-            bins = np.arange(low, high + 2) - 0.5 if few else np.linspace(min(low, 0), max(high, min(low, 0) + 1), 21)
-            axes.hist(values, bins, stacked=True, color=bars, rwidth=0.9)
-        else:
-            axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)
-        axes.set(xlabel=label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=whole))
-
-    def per_source(value):
-        return [[value(row) for row in members] for members in sources.values()]
-
-    spreads, group_sizes = (
-        [reward_spread(group) for group in groups if is_whole(group)],
-        [len(each.completions) for each in groups],
-    )
-    histogram(rewards, per_source(lambda row: row.reward), "reward", False, colours)
-    histogram(signal, [spreads], "highest − lowest reward of whole groups", False, [GREY])
-    histogram(sizes, [group_sizes], "rows in a group", True, [GREY])
-    histogram(versions, per_source(lambda row: row.policy_version), "policy version (updates)", True, colours)
-    histogram(lengths, per_source(length), "completion tokens", True, colours)
-    logprobs = per_source(
-        lambda row: 0 if row.reward is None else 1 if row.behaviour_logprobs is None else 2  # places of the ticks
-    )
-    known.hist(logprobs, np.arange(4) - 0.5, stacked=True, color=colours, label=list(sources), rwidth=0.9)
-    known.set_xticks([0, 1, 2], ["reward pending", "no behaviour\nlog-probs", "log-probs\nand reward"])
-    for axes in (rewards, versions, lengths, known):
-        axes.set(ylabel="rows")
-    for axes in (signal, sizes):
-        axes.set(ylabel="groups")
-    for axes in figure.axes:
-        axes.grid(alpha=0.3, axis="y")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=min(len(sources), 6), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def sampled(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
@@ -157,7 +87,7 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     show(rows, sampled(rows, FLAGS.samples, FLAGS.seed), Console())
-    draw_figure(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
+    draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
     print(f"figure: {FLAGS.figure}")
 
 

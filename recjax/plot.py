@@ -17,6 +17,7 @@ from rich.table import Table
 from recjax.analysis.collect import COLUMNS, axes_of, read_runs
 from recjax.analysis.compare import final
 from recjax.plots.curves import draw_curves
+from recjax.plots.style import save
 
 FLAGS = flags.FLAGS
 
@@ -58,8 +59,7 @@ def main(argv: list[str]) -> None:
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     figure = draw_curves(table.assign(panel=panels), lines, "panel", FLAGS.metrics)
     output = Path(FLAGS.output)
-    output.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output / "curves.png", dpi=110)
+    save(figure, output / "curves.png")
 
     finals = final(table)
     shown = Table(*axes, "runs", "held-out accuracy at the end", title=f"{len(finals)} runs")

@@ -4,7 +4,8 @@ from rich.console import Console
 
 from recjax.experience import store
 from recjax.experience.rows import groups_of
-from recjax.inspect_experience import by_source, draw_figure, sampled, show, summary
+from recjax.inspect_experience import sampled, show, summary
+from recjax.plots.store import by_source, draw_store
 from tests.experience.rows import make_row, text_row
 
 # Group 0: whole, with signal, of two sources; 1: whole, no signal; 2: a row is pending, and the others differ.
@@ -62,5 +63,5 @@ def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
         for row in rows:
             asked = row.prompt or row.messages[0]["content"]
             assert all(said in text for said in (row.id, repr(row.completion), asked))
-        draw_figure(rows, "a store", tmp_path / "figures" / f"{number}.png")
+        draw_store(rows, "a store", tmp_path / "figures" / f"{number}.png")
         assert (tmp_path / "figures" / f"{number}.png").read_bytes()[:4] == b"\x89PNG"

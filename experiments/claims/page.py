@@ -26,7 +26,8 @@ from experiments.claims.staleness import (
 from experiments.claims.verdicts import REGIMES, Claim, as_json, claims
 from recjax.analysis.collect import axes_of, read_runs
 from recjax.analysis.compare import final, whole
-from recjax.plots.curves import LABELS, draw_curves
+from recjax.plots.curves import draw_curves
+from recjax.plots.style import LABELS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2"], "Read these runs and rewrite their table first.")

@@ -1,6 +1,5 @@
 """How stale the data may be before each algorithm fails, and which numbers of a young run foretell that."""
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -8,9 +7,8 @@ from scipy.stats import spearmanr
 
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
-from recjax.plots.curves import COLOURS, LABELS, STYLES, plain_ticks
-
-matplotlib.use("Agg")
+from recjax.plots.curves import STYLES
+from recjax.plots.style import COLOURS, LABELS, finish, new_figure, plain_ticks
 
 INTERVALS = {"on_policy": 1, "interval_5": 5, "interval_20": 20, "interval_50": 50, "interval_100": 100}
 EARLY = 50  # optimiser steps whose diagnostics are held against the end of the run
@@ -58,7 +56,7 @@ def rank_correlations(runs: pd.DataFrame) -> pd.Series:
 def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     """Final accuracy over sync_interval, a line an algorithm; and gain over each early diagnostic, a dot a run."""
     ends, runs, correlations = accuracy_by_interval(table), foretelling(table), rank_correlations(foretelling(table))
-    figure = Figure(figsize=(14, 8.5), layout="constrained")
+    figure = new_figure(14, 8.5, "")
     panels = figure.subplot_mosaic("AAAABBCC;AAAADDEE;AAAAFF..")
     places = np.arange(len(ends.columns) - 1)
     for index, (algorithm, values) in enumerate(ends.iterrows()):
@@ -85,7 +83,4 @@ def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     legend = panels["F"].get_legend_handles_labels()
     title = f"diagnostics: mean over steps 1–{EARLY}\na dot is a run with"
     figure.legend(*legend, loc="lower right", bbox_to_anchor=(0.97, 0.1), frameon=False, title=title)
-    for axes in panels.values():
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    return finish(figure)

@@ -1,11 +1,11 @@
-"""The metrics of many runs as one table, small enough to keep beside the figures that are drawn from it."""
+"""The metrics of many runs as one table, small enough to keep beside its figures."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from recjax.sweep import Run, read_sweep
+from recjax.analysis.sweeps import Run, read_sweep
 from recjax.training.metrics import read_metrics
 
 COLUMNS = (

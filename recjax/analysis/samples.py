@@ -18,7 +18,7 @@ _NUMBERS_AT_ONCE = 10_000_000
 
 
 def pass_at_k(accurate: int, samples: int, k: int) -> float:
-    """The chance that k of the samples, drawn without replacement, hold an accurate one: 1 − C(n−c, k) / C(n, k).
+    """The chance that k of the samples, chosen without replacement, hold an accurate one: 1 − C(n−c, k) / C(n, k).
 
     Whole numbers up to the one division, so it is exact to a float's precision for every n.
 

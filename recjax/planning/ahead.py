@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
-from recjax.experience.batch import Batch, Shape
+from recjax.experience.batch import Batch
 from recjax.hub.policy import attention_kernel
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import ROWS, laid_out, param_shardings
-from recjax.models.trainable import combine, in_compute_dtype
-from recjax.planning.dry_run import Model, resolve
+from recjax.models.trainable import combine
+from recjax.planning.dry_run import resolve
+from recjax.planning.memory import START, Model, batch_arrays, batch_shape, held, most_completions
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.topology import Target
 from recjax.rollout.sampler import sample
@@ -31,7 +32,11 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Plan(NamedTuple):
-    """A run as shapes laid out on a mesh: what is held all the time by name, and what else the programs are given."""
+    """A run as shapes on a mesh.
+
+    Attributes:
+        held: what is on the devices all the time, by name, laid out.
+    """
 
     config: Config
     target: Target
@@ -45,11 +50,11 @@ class Program(NamedTuple):
     """A compiled program on one device; bytes.
 
     Attributes:
-        needed: all that it takes, its arguments among it; as far as the compiler says where it does not fit.
-        temporaries: what of that is neither argument nor result.
+        needed: everything, arguments included; where the program does not fit, what the compiler says that it takes.
+        temporaries: the part of `needed` that is neither argument nor result.
         flops: of its matrix products.
-        refusal: the compiler's words where the program alone is too large for the device; then of temporaries and
-            collectives nothing is known.
+        refusal: the compiler's words where the program alone is too large for the device. Temporaries and collectives
+            are then not known.
     """
 
     needed: int
@@ -64,53 +69,37 @@ def plan(config: Config, target: Target) -> Plan:
     """Shapes and layout of a run on a target's devices; reads no weights.
 
     Raises:
-        ValueError: a config that could not run, or a mesh that does not divide the devices or the model.
+        ValueError: an invalid config, or a mesh that does not divide the devices or the model.
     """
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
-    model, _, prompt_tokens, notes = resolve(config)
-    if model is None or prompt_tokens is None:
-        raise ValueError("; ".join([*notes, "" if prompt_tokens else "set rollout.max_prompt_tokens"]).strip("; "))
-    decoder = model.decoder
+    known = resolve(config)
+    if known.model is None or known.prompt_tokens is None:
+        remedies = [] if known.prompt_tokens else ["set rollout.max_prompt_tokens"]
+        raise ValueError("; ".join([*known.notes, *remedies]))
+    decoder = known.model.decoder
     kernel = attention_kernel(config.model.attention, decoder.config, decoder.dtype, target.devices[0])
-    model = model._replace(decoder=decoder.clone(attention=kernel))
+    model = known.model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    planned = Plan(config, target, mesh, model, prompt_tokens, _held(config, mesh, model))
+    on_mesh = {name: _placed(mesh, part.tree) for name, part in held(config, model).items()}
+    planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh)
     _turns(planned, "update")  # refuses a budget of tokens that is too small
     return planned
 
 
-def _held(config: Config, mesh: Mesh, model: Model) -> dict[str, Any]:
-    """What the loop keeps on the devices, as `recjax.planning.dry_run` lists it."""
-    optimizer = make_optimizer(config.optimizer, config.training.steps)
-
-    def placed(tree: Any) -> Any:
-        shardings = param_shardings(mesh, tree)
-        return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
-
-    def to_compute_with(tree: Any) -> Any:
-        return placed(jax.eval_shape(lambda tree: in_compute_dtype(model.decoder, tree, copy=False), tree))
-
-    copy = to_compute_with(model.trained)
-    held = {
-        "trained parameters": placed(model.trained),
-        "optimiser's state": placed(jax.eval_shape(optimizer.init, model.trained)),
-        "sampler's copy": copy,
-        "frozen parameters": to_compute_with(model.frozen),
-    }
-    if (_algorithm(config).needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
-        held["trained parameters as they were at the start"] = copy
-    return held
+def _placed(mesh: Mesh, tree: Any) -> Any:
+    """Shapes of a tree as they lie on a mesh."""
+    shardings = param_shardings(mesh, tree)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:
-    """What of that is passed to a program; the rest lies beside it."""
+    """The part of `plan.held` that is passed to a program."""
     names = {"sample": ["sampler's copy"], "update": ["trained parameters", "optimiser's state"]}[program]
     if program == "update" and _algorithm(plan.config).needs_reference:
         # Offline they are the sampler's copy.
-        start = "trained parameters as they were at the start"
-        names.append(start if start in plan.held else "sampler's copy")
+        names.append(START if START in plan.held else "sampler's copy")
     return {name: plan.held[name] for name in (*names, "frozen parameters")}
 
 
@@ -124,7 +113,7 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def beside(plan: Plan, program: str) -> int:
-    """Bytes of a device that are held while a program runs and are none of its arguments."""
+    """Bytes of a device that are held while a program runs, without its arguments."""
     return bytes_on_device(plan.held) - bytes_on_device(given(plan, program))
 
 
@@ -148,8 +137,7 @@ def _prompts(plan: Plan, parts: int = 1) -> int:
 
 
 def _group(config: Config) -> int:
-    """Completions of a prompt drawn at once, the larger of training's and evaluation's."""
-    return max(config.rollout.group_size, config.evaluation.samples)
+    return most_completions(config)
 
 
 def compiled(plan: Plan, program: str) -> Program:
@@ -221,15 +209,10 @@ def _micro_batches(config: Config) -> int:
     return config.rollout.prompts_per_step // (config.training.micro_batch_prompts or config.rollout.prompts_per_step)
 
 
-def _batch(plan: Plan, asked: int) -> Batch:
-    """A batch of so many prompts, laid out."""
-    prompts = (asked, plan.prompt_tokens)
-    rows = (asked * plan.config.rollout.group_size, plan.config.rollout.max_completion_tokens)
-    kinds = {name: (rows[:1], jnp.int32) for name in Batch._fields if name not in ("reward_parts", "failures")}
-    kinds |= {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool), "completions": (rows, jnp.int32)}
-    kinds |= {"completion_mask": (rows, bool), "behaviour_logprobs": (rows, jnp.float32)}
-    kinds |= {"rewards": (rows[:1], jnp.float32), "truncated": (rows[:1], bool), "accurate": (rows[:1], bool)}
-    return Batch(**{name: laid_out(plan.mesh, *kind, ROWS) for name, kind in kinds.items()}, reward_parts={})
+def _batch(plan: Plan, prompts: int) -> Batch:
+    """A batch of `prompts` prompts, laid out."""
+    shape = batch_shape(plan.config, plan.prompt_tokens)._replace(prompts=prompts)
+    return jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), batch_arrays(shape))
 
 
 def _packed(plan: Plan) -> Packed | None:
@@ -245,8 +228,7 @@ def _packed(plan: Plan) -> Packed | None:
 
 
 def _packed_shape(plan: Plan) -> RowShape:
-    rollout = plan.config.rollout
-    shape = Shape(rollout.prompts_per_step, rollout.group_size, plan.prompt_tokens, rollout.max_completion_tokens)
+    shape = batch_shape(plan.config, plan.prompt_tokens)
     return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
 
 

@@ -1,12 +1,12 @@
-"""What a run would be, with nothing trained and no weights read: sizes, memory, tokens and staleness, from shapes."""
+"""A run's sizes, memory, tokens and staleness before it starts: computed from shapes, with no weights read."""
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -14,70 +14,37 @@ from rich.table import Table
 from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
-from recjax.experience.batch import Shape
 from recjax.hub.policy import compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
-from recjax.models.decoder import REMAT, Decoder, abstract_params
-from recjax.models.logprobs import Sampling, completion_logprobs, packed_logprobs
-from recjax.models.trainable import adapted, combine, in_compute_dtype, split
+from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.trainable import adapted, split
+from recjax.planning.memory import Item, Model, checkpoint_bytes, count, held_items, sampling_items, update_items
+from recjax.planning.topology import GIB
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
-from recjax.training.packing import shape_for
-from recjax.training.run import characters
 from recjax.training.schedule import expected_staleness
-
-GIB = 2**30
-
-
-class Item(NamedTuple):
-    """Some memory: what it holds, how that is counted, and how many bytes it is.
-
-    `phase` is "always", or the part of a step that needs it: "sample" or "update".
-    """
-
-    phase: str
-    name: str
-    formula: str
-    bytes: int
-
-
-class Model(NamedTuple):
-    """A decoder and its parameters as shapes: those that training changes, and those that it does not."""
-
-    decoder: Decoder
-    trained: dict
-    frozen: dict
-
-
-class Resolved(NamedTuple):
-    """What a config is about, as far as it could be reached; `notes` say what could not."""
-
-    model: Model | None
-    task: Task | None
-    prompt_tokens: int | None
-    notes: list[str]
 
 
 class DryRun(NamedTuple):
-    """What is known of a run before it starts; None where something could not be reached, which `notes` then says."""
+    """What is known of a run before it starts; what is not is None or empty, as `notes` say."""
 
     model: Model | None
     task: Task | None
     prompt_tokens: int | None
-    memory: list[Item]
-    activations: dict[str, int]
-    checkpoint_bytes: int | None
-    staleness: list[int]
     notes: list[str]
+    memory: Sequence[Item] = ()
+    activations: Mapping[str, int] = MappingProxyType({})
+    checkpoint_bytes: int | None = None
+    staleness: Sequence[int] = ()
 
 
-def resolve(config: Config) -> Resolved:
-    """The decoder's shapes, the task and the length of prompts.
+def resolve(config: Config) -> DryRun:
+    """The decoder's shapes, the task and the length of prompts; nothing is measured.
 
     Raises:
-        ValueError: a config that could not run. What the network would have to bring, and does not, is no error.
+        ValueError: an invalid config. A file that the network does not serve is a note and not an error.
     """
     notes = []
 
@@ -85,7 +52,7 @@ def resolve(config: Config) -> Resolved:
         try:
             return load()
         except ValueError as error:
-            # Whatever the network could not bring comes as an OSError, with the remedy around it.
+            # A file that the network does not serve is an OSError, with the remedy around it.
             if not isinstance(error.__cause__, OSError):
                 raise
             notes.append(str(error))
@@ -97,7 +64,7 @@ def resolve(config: Config) -> Resolved:
     prompt_tokens = config.rollout.max_prompt_tokens
     if model and task and prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, task, notes)
-    return Resolved(model, task, prompt_tokens, notes)
+    return DryRun(model, task, prompt_tokens, notes)
 
 
 def dry_run(config: Config) -> DryRun:
@@ -106,29 +73,30 @@ def dry_run(config: Config) -> DryRun:
     Raises:
         ValueError: as `resolve`.
     """
-    model, task, prompt_tokens, notes = resolve(config)
-    memory, activations = [], {}
+    result = resolve(config)
+    model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
     if model:
-        memory = _held(config, model)
+        memory = held_items(config, model)
         if prompt_tokens:
-            memory += _sampling(config, model.decoder, prompt_tokens)
-            update, activations = _update(config, model, prompt_tokens)
-            memory += update
+            update, activations = update_items(config, model, prompt_tokens)
+            memory += sampling_items(config, model.decoder, prompt_tokens) + update
+            result = result._replace(activations=activations)
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
-    staleness = [expected_staleness(step, config.regime) for step in range(1, config.training.steps + 1)]
-    if config.regime.mode == "async":
-        staleness = []
-        notes.append(f"staleness, at most regime.max_staleness = {config.regime.max_staleness}: the run measures it")
-    if experience := config.experience:
-        if experience.store or experience.mix:
-            folder = experience.store or experience.mix.store
-            notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
-        if staleness and (experience.store or experience.late or experience.replay):
-            staleness = []
-            notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
-    checkpoint = _checkpoint_bytes(config, model, prompt_tokens or 0) if model else None
-    return DryRun(model, task, prompt_tokens, memory, activations, checkpoint, staleness, notes)
+        result = result._replace(memory=memory, checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0))
+    experience, regime = config.experience, config.regime
+    if regime.mode == "async":
+        notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
+    if experience and (experience.store or experience.mix):
+        folder = experience.store or experience.mix.store
+        notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
+    if regime.mode == "async":
+        return result
+    if experience and (experience.store or experience.late or experience.replay):
+        notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
+        return result
+    steps = range(1, config.training.steps + 1)
+    return result._replace(staleness=[expected_staleness(step, regime) for step in steps])
 
 
 def _model(config: Config, task: Task | None) -> Model:
@@ -156,124 +124,6 @@ def _longest_prompt(config: Config, task: Task, notes: list[str]) -> int | None:
     return encode_problems(problems, tokenizer, None).tokens.shape[1]
 
 
-def count(params: dict) -> int:
-    """Numbers in a tree of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def _bytes(tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _in_compute_dtype(decoder: Decoder, params: dict) -> dict:
-    return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
-
-
-def _held(config: Config, model: Model) -> list[Item]:
-    """What is there all the time; offline, the sampler's copy is the one of the weights at the start."""
-    trained, size = _bytes(model.trained), model.decoder.dtype.itemsize
-    copy, frozen = (_bytes(_in_compute_dtype(model.decoder, tree)) for tree in (model.trained, model.frozen))
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
-    read_later = algorithm.needs_reference or config.evaluation.initial_kl
-    items = [
-        Item("always", "trained parameters", "4 B × trained", trained),
-        Item("always", "Adam's two moments", "8 B × trained", 2 * trained),
-        Item("always", "sampler's copy", f"{size} B × trained", copy),
-        Item("always", "frozen parameters", f"{size} B × frozen", frozen),
-    ]
-    if read_later and not config.regime.offline:
-        items.append(Item("always", "trained parameters as they were at the start", f"{size} B × trained", copy))
-    return [item for item in items if item.bytes]
-
-
-def _sampling(config: Config, decoder: Decoder, prompt_tokens: int) -> list[Item]:
-    shape, rollout = decoder.config, config.rollout
-    rows = rollout.prompts_per_step * max(rollout.group_size, config.evaluation.samples)
-    tokens = rollout.prompts_per_step * prompt_tokens + rows * rollout.max_completion_tokens
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
-    formula = (
-        f"2 × {shape.num_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {decoder.dtype.itemsize} B"
-        f" × ({rollout.prompts_per_step} × {prompt_tokens} + {rows} × {rollout.max_completion_tokens} tokens)"
-    )
-    scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
-    return [
-        Item("sample", "keys and values", formula, per_token * tokens),
-        Item("sample", "scores of the next token", scores, 2 * rows * shape.vocab_size * 4),
-    ]
-
-
-def _update(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
-    """Memory of the update, and its activations under every value of model.remat."""
-    asked, tokens, of = _micro_batch(config, prompt_tokens)
-    chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
-    activations = {remat: _activations(config, model, asked, remat) for remat in REMAT}
-    for remat in REMAT:
-        if remat != "none":
-            activations[remat] += activations["none"] // model.decoder.config.num_layers
-    what = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
-    trained = _bytes(model.trained)
-    items = [
-        Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * trained),
-        Item("update", "activations", f"{what}: {of}", activations[config.model.remat]),
-        Item(
-            "update",
-            "chunk of vocabulary scores",
-            f"4 × {chunk} × {vocabulary} × 4 B",
-            16 * chunk * vocabulary,
-        ),
-    ]
-    return items, activations
-
-
-def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtypeStruct], int, str]:
-    """Arrays that log-probs of a micro-batch are taken of, at how many places, and what they hold, in words."""
-    rollout, training = config.rollout, config.training
-    time = rollout.max_completion_tokens
-    if training.tokens_per_micro_batch:
-        shape = shape_for(config, Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, time))
-        words = f"{shape.rows} packed rows × {shape.tokens} tokens"
-        return [jax.ShapeDtypeStruct(shape, jnp.int32)] * 4, shape.rows * shape.tokens, words
-    prompts = training.micro_batch_prompts or rollout.prompts_per_step
-    rows = prompts * rollout.group_size
-    shapes = [(prompts, prompt_tokens), (rows, time)]
-    asked = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in (jnp.int32, bool)]
-    return asked, rows * time, f"{prompts} prompts × {prompt_tokens} + {rows} completions × {time} tokens"
-
-
-def _activations(config: Config, model: Model, asked: list[jax.ShapeDtypeStruct], remat: str) -> int:
-    """Bytes that the forward pass of a micro-batch keeps for the backward pass, parameters themselves left out.
-
-    They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may keep some more or fewer.
-    """
-    decoder = model.decoder.clone(remat=remat)
-    logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
-    options = {
-        "sampling": Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
-        "chunk": config.model.logprob_chunk,
-    }
-    frozen = _in_compute_dtype(decoder, model.frozen)
-
-    def residuals(trained, frozen, *asked):
-        def logprobs(trained):
-            return logprobs_of(decoder, combine(trained, frozen), *asked, **options)
-
-        return jax.vjp(logprobs, trained)[1]
-
-    kept = jax.tree.leaves(jax.eval_shape(residuals, model.trained, frozen, *asked))
-    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((model.trained, frozen))}
-    return _bytes([leaf for leaf in kept if (leaf.shape, leaf.dtype) not in weights])
-
-
-def _checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
-    """One checkpoint: trained parameters, Adam's moments, the sampler's copy, and the batches drawn ahead."""
-    rollout = config.rollout
-    rows = rollout.prompts_per_step * rollout.group_size
-    # Token ids and masks of prompts; those and log-probabilities of completions.
-    batch = rollout.prompts_per_step * prompt_tokens * 5 + rows * rollout.max_completion_tokens * 9
-    sampler = _bytes(_in_compute_dtype(model.decoder, model.trained))
-    return 3 * _bytes(model.trained) + sampler + config.regime.sync_offset * batch
-
-
 def compact(staleness: list[int]) -> str:
     """A schedule in few words: runs that rise by one as "0–19", equal runs next to each other counted."""
     runs = []
@@ -295,7 +145,7 @@ def first_steps(regime: RegimeConfig, steps: int) -> int:
 
 
 def print_dry_run(path: str, overrides: list[str]) -> int:
-    """The exit status of a dry run: 0, or 2 for a config that could not run, with the reason on standard error."""
+    """The exit status of a dry run: 0, or 2 for an invalid config, with the reason on standard error."""
     try:
         config = load_config(path, overrides)
         show(config, dry_run(config))
@@ -306,7 +156,7 @@ def print_dry_run(path: str, overrides: list[str]) -> int:
 
 
 def show(config: Config, result: DryRun) -> None:
-    """Prints everything."""
+    """Prints a dry run."""
     console = Console(soft_wrap=True, highlight=False)
     print_line = console.print
     resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())

@@ -38,7 +38,7 @@ def changes(plan: Plan, too_large: set[str]) -> Iterator[Change]:
 
 
 def _more_fsdp(plan: Plan) -> list[Change]:
-    """Devices taken from the mesh's data axis, by and by."""
+    """More and more devices moved from the mesh's data axis to fsdp."""
     sizes, found = plan.mesh.shape, []
     factors = [factor for factor in range(2, sizes["data"] + 1) if sizes["data"] % factor == 0]
     for factor in factors:

@@ -72,7 +72,7 @@ def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Whoever compiles takes no TPU away from others.
+    # Compiling must not take a TPU away from other processes.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options = dict(chip.options)
     if set(re.findall(r"\d+", shape)) == {"1"}:

@@ -2,33 +2,14 @@
 
 from collections.abc import Sequence
 
-import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
-matplotlib.use("Agg")
+from recjax.plots.style import COLOURS, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
 
-# Okabe and Ito's colours, told apart by colour-blind readers; a second round is dashed, a third dotted.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", ":")
-LABELS = {
-    "reward": "reward of\nthe train batch",
-    "accuracy": "accuracy of\nthe train batch (share)",
-    "completion_length": "completion length\n(tokens)",
-    "staleness": "staleness\n(optimiser steps)",
-    "entropy": "entropy of π\n(nats per token)",
-    "gradient_norm": "gradient norm",
-    "clip_fraction/all": "clipped tokens\n(share)",
-    "ratio/q01": "ratio π/μ,\n1st percentile",
-    "ratio/q99": "ratio π/μ,\n99th percentile",
-    "behaviour_kl/k3": "KL(μ ‖ π)\n(nats per token)",
-    "effective_sample_size": "effective sample size\n(share)",
-    "evaluation/accuracy": "held-out accuracy\n(share)",
-    "evaluation/initial_kl": "KL(π ‖ π₀)\n(nats per token)",
-}
+STYLES = ("-", "--", ":")  # of the first, second and third round through the colours
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
 SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}
 
@@ -54,33 +35,33 @@ def draw_curves(
         names: what to call a value of `lines` or `columns` in the figure; others go by their own name.
     """
     names = names or {}
-    drawn, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
+    compared, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
     single = len(across) == 1
     height, width = (-(-len(metrics) // 4), min(4, len(metrics))) if single else (len(metrics), len(across))
-    figure = Figure(figsize=(1.2 + 2.9 * width, 1.1 + 1.9 * height), layout="constrained")
+    title = title or (names.get(across[0], across[0]) if single else "")
+    figure = new_figure(1.2 + 2.9 * width, 1.1 + 1.9 * height, title)
     panels = figure.subplots(height, width, sharex="col", sharey=False if single else "row", squeeze=False)
     for axes in panels.flat[len(metrics) * len(across) :]:
         axes.set_axis_off()
     for row, metric in enumerate(metrics):
         of_metric = panels.flat[row : row + 1] if single else panels[row]
         for place, axes in zip(across, of_metric, strict=True):
-            for index, line in enumerate(drawn):
+            for index, line in enumerate(compared):
                 chosen = table[(table[lines] == line) & (table[columns] == place)]
                 _draw_band(axes, chosen, metric, index, names.get(line, line))
         for axes in of_metric:  # once all are drawn: panels of a row share their limits
-            _finish(axes, metric)
+            _scale(axes, metric)
         of_metric[0].set_ylabel(LABELS.get(metric, metric))
     for column, axes in enumerate(panels[0]):
         if not single:
-            axes.set_title(names.get(across[column], across[column]), fontsize=10)
+            axes.set_title(names.get(across[column], across[column]), fontsize="medium")
         panels[-1, column].set_xlabel("optimiser step")
-    figure.suptitle(title or (names.get(across[0], across[0]) if single else ""))
     handles = {
         label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    columns_of_legend = max(2, min(5, width + 1))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns_of_legend, frameon=False)
-    return figure
+    entries = list(handles.values()), list(handles)
+    add_legend(figure, *entries, loc="outside lower center", ncols=max(2, min(5, width + 1)))
+    return finish(figure)
 
 
 def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: str) -> None:
@@ -92,15 +73,8 @@ def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: s
     axes.plot(values.index, values["mean"], color=colour, ls=style, lw=1.4, label=label)
 
 
-def plain_ticks(axis: Axis) -> None:
-    """Few ticks, as plain decimals, for a logarithmic axis of whatever span."""
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def _finish(axes: Axes, metric: str) -> None:
+def _scale(axes: Axes, metric: str) -> None:
+    """The axes of a panel."""
     if metric == "evaluation/initial_kl":
         axes.set_yscale("symlog", linthresh=0.01)  # starts at 0, and a collapse takes it up a hundredfold
         axes.set_ylim(0, None)
@@ -113,6 +87,4 @@ def _finish(axes: Axes, metric: str) -> None:
         plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(0, 1.02 if metric in SHARES else None)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    few_ticks(axes.xaxis, 4)

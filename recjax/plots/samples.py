@@ -3,16 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
-from recjax.plots.curves import COLOURS
-
-matplotlib.use("Agg")
+from recjax.plots.style import COLOURS, GREY, add_legend, few_ticks, new_figure, save
 
 
 def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, path: Path) -> None:
@@ -23,13 +19,10 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
         numbers: what `recjax.analysis.samples.results` makes of them.
     """
     panels = [_more_samples, *([_by_difficulty] if numbers["difficulty"] else []), _lengths]
-    figure = Figure(figsize=(4.6 * len(panels), 3.9), layout="constrained")
-    figure.suptitle(title)
+    figure = new_figure(4.6 * len(panels), 3.9, title)
     for axes, draw in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         draw(axes, rows, numbers)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def _bars(estimates: list[dict[str, Any]]) -> tuple[list[float], np.ndarray]:
@@ -49,12 +42,12 @@ def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> No
         values, reach = _bars(list(chosen.values()))
         axes.errorbar(list(chosen), values, reach, color=colour, marker="o", capsize=3, label=f"{kind}@k")
     share = numbers["constant_answer"]["share"]
-    axes.axhline(share, color="0.5", ls=":", label="most common answer, always")
+    axes.axhline(share, color=GREY, ls=":", label="most common answer, always")
     axes.set(xlabel="k (samples a problem)", ylabel="share of problems", ylim=(0, 1.02), xscale="log")
     axes.xaxis.set_major_locator(FixedLocator(list(chosen)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    axes.legend(fontsize="small", edgecolor="none")
+    add_legend(axes)
 
 
 def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
@@ -62,7 +55,8 @@ def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> N
     values, reach = _bars(list(numbers["difficulty"].values()))
     axes.bar(range(len(labels)), values, yerr=reach, color=COLOURS[0], alpha=0.75, capsize=3)
     axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
-    axes.set_xticks(range(len(labels)), labels, rotation=30 if max(map(len, labels)) > 8 else 0, ha="center")
+    long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
+    axes.set_xticks(range(len(labels)), labels, **long)
 
 
 def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
@@ -71,7 +65,8 @@ def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
     bins = np.arange(low, high + width + 1, width) - 0.5  # of whole numbers of tokens each
     parts = {"ended": ~rows["truncated"], "ran into the limit": rows["truncated"]}
     parts = {name: rows["tokens"][chosen] for name, chosen in parts.items() if chosen.any()}
+    axes.margins(y=0.25)  # room for the legend
     axes.hist(list(parts.values()), bins, stacked=True, color=COLOURS[: len(parts)], alpha=0.75, label=list(parts))
     axes.set(xlabel="completion length (tokens)", ylabel="completions")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.legend(fontsize="small", edgecolor="none")
+    few_ticks(axes.xaxis, 6)
+    add_legend(axes)

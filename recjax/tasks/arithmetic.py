@@ -14,7 +14,7 @@ _LIMIT = 1_000_000
 
 
 def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
-    """All distinct questions of the configured kinds, in an order drawn from the seed; a kind is a difficulty.
+    """All distinct questions of the configured kinds, in an order that the seed decides; a kind is a difficulty.
 
     Examples ahead of a question are of the same kinds and never the question itself.
 

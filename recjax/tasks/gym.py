@@ -13,8 +13,6 @@ score, what it gives. A completion's answer is what follows its last <answer>, u
 the tag it is the whole completion, since a model shown plain examples answers as they do.
 """
 
-import dataclasses
-import difflib
 import json
 import os
 import pickle
@@ -23,12 +21,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from absl import logging
 
 from recjax.config import ReasoningGymTask
+from recjax.tasks.grading.gym_package import check_gym, generator
 from recjax.tasks.problems import Problem, chat
 
 SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."
@@ -46,7 +44,7 @@ def gym_problems(
         ValueError: the package is missing, has no such generator, or the generator refuses its options or has too few
             different questions.
     """
-    check_gym(config)
+    check_gym(config.name, config.options, config.template)
     asked = held_out + config.examples + config.problems
     if asked > _LIMIT:
         raise ValueError(f"task.reasoning_gym.problems = {config.problems}: with those held out at most {_LIMIT}")
@@ -72,43 +70,6 @@ def gym_problems(
         for entry, label in zip(entries, labels, strict=True)
     ]
     return problems[held_out:], problems[:held_out]
-
-
-def check_gym(config: ReasoningGymTask) -> None:
-    """Refuses a generator or option that the package does not have, or values that the generator refuses."""
-    generators = _package().factory.DATASETS
-    if config.name not in generators:
-        near = difflib.get_close_matches(config.name, generators, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"task.reasoning_gym.name = {config.name!r}: {hint}It takes {', '.join(sorted(generators))}")
-    known = {field.name for field in dataclasses.fields(generators[config.name][1])} - {"seed", "size"}
-    for option, value in config.options.items():
-        if option not in known:
-            raise ValueError(
-                f"task.reasoning_gym.options.{option} = {value!r}: {config.name} takes {', '.join(sorted(known))}"
-            )
-    try:
-        generator(config.name, config.options)
-    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"task.reasoning_gym.options = {dict(config.options)}: {config.name}: {error}") from error
-    if "{question}" not in config.template:
-        raise ValueError(f"task.reasoning_gym.template = {config.template!r} must hold {{question}}")
-
-
-def _package() -> ModuleType:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ValueError(f"task.reasoning_gym needs a package: pip install recjax[reasoning_gym] ({error})") from error
-    return reasoning_gym
-
-
-def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
-    """A data set of the package."""
-    if name == "composite" and isinstance(options.get("datasets"), list):
-        specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
-        options = {"datasets": [specification(**part) for part in options["datasets"]]}
-    return _package().create_dataset(name, **options, **size_and_seed)
 
 
 def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str, Any]]:
@@ -147,7 +108,7 @@ def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
     metadata = [entry["metadata"] for entry in entries]
     names = dict.fromkeys(["source_dataset", "difficulty"])
     for each in metadata:
-        if isinstance(each.get("difficulty"), Mapping):  # the ranges that each entry's own values were drawn from
+        if isinstance(each.get("difficulty"), Mapping):  # the ranges that each entry's own values are sampled from
             names |= dict.fromkeys(each["difficulty"])
     labels = [""] * len(entries)
     for name in names:

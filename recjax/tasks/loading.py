@@ -12,7 +12,8 @@ from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.graders import reward_name, task_name
-from recjax.tasks.problems import Problem, Task, answer_parser, load_reward
+from recjax.tasks.grading.reward import answer_parser, load_reward
+from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import Row, read_split
 
 

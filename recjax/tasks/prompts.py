@@ -67,7 +67,7 @@ def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerB
 def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -> np.ndarray:
     """Places of the problems that batch number `batch` (from 1) asks.
 
-    Every problem comes once an epoch, in an order drawn from (seed, epoch); a batch may straddle two epochs. A pure
+    Every problem comes once an epoch, in an order that (seed, epoch) decides; a batch may straddle two epochs. A pure
     function of its arguments, so a resumed run goes on with the same data.
     """
     places = np.arange((batch - 1) * prompts_per_step, batch * prompts_per_step)

@@ -24,7 +24,7 @@ from recjax.models.placement import on_host
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout.collecting import Grades, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.problems import Reward
+from recjax.tasks.grading.reward import Reward
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training import schedule
 from recjax.training.metrics import PhaseSeconds

@@ -10,11 +10,11 @@ import pytest
 
 from recjax.config import RegimeConfig
 from recjax.config_loading import load_config
-from recjax.experience.batch import Batch
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
-from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show
+from recjax.planning.dry_run import compact, dry_run, first_steps, print_dry_run, show
+from recjax.planning.memory import batch_arrays, batch_shape, count
 from recjax.rollout import sampler
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
@@ -103,7 +103,8 @@ def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     found, size = memory(result), sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
     assert found["trained parameters"] == found["sampler's copy"] == size
     assert found.get("frozen parameters", 0) == sum(x.nbytes for x in jax.tree.leaves(frozen))
-    assert 0 <= sum(leaf.nbytes for leaf in jax.tree.leaves(moments)) - found["Adam's two moments"] <= 8
+    assert found["optimiser's state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(moments))
+    assert 0 <= found["optimiser's state"] - 2 * size <= 8
     assert result.prompt_tokens == setup.train.tokens.shape[1]
     half = memory(dry_run(tiny(*options, "model.dtype=bfloat16", "evaluation.initial_kl=true")))
     assert half.get("frozen parameters", 0) <= found.get("frozen parameters", 0)
@@ -147,17 +148,13 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     run, result = prepare(config)[0], dry_run(config)
     optimizer = make_optimizer(config.optimizer, 7)
     state = TrainState(result.model.trained, jax.eval_shape(optimizer.init, result.model.trained))
-    prompts, rows = (4, result.prompt_tokens), (32, 48)
-    kinds = {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool), "completions": (rows, jnp.int32)}
-    kinds |= {"completion_mask": (rows, bool), "behaviour_logprobs": (rows, jnp.float32)}
-    kinds |= {"rewards": (rows[:1], jnp.float32), "group_ids": (rows[:1], jnp.int32)}
-    kinds |= {name: (rows[:1], jnp.int32) for name in Batch._fields if name not in kinds and name != "reward_parts"}
-    batch = Batch(**{name: jnp.zeros(*kind) for name, kind in kinds.items()}, reward_parts={})
+    shape = batch_shape(config, result.prompt_tokens)
+    assert shape == (4, 8, result.prompt_tokens, 48)
     compiled = update.lower(
         state,
         {},
         None,
-        batch,
+        batch_arrays(shape),
         jax.random.key(0),
         recipe=recipe_of(config, run.policy.decoder)._replace(decoder=run.policy.decoder, optimizer=optimizer),
         micro_batches=2,
@@ -211,8 +208,8 @@ def test_compact_words(staleness, words):
 
 def test_checkpoints_hold_the_queue_too(tiny):
     plain, ahead = dry_run(tiny()), dry_run(tiny("regime.sync_offset=3"))
-    size = memory(plain)["trained parameters"]
-    assert plain.checkpoint_bytes == 4 * size
+    found = memory(plain)
+    assert plain.checkpoint_bytes == 2 * found["trained parameters"] + found["optimiser's state"]
     np.testing.assert_equal(ahead.checkpoint_bytes - plain.checkpoint_bytes, 3 * (4 * 4 * 5 + 16 * 3 * 9))
 
 

@@ -14,7 +14,7 @@ import pytest
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
 from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.problems import Reward, load_reward
+from recjax.tasks.grading.reward import Reward, load_reward
 
 CONFIG = dataclasses.replace(
     Config(), grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
@@ -84,7 +84,7 @@ def test_workers_see_columns_and_no_jax(faulty):
 
 
 def test_graders_and_the_server_import_no_jax():
-    modules = ", ".join(f"recjax.tasks.{name}" for name in ("grading_server", "math_answers", "tool_calls"))
+    modules = ", ".join(f"recjax.tasks.grading.{name}" for name in ("server", "math_answers", "tool_calls"))
     check = f"import sys, {modules}; assert not {{'jax', 'jaxlib', 'numpy'}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.gym import SYSTEM_PROMPT, _make, check_gym, gym_problems
+from recjax.tasks.grading.gym_package import check_gym
+from recjax.tasks.gym import SYSTEM_PROMPT, _make, gym_problems
 
 gym = pytest.importorskip("reasoning_gym")
 
@@ -138,7 +139,8 @@ def test_answers_are_not_run(name, tmp_path):
     ],
 )
 def test_refusals_name_the_option_and_what_there_is(changes, parts):
+    config = task(**changes)
     with pytest.raises(ValueError) as error:
-        check_gym(task(**changes))
+        check_gym(config.name, config.options, config.template)
     for part in parts:
         assert part in str(error.value)

@@ -3,7 +3,7 @@
 import pytest
 
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.problems import answer_parser, imported
+from recjax.tasks.grading.reward import answer_parser, imported
 from tests.tasks.reward_cases import CASES, TWO
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.tasks.problems import Reward
+from recjax.tasks.grading.reward import Reward
 
 SCORE = "score"  # the part of a function that returns plain numbers
 

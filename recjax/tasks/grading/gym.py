@@ -1,7 +1,7 @@
 """How completions of reasoning_gym's problems are scored: by the package, with what its scorers lack.
 
-Imports the package at once, unlike `recjax.tasks.gym`: the grading processes import this file before they fork workers,
-so that no completion's time limit pays for it.
+Imports the package at once, unlike `recjax.tasks.grading.gym_package`: the grading processes import this file before
+they fork workers, so that no completion's time limit pays for it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 import reasoning_gym  # noqa: F401  (see above)
 
-from recjax.tasks.gym import generator as make_generator
+from recjax.tasks.grading.gym_package import generator as make_generator
 
 
 def parse(completion: str) -> str | None:

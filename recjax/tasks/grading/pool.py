@@ -14,7 +14,7 @@ import numpy as np
 from recjax.config import Config
 from recjax.tasks.grading.custom import custom_parts
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.problems import LENGTH, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, Reward, check_parts
 
 FAILURES = ("none", "timeout", "crash", "too_long", "error")  # why a completion could not be graded
 

@@ -1,0 +1,185 @@
+"""The memory plan: what a run holds, and what sampling and the update need beside it, each with its formula in words.
+
+Everything is counted from shapes: no weights are read and nothing is compiled.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recjax.algorithms import presets
+from recjax.config import Config
+from recjax.experience.batch import Batch, Shape
+from recjax.models.decoder import REMAT, Decoder
+from recjax.models.logprobs import Sampling, completion_logprobs, packed_logprobs
+from recjax.models.trainable import combine, in_compute_dtype
+from recjax.training.packing import shape_for
+from recjax.training.update import make_optimizer
+
+START = "trained parameters as they were at the start"
+
+
+class Model(NamedTuple):
+    """A decoder and its parameters as shapes: those that training changes, and those that it does not."""
+
+    decoder: Decoder
+    trained: dict
+    frozen: dict
+
+
+class Held(NamedTuple):
+    """What is on the devices all the time: its size in words, and its arrays as shapes."""
+
+    formula: str
+    tree: Any
+
+
+class Item(NamedTuple):
+    """Some memory of all devices together: what it holds, how that is counted, and how many bytes it is.
+
+    `phase` is "always", or the part of a step that needs it: "sample" or "update".
+    """
+
+    phase: str
+    name: str
+    formula: str
+    bytes: int
+
+
+def count(params: dict) -> int:
+    """Numbers in a tree of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def held(config: Config, model: Model) -> dict[str, Held]:
+    """What the loop keeps all the time, by name; offline, the sampler's copy is that of the weights at the start."""
+    optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
+    parts = {
+        "trained parameters": Held("4 B × trained", model.trained),
+        "optimiser's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
+        "sampler's copy": Held(f"{size} B × trained", _to_compute_with(model.decoder, model.trained)),
+        "frozen parameters": Held(f"{size} B × frozen", _to_compute_with(model.decoder, model.frozen)),
+    }
+    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    if (algorithm.needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
+        parts[START] = parts["sampler's copy"]
+    return parts
+
+
+def _to_compute_with(decoder: Decoder, params: dict) -> dict:
+    return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
+
+
+def held_items(config: Config, model: Model) -> list[Item]:
+    """What there is of `held`, in bytes."""
+    items = [Item("always", name, part.formula, tree_bytes(part.tree)) for name, part in held(config, model).items()]
+    return [item for item in items if item.bytes]
+
+
+def sampling_items(config: Config, decoder: Decoder, prompt_tokens: int) -> list[Item]:
+    """What sampling needs, of the larger of training's and evaluation's batches."""
+    shape, rollout = decoder.config, config.rollout
+    rows = rollout.prompts_per_step * most_completions(config)
+    tokens = rollout.prompts_per_step * prompt_tokens + rows * rollout.max_completion_tokens
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
+    formula = (
+        f"2 × {shape.num_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {decoder.dtype.itemsize} B"
+        f" × ({rollout.prompts_per_step} × {prompt_tokens} + {rows} × {rollout.max_completion_tokens} tokens)"
+    )
+    scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
+    return [
+        Item("sample", "keys and values", formula, per_token * tokens),
+        Item("sample", "scores of the next token", scores, 2 * rows * shape.vocab_size * 4),
+    ]
+
+
+def most_completions(config: Config) -> int:
+    """Completions of a prompt that are sampled at once, the larger of training's and evaluation's."""
+    return max(config.rollout.group_size, config.evaluation.samples)
+
+
+def batch_shape(config: Config, prompt_tokens: int) -> Shape:
+    """The shape of the batches that a run samples."""
+    rollout = config.rollout
+    return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
+
+
+def batch_arrays(shape: Shape) -> Batch:
+    """The arrays of a batch, as shapes."""
+    batch = shape.prompts * shape.group
+    prompts, completions = (shape.prompts, shape.prompt_time), (batch, shape.time)
+    kinds = {name: ((batch,), jnp.int32) for name in Batch._fields if name not in ("reward_parts", "failures")}
+    kinds |= {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool)}
+    kinds |= {"completions": (completions, jnp.int32), "completion_mask": (completions, bool)}
+    kinds |= {"behaviour_logprobs": (completions, jnp.float32), "rewards": ((batch,), jnp.float32)}
+    kinds |= {"truncated": ((batch,), bool), "accurate": ((batch,), bool)}
+    return Batch(**{name: jax.ShapeDtypeStruct(*kind) for name, kind in kinds.items()}, reward_parts={})
+
+
+def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
+    """What the update needs, and the bytes of its activations under every value of model.remat."""
+    inputs, tokens, contents = _micro_batch(config, prompt_tokens)
+    chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
+    activations = {remat: _activations(config, model, inputs, remat) for remat in REMAT}
+    for remat in REMAT:
+        if remat != "none":
+            activations[remat] += activations["none"] // model.decoder.config.num_layers
+    kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
+    items = [
+        Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * tree_bytes(model.trained)),
+        Item("update", "activations", f"{kept}: {contents}", activations[config.model.remat]),
+        Item("update", "chunk of vocabulary scores", f"4 × {chunk} × {vocabulary} × 4 B", 16 * chunk * vocabulary),
+    ]
+    return items, activations
+
+
+def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtypeStruct], int, str]:
+    """What log-probs of a micro-batch are computed from, at how many places, and what that is in words."""
+    shape = batch_shape(config, prompt_tokens)
+    if config.training.tokens_per_micro_batch:
+        rows, tokens = shape_for(config, shape)
+        inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 4
+        return inputs, rows * tokens, f"{rows} packed rows × {tokens} tokens"
+    shape = shape._replace(prompts=config.training.micro_batch_prompts or shape.prompts)
+    batch, rows = batch_arrays(shape), shape.prompts * shape.group
+    words = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
+    return [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask], rows * shape.time, words
+
+
+def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str) -> int:
+    """Bytes that the forward pass of a micro-batch keeps for the backward pass, parameters themselves left out.
+
+    They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may keep some more or fewer.
+    """
+    decoder = model.decoder.clone(remat=remat)
+    logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
+    options = {
+        "sampling": Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
+        "chunk": config.model.logprob_chunk,
+    }
+    frozen = _to_compute_with(decoder, model.frozen)
+
+    def residuals(trained, frozen, *inputs):
+        def logprobs(trained):
+            return logprobs_of(decoder, combine(trained, frozen), *inputs, **options)
+
+        return jax.vjp(logprobs, trained)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(residuals, model.trained, frozen, *inputs))
+    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((model.trained, frozen))}
+    return tree_bytes([leaf for leaf in kept if (leaf.shape, leaf.dtype) not in weights])
+
+
+def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
+    """One checkpoint: trained parameters, optimiser's state, the sampler's copy, and the batches sampled ahead."""
+    parts, shape = held(config, model), batch_shape(config, prompt_tokens)
+    # Token ids and masks of prompts; those and log-probabilities of completions.
+    batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
+    saved = [parts[name].tree for name in ("trained parameters", "optimiser's state", "sampler's copy")]
+    return tree_bytes(saved) + config.regime.sync_offset * batch

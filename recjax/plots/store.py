@@ -1,0 +1,75 @@
+"""The picture of an experience store: rewards, signal, group sizes, policy versions, lengths and log-probs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from recjax.experience.group import is_whole, reward_spread
+from recjax.experience.rows import groups_of
+from recjax.experience.store import Experience
+from recjax.plots.style import COLOURS, GREY, add_legend, few_ticks, new_figure, save
+
+
+def by_source(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
+    """The rows of each source, in the order of the sources' first rows."""
+    sources: dict[str, list[Experience]] = {}
+    for row in rows:
+        sources.setdefault(row.source, []).append(row)
+    return sources
+
+
+def length(row: Experience) -> int | None:
+    """Tokens of a completion; None where they are not known."""
+    return None if row.completion_tokens is None else len(row.completion_tokens)
+
+
+def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
+    """Writes a PNG with bars stacked by source; what is of groups is not split."""
+    sources, groups = by_source(rows), groups_of(rows)
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(sources))]
+    figure = new_figure(13, 6.5, title)
+    (rewards, signal, sizes), (versions, lengths, known) = figure.subplots(2, 3)
+
+    def per_source(value: Callable[[Experience], Any]) -> list[list]:
+        return [[value(row) for row in members] for members in sources.values()]
+
+    def what_is_known(row: Experience) -> int:
+        """A place on the last panel's axis."""
+        return 0 if row.reward is None else 1 if row.behaviour_logprobs is None else 2
+
+    _histogram(rewards, per_source(lambda row: row.reward), colours, whole=False)
+    _histogram(signal, [[reward_spread(group) for group in groups if is_whole(group)]], [GREY], whole=False)
+    _histogram(sizes, [[len(group.completions) for group in groups]], [GREY])
+    _histogram(versions, per_source(lambda row: row.policy_version), colours)
+    _histogram(lengths, per_source(length), colours)
+    known.hist(
+        per_source(what_is_known), np.arange(4) - 0.5, stacked=True, color=colours, label=list(sources), rwidth=0.9
+    )
+    known.set_xticks([0, 1, 2], ["reward pending", "no behaviour\nlog-probs", "log-probs\nand reward"])
+    rewards.set(xlabel="reward", ylabel="rows")
+    signal.set(xlabel="highest − lowest reward of whole groups", ylabel="groups")
+    sizes.set(xlabel="rows in a group", ylabel="groups")
+    versions.set(xlabel="policy version (updates)", ylabel="rows")
+    lengths.set(xlabel="completion tokens", ylabel="rows")
+    known.set(ylabel="rows")
+    for axes in figure.axes:
+        few_ticks(axes.yaxis)
+    add_legend(figure, loc="outside lower center", ncols=min(len(sources), 6))
+    save(figure, path)
+
+
+def _histogram(axes: Axes, values: list[list], colours: list[str], whole: bool = True) -> None:
+    """Stacked bars, a list of values a colour; values that are None are left out. `whole`: values are whole numbers."""
+    values = [[value for value in each if value is not None] for each in values]
+    every = [value for each in values for value in each]
+    few_ticks(axes.xaxis, whole=whole)
+    if not every:
+        axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)
+        return
+    low, high = min(every), max(every)
+    few = whole and high - low < 40
+    bins = np.arange(low, high + 2) - 0.5 if few else np.linspace(min(low, 0), max(high, min(low, 0) + 1), 21)
+    axes.hist(values, bins, stacked=True, color=colours, rwidth=0.9)

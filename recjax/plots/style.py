@@ -1,0 +1,72 @@
+"""One style for every figure: colours, names of metrics, sizes, ticks, and how a figure is saved."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+matplotlib.use("Agg")
+
+# Okabe and Ito's, which colour-blind readers tell apart.
+COLOURS = BLUE, ORANGE, GREEN, *_ = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
+GREY = "#777777"
+LABELS = {
+    "reward": "reward of\nthe train batch",
+    "accuracy": "accuracy of\nthe train batch (share)",
+    "completion_length": "completion length\n(tokens)",
+    "staleness": "staleness\n(optimiser steps)",
+    "entropy": "entropy of π\n(nats per token)",
+    "gradient_norm": "gradient norm",
+    "clip_fraction/all": "clipped tokens\n(share)",
+    "ratio/q01": "ratio π/μ,\n1st percentile",
+    "ratio/q99": "ratio π/μ,\n99th percentile",
+    "behaviour_kl/k3": "KL(μ ‖ π)\n(nats per token)",
+    "effective_sample_size": "effective sample size\n(share)",
+    "evaluation/accuracy": "held-out accuracy\n(share)",
+    "evaluation/initial_kl": "KL(π ‖ π₀)\n(nats per token)",
+}
+
+
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """An empty figure; width and height in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize="large")
+    return figure
+
+
+def add_legend(owner: Axes | Figure, *entries: list, **place) -> Legend:
+    """A legend of a panel or a figure, readable on top of curves; arguments are those of matplotlib."""
+    size = "small" if isinstance(owner, Axes) else "medium"
+    return owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **place)
+
+
+def few_ticks(axis: Axis, most: int = 8, whole: bool = True) -> None:
+    """Ticks at round numbers, `most` intervals between them; `whole`: at whole numbers only."""
+    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=None if whole else [1, 2, 2.5, 5, 10]))
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Few ticks, as plain decimals, for a logarithmic axis of whatever span."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def finish(figure: Figure) -> Figure:
+    """The figure with the package's grid and frame in every panel."""
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a finished figure as a PNG, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finish(figure).savefig(path, dpi=110)

@@ -1,0 +1,99 @@
+"""Who may import whom: commands are imported by nobody, rooms by those above them, files never in a circle."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From the lowest to the highest; those that stand together do not import each other. The commands are above them all.
+FLOORS = [
+    ("algorithms",),
+    ("models",),
+    ("hub",),
+    ("tasks.grading",),
+    ("tasks",),
+    ("experience",),
+    ("rollout", "plots"),
+    ("training",),
+    ("planning", "analysis"),
+]
+# What the config's files may import beside `algorithms`: tables and checks that need no heavy package.
+LIGHT = {"recjax.tasks.grading.graders", "recjax.tasks.grading.gym_package"}
+
+PATHS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "recjax").rglob("*.py"))
+}
+
+
+def imports_of(path):
+    """The files of the package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: line {node.lineno}: a relative import; name the module in full"
+            whole = {alias: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in PATHS else node.module for name in whole.values()}
+    return {name for name in found if name.split(".")[0] == "recjax"}
+
+
+IMPORTS = {name: imports_of(path) for name, path in PATHS.items()}
+
+
+def is_command(name):
+    """Whether a file directly in recjax/ is run as a program."""
+    return name.count(".") == 1 and '\nif __name__ == "__main__":' in PATHS[name].read_text(encoding="utf-8")
+
+
+def room_of(name):
+    """The room that a file is in; None for those directly in recjax/."""
+    inner = name.removeprefix("recjax").removeprefix(".")
+    rooms = [room for floor in FLOORS for room in floor if f"{inner}.".startswith(f"{room}.")]
+    return max(rooms, key=len, default=None)
+
+
+def floor_of(room):
+    return next(height for height, floor in enumerate(FLOORS) if room in floor)
+
+
+def test_every_file_has_its_room():
+    folders = {path.parent.relative_to(ROOT / "recjax") for path in PATHS.values()} - {Path(".")}
+    unknown = [str(folder) for folder in folders if room_of(f"recjax.{'.'.join(folder.parts)}") is None]
+    assert not unknown, f"name the floor of {', '.join(sorted(unknown))} in FLOORS"
+    assert {"recjax.train", "recjax.sweep", "recjax.plot"} <= set(filter(is_command, PATHS))
+
+
+def test_nobody_imports_a_command():
+    wrong = [(name, other) for name, others in IMPORTS.items() for other in others if is_command(other)]
+    assert not wrong, "\n".join(f"{name} imports {other}, a command: move what both need" for name, other in wrong)
+
+
+def test_rooms_import_what_is_below_them():
+    wrong = []
+    for name, others in IMPORTS.items():
+        here = room_of(name)
+        for other in sorted(others):
+            there = room_of(other)
+            if None not in (here, there) and here != there and floor_of(there) >= floor_of(here):
+                wrong.append(f"{name} imports {other}: {there} is not below {here}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_config_imports_algorithms_and_light_tables_alone():
+    wrong = []
+    for name, others in IMPORTS.items():
+        if room_of(name) is None and not is_command(name):
+            heavy = sorted(other for other in others - LIGHT if room_of(other) not in (None, "algorithms"))
+            wrong += [f"{name} imports {other}, and everybody imports {name}" for other in heavy]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_imports_go_in_a_circle():
+    try:
+        graphlib.TopologicalSorter(IMPORTS).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
