@@ -18,10 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import app, flags
 
 from recjax.config import Config
 from recjax.config_loading import load_config
+from recjax.console import configure_logging
 from recjax.experience import store
 from recjax.experience.feed import EMPTY
 from recjax.host_memory import keep_freed_memory
@@ -118,7 +119,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 
 def main(argv: list[str]) -> None:
     """Reads the flags, generates, says what the store holds."""
-    logging.set_verbosity(logging.WARNING)
+    configure_logging()
     keep_freed_memory()
     keep_compiled_programs()
     try:

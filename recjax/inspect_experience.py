@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Column, Table
 
+from recjax.console import configure_logging
 from recjax.experience.groups import groups_of, is_whole, reward_spread
 from recjax.experience.store import Experience, read
 
@@ -149,6 +150,7 @@ def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Con
 
 def main(argv: list[str]) -> None:
     """Reads the store and shows it."""
+    configure_logging()
     try:
         if len(argv) != 2:
             raise ValueError("give one store: python -m recjax.inspect_experience STORE")

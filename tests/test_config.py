@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recjax.analysis.sweeps import read_sweep
 from recjax.config import ReasoningGymTask, TaskConfig
 from recjax.config_keys import block_of
 from recjax.config_loading import load_config, to_yaml
-from recjax.sweep import read_sweep
 from recjax.tasks.grading.graders import reward_name
 
 QUICKSTART = "experiments/quickstart.yaml"

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from recjax import sweep
-from recjax.sweep import read_sweep, run_all
+from recjax.analysis.sweeps import read_sweep
+from recjax.sweep import run_all
 from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]

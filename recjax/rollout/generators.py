@@ -4,6 +4,7 @@ Ray is imported when an asynchronous run begins; all others do without it.
 """
 
 import importlib.util
+import logging
 import os
 import socket
 import sys
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from absl import logging
 
 from recjax.config import Config, RegimeConfig
+
+logger = logging.getLogger(__name__)
 
 AT_A_TIME = 2  # batches that a generator has: one is drawn while the next one waits for it
 RESTARTS = 5  # of one generator in a row, with nothing from it in between, before the run ends
@@ -202,7 +204,7 @@ class Generators:
                 " regime.generator_seconds or memory, and the cluster a free CPU for each generator; its own last words"
                 " are in the logs of Ray, /tmp/ray/session_latest/logs"
             )
-        logging.warning("%s %s; it is started again, for batches %s", name, why, numbers)
+        logger.warning("%s %s; it is started again, for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
         self._tasks = {key: task for key, task in self._tasks.items() if task.generator != generator}
         self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()

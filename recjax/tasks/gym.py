@@ -16,6 +16,7 @@ the tag it is the whole completion, since a model shown plain examples answers a
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -26,10 +27,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from absl import logging
-
 from recjax.config import ReasoningGymTask
 from recjax.tasks.problems import Problem, chat
+
+logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."
 
@@ -57,7 +58,7 @@ def gym_problems(
             f" questions in {asked}; hold out fewer"
         )
     if len(entries) < asked:
-        logging.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
+        logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
     shots, entries = entries[: config.examples], entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import signal
 import threading
 import time
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 
 from recjax import hosts
 from recjax.algorithms import presets
@@ -43,6 +43,8 @@ from recjax.training.setup import Setup
 from recjax.training.source import open_source
 from recjax.training.start import begin
 from recjax.training.update import MOST_UNROLLED, learning_rate_schedule, make_optimizer, update
+
+logger = logging.getLogger(__name__)
 
 
 class Preempted(Exception):
@@ -99,7 +101,7 @@ def _run(
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
     (step, state, held, progress), resumed, frozen, initial = begin(config, setup, algorithm, optimizer, manager)
     if resumed:
-        logging.info("going on from the checkpoint of step %d", step)
+        logger.info("going on from the checkpoint of step %d", step)
     stored = setup.stored
     if stored and progress["store"] != stored.digest:
         place = config.experience.store or config.experience.mix.store

@@ -1,13 +1,13 @@
 """From a config to what a run works with: task, tokenised prompts, initial policy."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from absl import logging
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
@@ -22,6 +22,8 @@ from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training.mesh import check_fits
 from recjax.training.packing import shape_for
 from recjax.training.warm_start import warm_start
+
+logger = logging.getLogger(__name__)
 
 
 class Setup(NamedTuple):
@@ -96,7 +98,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
             f"{limit} leaves {len(train)} train and {len(evaluation)} held-out problems of {len(task.train)} and"
             f" {len(task.evaluation)}, too few; raise it"
         )
-    logging.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
+    logger.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)
 
 

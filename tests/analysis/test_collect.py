@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from recjax.analysis.collect import COLUMNS, axes_of, collect, read_runs
+from recjax.analysis.sweeps import read_sweep
 from recjax.plot import chosen_runs
 from recjax.plots.curves import draw_curves
-from recjax.sweep import read_sweep
 from tests.test_sweep import FILE
 from tests.training.tiny_run import TINY
 

@@ -12,7 +12,7 @@ from experiments.claims import page
 from experiments.claims.staleness import survived
 from experiments.claims.verdicts import Check, Claim
 from recjax.analysis.compare import Estimate
-from recjax.sweep import read_sweep
+from recjax.analysis.sweeps import read_sweep
 
 ROOT = Path(__file__).parents[2]
 

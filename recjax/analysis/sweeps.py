@@ -1,0 +1,90 @@
+"""Sweep files: a base config and the settings that its runs cross; `recjax.sweep` shows one."""
+
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import omegaconf
+import yaml
+
+from recjax.config import Config
+from recjax.config_loading import load_config
+
+
+class SweepRun(NamedTuple):
+    """One run: its place in the grid, the command line that makes it, and the config that gives."""
+
+    settings: dict[str, str]
+    overrides: list[str]
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The settings' names, in the order of the file's axes."""
+        return "__".join(self.settings.values())
+
+
+def read_sweep(path: str | Path, smoke: bool = False, extra: list[str] | None = None) -> tuple[Path, list[SweepRun]]:
+    """The base config's path and the runs of a sweep file, every one of them checked.
+
+    Args:
+        smoke: take the file's smoke block.
+        extra: `key=value` overrides for all runs; they come last.
+    Raises:
+        ValueError: the file is unreadable, names what it does not define, or makes a config that is refused.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: there is no such sweep file")
+    try:
+        content = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+    known, needed = {"config", "output", "settings", "grids", "smoke"}, {"config", "output", "settings", "grids"}
+    if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
+        raise ValueError(f"{path}: takes the keys {', '.join(sorted(known))}, of which only smoke may be left out")
+    part = content
+    if smoke:
+        part = content.get("smoke")
+        if not isinstance(part, dict) or "grids" not in part:
+            raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
+    base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
+    common = _as_overrides(part.get("overrides", {}) if smoke else {}) + (extra or [])
+    runs: dict[str, SweepRun] = {}
+    for chosen in itertools.chain.from_iterable(_cross(path, content["settings"], grid) for grid in part["grids"]):
+        name = "__".join(chosen.values())
+        if name not in runs:
+            changes = [_as_overrides(content["settings"][axis][key] or {}) for axis, key in _keys(content, chosen)]
+            overrides = [*itertools.chain.from_iterable(changes), *common, f"output={output}/{name}"]
+            try:
+                runs[name] = SweepRun(chosen, overrides, load_config(base, overrides))
+            except ValueError as error:
+                raise ValueError(f"{path}: run {name}: {error}") from error
+    return base, list(runs.values())
+
+
+def _cross(path: Path, settings: dict[str, dict], grid: dict[str, Any]) -> list[dict[str, str]]:
+    """Every combination of a grid's names, the last axis changing fastest."""
+    if not isinstance(grid, dict) or list(grid) != list(settings):
+        raise ValueError(f"{path}: a grid must name the axes {', '.join(settings)} in this order; got {grid!r}")
+    choices = []
+    for axis, names in grid.items():
+        defined = [str(name) for name in settings[axis]]
+        chosen = defined if names == "all" else [str(name) for name in names]
+        if unknown := [name for name in chosen if name not in defined]:
+            raise ValueError(f"{path}: {axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")
+        choices.append(chosen)
+    return [dict(zip(settings, names, strict=True)) for names in itertools.product(*choices)]
+
+
+def _keys(content: dict, chosen: dict[str, str]) -> list[tuple[str, Any]]:
+    """Axis and key of each chosen name; YAML may hold a key as a number."""
+    by_text = {axis: {str(key): key for key in names} for axis, names in content["settings"].items()}
+    return [(axis, by_text[axis][name]) for axis, name in chosen.items()]
+
+
+def _as_overrides(changes: dict[str, Any]) -> list[str]:
+    def flow(value: Any) -> str:
+        return yaml.safe_dump(value, default_flow_style=True, width=10_000).splitlines()[0]
+
+    return [f"{key}={flow(value)}" for key, value in changes.items()]
