@@ -65,10 +65,16 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
 class _Lines:
     """A file for tqdm that makes a line of each state of a bar, which tqdm would write over the one before."""
 
+    def __init__(self):
+        """Has nothing to say yet."""
+        self._last = ""
+
     def write(self, text: str) -> None:
-        """Writes a state to standard error, without what tqdm adds to overwrite and to end one."""
-        if state := text.strip():
+        """Writes a state to standard error, without what tqdm adds to overwrite it or to end it."""
+        state = text.strip()
+        if state and state != self._last:  # the end of a bar may be its last step, which has its line
             print(state, file=sys.stderr, flush=True)
+            self._last = state
 
     def flush(self) -> None:
         """Does nothing: a line is flushed when it is written."""

@@ -67,13 +67,15 @@ def package():
     logger.propagate, logger.handlers[:] = before[1:]
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """A standard error that says it is a terminal and keeps what it gets."""
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
+class Stream(io.StringIO):
+    """A standard error that keeps what it gets, and says that it is a terminal or not."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
 
 
 def test_messages_are_plain_and_warnings_begin_with_the_word(package, capsys):
@@ -86,7 +88,9 @@ def test_messages_are_plain_and_warnings_begin_with_the_word(package, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, terminal):
+def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, monkeypatch):
+    terminal = Stream(True)
+    monkeypatch.setattr(sys, "stderr", terminal)
     console.configure_logging(logging.INFO)
     with console.progress_bar("grpo", 200, unit="step") as bar:
         package.info("something happened")
@@ -110,9 +114,10 @@ def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds_and_one_at_the_end
     ]
 
 
-def test_a_bar_that_is_not_shown_prints_nothing(capsys, terminal):
-    for isatty in (True, False):
-        terminal.isatty = lambda isatty=isatty: isatty
-        with console.progress_bar("grpo", 2, unit="step", shown=False) as bar:
-            bar.update(2)
-    assert terminal.getvalue() == ""
+@pytest.mark.parametrize("isatty", [True, False])
+def test_a_bar_that_is_not_shown_prints_nothing(monkeypatch, isatty):
+    stream = Stream(isatty)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with console.progress_bar("grpo", 2, unit="step", shown=False) as bar:
+        bar.update(2)
+    assert stream.getvalue() == ""
