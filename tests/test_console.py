@@ -31,7 +31,7 @@ def printed_lines(folder, *arguments):
     (place / "chatty.py").write_text(CHATTY)
     (place / "tiny.yaml").write_text(TINY.replace("tests.training.tiny_run:", "chatty:"))
     command = [sys.executable, "-m", "recjax.train", "--config", "tiny.yaml", "output=run", "training.steps=4"]
-    environment = os.environ | {"PYTHONPATH": f"{place}:{ROOT}", "COLUMNS": "120"}
+    environment = os.environ | {"PYTHONPATH": f"{place}:{ROOT}", "PYTHONUNBUFFERED": "", "COLUMNS": "120"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run([*command, *arguments], cwd=place, env=environment, timeout=300, **pipes)
     text = done.stdout.decode()
