@@ -20,9 +20,8 @@ def configure_logging(level: int = logging.WARNING) -> None:
     """
     if not flags.FLAGS["verbosity"].present:
         absl.logging.set_verbosity(absl.logging.WARNING)
-    handler = _OwnMessages()
     package = logging.getLogger("recjax")
-    package.handlers[:] = [handler]
+    package.handlers[:] = [_OwnMessages()]
     package.setLevel(min(level, logging.getLogger().level))
     package.propagate = False  # absl's handler would show them a second time, with its prefix
     sys.stdout.reconfigure(line_buffering=True)  # in a log file it keeps its place among the lines of standard error
