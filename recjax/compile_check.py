@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config_loading import load_config
+from recjax.console import configure_logging
 from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
 from recjax.planning.memory import count
 from recjax.planning.remedies import Change, changes
@@ -44,7 +45,7 @@ class Checked(NamedTuple):
 
 def main(argv: list[str]) -> None:
     """Reads the flags, compiles, prints."""
-    logging.set_verbosity(logging.WARNING)
+    configure_logging()
     if FLAGS.topology != "host":
         jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
         # What was compiled for devices that are not here cannot be read back.

@@ -20,14 +20,14 @@ from typing import Any
 import jax
 import pandas as pd
 import yaml
-from absl import app, flags, logging
+from absl import app, flags
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from recjax.analysis.samples import results
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
+from recjax.console import configure_logging, progress_bar
 from recjax.host_memory import keep_freed_memory
 from recjax.plots.samples import draw_evaluation
 from recjax.tasks.grading.graders import task_name
@@ -47,7 +47,7 @@ FLAGS = flags.FLAGS
 
 def main(argv: list[str]) -> None:
     """Evaluates, writes the folder, prints the numbers."""
-    logging.set_verbosity(logging.WARNING)
+    configure_logging()
     keep_freed_memory()
     keep_compiled_programs()
     try:
@@ -155,7 +155,7 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
     begin = next((first for first, file in files.items() if not file.is_file()), count)
     with (
         Grading(config, task.reward) as grading,
-        tqdm(desc=evaluated.name, total=count, initial=begin, unit="problem") as bar,
+        progress_bar(evaluated.name, count, begin, unit="problem") as bar,
     ):
         parts = answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin)
         for done in parts:

@@ -13,8 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import app, flags
 
+from recjax.console import configure_logging
 from recjax.hub.adapters import write_adapters
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_base
 from recjax.hub.tokenizers import model_folder
@@ -26,7 +27,7 @@ FLAGS = flags.FLAGS
 
 def main(argv: list[str]) -> None:
     """Writes the folder and says what is in it."""
-    logging.set_verbosity(logging.WARNING)
+    configure_logging()
     try:
         if argv[1:]:
             raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from recjax.console import configure_logging
 from recjax.experience.feedback import Given, give_rewards
 
 FLAGS = flags.FLAGS
@@ -42,6 +43,7 @@ def feedback(folder: str | Path, file: str | Path) -> Given:
 
 def main(argv: list[str]) -> None:
     """Gives the rewards and says how many."""
+    configure_logging()
     try:
         if len(argv) != 2:
             raise ValueError("give one store: python -m recjax.feedback STORE --file rewards.jsonl")

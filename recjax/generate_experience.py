@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 
 from recjax.config import Config
 from recjax.config_loading import load_config
+from recjax.console import configure_logging
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
@@ -128,7 +129,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 
 def main(argv: list[str]) -> None:
     """Reads the flags, generates, says what the store holds."""
-    logging.set_verbosity(logging.WARNING)
+    configure_logging()
     keep_freed_memory()
     keep_compiled_programs()
     try:

@@ -1,13 +1,15 @@
 """Several processes that run one program, on one host or on many: how they meet, share out rows, agree, and part."""
 
+import logging
 import os
 import sys
 from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 from jax.experimental import multihost_utils
+
+logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 60  # after so long without a sign of life a process is taken for lost, and the others end
 
@@ -43,7 +45,7 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
             f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three,"
             " or none where the environment is a TPU pod's, SLURM's, Open MPI's or a Kubernetes job's"
         ) from error
-    logging.info("process %d of %d", jax.process_index(), jax.process_count())
+    logger.info("process %d of %d", jax.process_index(), jax.process_count())
 
 
 def is_first() -> bool:

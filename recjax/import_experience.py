@@ -16,6 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from recjax.console import configure_logging
 from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, imported
 from recjax.experience.tokenise import tokenizer_name
@@ -57,6 +58,7 @@ def import_files(
 
 def main(argv: list[str]) -> None:
     """Imports the files and says what came of them."""
+    configure_logging()
     try:
         if argv[1:]:
             raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")

@@ -14,6 +14,7 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Column, Table
 
+from recjax.console import configure_logging
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience, read
@@ -80,6 +81,7 @@ def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Con
 
 def main(argv: list[str]) -> None:
     """Reads the store and shows it."""
+    configure_logging()
     try:
         if len(argv) != 2:
             raise ValueError("give one store: python -m recjax.inspect_experience STORE")

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from recjax.analysis.collect import COLUMNS, axes_of, read_runs
 from recjax.analysis.compare import final
+from recjax.console import configure_logging
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save
 
@@ -41,6 +42,7 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
 
 def main(argv: list[str]) -> None:
     """Reads the runs, draws them, prints where they end."""
+    configure_logging()
     if len(argv) != 2:
         sys.exit("error: give one sweep file or Parquet table: python -m recjax.plot SOURCE")
     try:

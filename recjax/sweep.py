@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from absl import app, flags
-from tqdm import tqdm
 
-from recjax.analysis.sweeps import Run, read_sweep
+from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.console import configure_logging, progress_bar
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
@@ -40,7 +40,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(base: Path, runs: list[Run], workers: int) -> dict[str, str]:
+def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     """Runs what is not finished, `workers` at one time.
 
     Returns:
@@ -51,7 +51,7 @@ def run_all(base: Path, runs: list[Run], workers: int) -> dict[str, str]:
     environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
     failed, alive, stopping = {}, set(), threading.Event()
 
-    def start(run: Run) -> None:
+    def start(run: SweepRun) -> None:
         log = Path(run.config.output).parent / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "recjax.train", "--config", str(base), *run.overrides]
@@ -68,7 +68,7 @@ def run_all(base: Path, runs: list[Run], workers: int) -> dict[str, str]:
 
     with (
         ThreadPoolExecutor(workers) as pool,
-        tqdm(total=len(runs), initial=len(runs) - len(waiting), desc="sweep", unit="run") as bar,
+        progress_bar("sweep", len(runs), len(runs) - len(waiting), unit="run") as bar,
     ):
         futures = [pool.submit(start, run) for run in waiting]
         try:
@@ -86,6 +86,7 @@ def run_all(base: Path, runs: list[Run], workers: int) -> dict[str, str]:
 
 def main(argv: list[str]) -> None:
     """Reads the file, runs what is not finished, says what failed."""
+    configure_logging()
     if len(argv) < 2:
         sys.exit("error: give the sweep file: python -m recjax.sweep FILE")
     try:

@@ -6,23 +6,24 @@ Several processes, on one host or on many, train together where each is given th
 
 Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
 regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM it finishes its
-step, writes a checkpoint and ends with status 143.
+step, writes a checkpoint and ends with status 143. --verbosity=0 shows what libraries log, too.
 """
 
 import json
+import logging
 import signal
 import sys
-from logging import INFO
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
 from recjax.config_keys import schema_keys
 from recjax.config_loading import load_config
+from recjax.console import configure_logging
 from recjax.host_memory import keep_freed_memory
 from recjax.planning.dry_run import print_dry_run
 from recjax.rollout.generators import require_ray
@@ -44,9 +45,7 @@ flags.DEFINE_bool(
 
 def main(argv: list[str]) -> None:
     """Reads the config, trains, prints the result."""
-    logging.set_verbosity(logging.INFO)
-    # JAX and Orbax report every file and barrier at this level.
-    logging.get_absl_handler().addFilter(lambda record: record.levelno > INFO or "recjax" in record.pathname)
+    configure_logging(logging.INFO)
     keep_freed_memory()
     keep_compiled_programs()
     if FLAGS.dry_run:
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> None:
         jax.set_mesh(make_mesh(config.mesh))
         summary = train(config, FLAGS.overwrite)
     except ValueError as error:
-        logging.debug("", exc_info=True)
+        logging.getLogger("recjax").debug("", exc_info=True)
         sys.exit(f"error: {error}")
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from recjax.analysis.sweeps import Run, read_sweep
+from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.training.metrics import read_metrics
 
 COLUMNS = (
@@ -29,7 +29,7 @@ COLUMNS = (
 WINDOW = 5  # optimiser steps that one row of the table averages
 
 
-def collect(runs: Sequence[Run], window: int = WINDOW) -> pd.DataFrame:
+def collect(runs: Sequence[SweepRun], window: int = WINDOW) -> pd.DataFrame:
     """One row for every `window` steps of every run: its settings, the window's last step, means of COLUMNS.
 
     Evaluations keep the step they were made at, the one before training being step 0; rows without one hold NaN.

@@ -1,4 +1,4 @@
-"""Sweep files: named settings, crossed with each other, as the runs that they stand for; `recjax.sweep` shows one."""
+"""Sweep files: a base config and the settings that its runs cross; `recjax.sweep` shows one."""
 
 import itertools
 from pathlib import Path
@@ -11,7 +11,7 @@ from recjax.config import Config
 from recjax.config_loading import load_config
 
 
-class Run(NamedTuple):
+class SweepRun(NamedTuple):
     """One run: its place in the grid, the command line that makes it, and the config that gives."""
 
     settings: dict[str, str]
@@ -24,7 +24,7 @@ class Run(NamedTuple):
         return "__".join(self.settings.values())
 
 
-def read_sweep(path: str | Path, smoke: bool = False, extra: list[str] | None = None) -> tuple[Path, list[Run]]:
+def read_sweep(path: str | Path, smoke: bool = False, extra: list[str] | None = None) -> tuple[Path, list[SweepRun]]:
     """The base config's path and the runs of a sweep file, every one of them checked.
 
     Args:
@@ -50,14 +50,14 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: list[str] | None = 
             raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
     base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
     common = _as_overrides(part.get("overrides", {}) if smoke else {}) + (extra or [])
-    runs: dict[str, Run] = {}
+    runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, content["settings"], grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
         if name not in runs:
             changes = [_as_overrides(content["settings"][axis][key] or {}) for axis, key in _keys(content, chosen)]
             overrides = [*itertools.chain.from_iterable(changes), *common, f"output={output}/{name}"]
             try:
-                runs[name] = Run(chosen, overrides, load_config(base, overrides))
+                runs[name] = SweepRun(chosen, overrides, load_config(base, overrides))
             except ValueError as error:
                 raise ValueError(f"{path}: run {name}: {error}") from error
     return base, list(runs.values())

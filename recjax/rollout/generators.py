@@ -5,6 +5,7 @@ Ray is imported when an asynchronous run begins; all others do without it.
 
 import contextlib
 import importlib.util
+import logging
 import os
 import socket
 import sys
@@ -15,11 +16,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-from absl import logging
 
 from recjax.config import Config, RegimeConfig
 
 AT_A_TIME = 2  # batches that a generator has: one is sampled while the other one is graded, or waits
+logger = logging.getLogger(__name__)
+
 RESTARTS = 5  # of one generator in a row, with nothing from it in between, before the run ends
 
 
@@ -216,7 +218,7 @@ class Generators:
                 " regime.generator_seconds or memory, and the cluster a free CPU for each generator; its own last words"
                 " are in the logs of Ray, /tmp/ray/session_latest/logs"
             )
-        logging.warning("%s %s; it is started again, for batches %s", name, why, numbers)
+        logger.warning("%s %s; it is started again, for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
         self._assigned = {key: one for key, one in self._assigned.items() if one.generator != generator}
         self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()

@@ -14,6 +14,7 @@ the tag it is the whole completion, since a model shown plain examples answers a
 """
 
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -23,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import logging
-
 from recjax.config import ReasoningGymTask
 from recjax.tasks.grading.gym_package import check_gym, generator
 from recjax.tasks.problems import Problem, chat
+
+logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."
 
@@ -55,7 +56,7 @@ def gym_problems(
             f" questions in {asked}; hold out fewer"
         )
     if len(entries) < asked:
-        logging.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
+        logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
     shots, entries = entries[: config.examples], entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")

@@ -1,11 +1,11 @@
 """From the config's task block to a task."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 
 from recjax.config import Config
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
@@ -15,6 +15,8 @@ from recjax.tasks.grading.graders import reward_name, task_name
 from recjax.tasks.grading.reward import answer_parser, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import Row, read_split
+
+logger = logging.getLogger(__name__)
 
 
 class _HubTask(NamedTuple):
@@ -51,7 +53,7 @@ def load_task(config: Config) -> Task:
     held_out = set().union(*map(_origins, evaluation))
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if len(kept) < len(train):
-        logging.info("%d train problems are left out: they are held-out ones as well", len(train) - len(kept))
+        logger.info("%d train problems are left out: they are held-out ones as well", len(train) - len(kept))
     if len(kept) < config.rollout.prompts_per_step:
         raise ValueError(
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="

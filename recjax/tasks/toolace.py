@@ -14,16 +14,17 @@ Reward: `tool_calls`, 1 where exactly one think block precedes a JSON list whose
 
 import ast
 import json
+import logging
 import math
 import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from absl import logging
-
 from recjax.tasks.problems import Problem
 from recjax.tasks.reading import Row
+
+logger = logging.getLogger(__name__)
 
 TRAIN, EVALUATION = "data.json", "data.json"
 
@@ -57,7 +58,7 @@ def toolace_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) ->
             elif speaker == "assistant" and _looks_like_calls(text):
                 unreadable += 1
             messages.append({"role": speaker, "content": text})
-    logging.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(problems), unreadable)
+    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(problems), unreadable)
     return problems
 
 

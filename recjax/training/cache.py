@@ -1,10 +1,12 @@
 """Where things that many runs share are kept: base policies and compiled programs."""
 
+import logging
 import os
 from pathlib import Path
 
 import jax
-from absl import logging
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder(name: str) -> Path:
@@ -17,4 +19,4 @@ def keep_compiled_programs() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    logging.info("compiled programs are kept in %s", jax.config.jax_compilation_cache_dir or "no place")
+    logger.info("compiled programs are kept in %s", jax.config.jax_compilation_cache_dir or "no place")

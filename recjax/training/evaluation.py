@@ -1,6 +1,7 @@
 """Sampled accuracy on held-out problems."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from absl import logging
 
 from recjax.config import Config
 from recjax.experience.batch import Shape, pad
@@ -22,6 +22,7 @@ from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.prompts import Prompts
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+logger = logging.getLogger(__name__)
 
 
 class Answered(NamedTuple):
@@ -91,7 +92,7 @@ def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
     found = Counter(reason for reason in reasons if isinstance(reason, str))
     if found:
         counts = ", ".join(f"{reason} {count}" for reason, count in found.items())
-        logging.warning(
+        logger.warning(
             "%d of %d held-out completions could not be graded and count as wrong: %s; see grading.seconds and"
             " grading.max_characters",
             found.total(),

@@ -15,7 +15,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from recjax import hosts
+from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
 
@@ -86,14 +86,8 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
 
 
 def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
-    """A bar of optimiser steps; seldom redrawn where standard error is a log file and every redraw stays.
-
-    Of several processes the first one shows it.
-    """
-    interval = 0.2 if sys.stderr.isatty() else 20.0
-    return tqdm(
-        desc=description, total=total, initial=initial, unit="step", mininterval=interval, disable=not hosts.is_first()
-    )
+    """A bar of steps; of several processes the first one shows it."""
+    return console.progress_bar(description, total, initial, unit="step", shown=hosts.is_first())
 
 
 class PhaseSeconds:

@@ -1,11 +1,13 @@
 """A profiler's trace of some steps of a run, for XProf, TensorBoard or Perfetto."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-from absl import logging
+
+logger = logging.getLogger(__name__)
 
 
 def profiled_steps(
@@ -42,4 +44,4 @@ def _trace(begins: int, ends: int, folder: Path, wait: Callable[[], object]) -> 
         yield
         wait()
     where = folder / "plugins" / "profile" / options.session_id
-    logging.info("a trace of steps %d to %d is in %s; docs/performance.md says how to read it", begins, ends, where)
+    logger.info("a trace of steps %d to %d is in %s; docs/performance.md says how to read it", begins, ends, where)

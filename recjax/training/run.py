@@ -1,13 +1,13 @@
 """The two holders of a run: what never changes while it lasts, and what a checkpoint holds."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import logging
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
@@ -29,6 +29,8 @@ from recjax.training.metrics import PhaseSeconds
 from recjax.training.packing import shape_for
 from recjax.training.update import TrainState
 from recjax.training.warm_start import warm_start
+
+logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
@@ -152,7 +154,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
             f"{limit} leaves {len(train)} train and {len(evaluation)} held-out problems of {len(task.train)} and"
             f" {len(task.evaluation)}, too few; raise it"
         )
-    logging.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
+    logger.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)
 
 

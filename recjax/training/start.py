@@ -1,11 +1,11 @@
 """Where a run begins: before its first step, or at its newest checkpoint."""
 
 import functools
+import logging
 
 import jax
 import optax
 import orbax.checkpoint as ocp
-from absl import logging
 
 from recjax.config import Config
 from recjax.experience.queue import Queue
@@ -15,6 +15,8 @@ from recjax.training import checkpoint
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.update import TrainState, recipe_of
+
+logger = logging.getLogger(__name__)
 
 
 def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointManager]:
@@ -48,7 +50,7 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
             f"the experience store {place!r} is not what it was when this run began, and its batches would be others;"
             f" put its rows back, or give another output than {config.output!r}"
         )
-    logging.info("going on from the checkpoint of step %d", state.step)
+    logger.info("going on from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return run, state, manager
 

@@ -5,13 +5,13 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from absl import logging
 from filelock import FileLock
 
 from recjax import __version__
@@ -23,6 +23,8 @@ from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
 from recjax.training.cache import cache_folder
 from recjax.training.metrics import progress_bar
+
+logger = logging.getLogger(__name__)
 
 
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
@@ -42,12 +44,12 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     # Of several runs that need the same base policy at one time, one makes it and the others wait.
     with FileLock(f"{folder}.lock"), ocp.StandardCheckpointer() as checkpointer:
         if folder.exists():
-            logging.info("base policy from the cache: %s", folder)
+            logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed)
         checkpointer.save(folder, params)
         checkpointer.wait_until_finished()
-    logging.info("base policy written to the cache: %s", folder)
+    logger.info("base policy written to the cache: %s", folder)
     return params
 
 

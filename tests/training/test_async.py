@@ -78,7 +78,7 @@ def collected(apart, count):
 def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
     apart, folder = two
     said = []
-    monkeypatch.setattr(generators.logging, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(generators.logger, "warning", lambda text, *values: said.append(text % values))
     numbers = itertools.count(1)
     for _ in range(4):
         apart.issue(next(numbers))

@@ -1,0 +1,79 @@
+"""What a command shows while it works: the package's own messages, and bars of progress."""
+
+import logging
+import sys
+
+import absl.logging
+from absl import flags
+from tqdm import tqdm
+
+LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a terminal
+
+
+def configure_logging(level: int = logging.WARNING) -> None:
+    """Shows the package's messages as plain lines on standard error.
+
+    Of libraries it lets warnings through, or what --verbosity asks for: 0 is INFO, 1 is DEBUG.
+
+    Args:
+        level: of the package's messages that are shown; a --verbosity that shows more holds for them too.
+    """
+    if not flags.FLAGS["verbosity"].present:
+        absl.logging.set_verbosity(absl.logging.WARNING)
+    package = logging.getLogger("recjax")
+    package.handlers[:] = [_OwnMessages()]
+    package.setLevel(min(level, logging.getLogger().level))
+    package.propagate = False  # absl's handler would show them a second time, with its prefix
+    sys.stdout.reconfigure(line_buffering=True)  # in a log file it keeps its place among the lines of standard error
+
+
+class _OwnMessages(logging.Handler):
+    """Writes each message above the bar of a terminal; what is above INFO begins with its level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one message."""
+        prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        tqdm.write(prefix + self.format(record), file=sys.stderr)
+
+
+def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, shown: bool = True) -> tqdm:
+    """A bar on standard error; where that is no terminal, a line about every ten seconds and one at the end.
+
+    Args:
+        description: what goes on, as the bar's first words.
+        total: of how many units.
+        initial: units that are done already.
+        unit: what is counted, in the singular.
+        shown: False for a bar that takes everything and shows nothing.
+    """
+    if sys.stderr.isatty():
+        return tqdm(desc=description, total=total, initial=initial, unit=unit, mininterval=0.2, disable=not shown)
+    return tqdm(
+        desc=description,
+        total=total,
+        initial=initial,
+        unit=unit,
+        file=_Lines(),
+        bar_format="{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}",
+        mininterval=LINE_SECONDS,
+        miniters=1,
+        disable=not shown,
+    )
+
+
+class _Lines:
+    """A file for tqdm that makes a line of each state of a bar, which tqdm would write over the one before."""
+
+    def __init__(self):
+        """Has nothing to say yet."""
+        self._last = ""
+
+    def write(self, text: str) -> None:
+        """Writes a state to standard error, without what tqdm adds to overwrite it or to end it."""
+        state = text.strip()
+        if state and state != self._last:  # the end of a bar may be its last step, which has its line
+            print(state, file=sys.stderr, flush=True)
+            self._last = state
+
+    def flush(self) -> None:
+        """Does nothing: a line is flushed when it is written."""

@@ -1,0 +1,123 @@
+"""What a command prints: its own lines, a bar or lines of progress, and libraries' messages only when asked for."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recjax import console
+from tests.training.tiny_run import TINY
+
+ROOT = Path(__file__).parents[1]
+# A library that logs as orbax does, through absl, and as others do; it lies in a folder called recjax.
+CHATTY = """
+import logging
+import absl.logging
+from tests.training.tiny_run import digit_share
+
+absl.logging.info("absl's library speaks")
+logging.getLogger("other").info("another library speaks")
+"""
+
+
+def printed_lines(folder, *arguments):
+    """Lines of standard output and error of a tiny run that is started in a folder called recjax."""
+    place = folder / "recjax"
+    place.mkdir()
+    (place / "chatty.py").write_text(CHATTY)
+    (place / "tiny.yaml").write_text(TINY.replace("tests.training.tiny_run:", "chatty:"))
+    command = [sys.executable, "-m", "recjax.train", "--config", "tiny.yaml", "output=run", "training.steps=4"]
+    environment = os.environ | {"PYTHONPATH": f"{place}:{ROOT}", "PYTHONUNBUFFERED": "", "COLUMNS": "120"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([*command, *arguments], cwd=place, env=environment, timeout=300, **pipes)
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "\r" not in text, text
+    return text.splitlines()
+
+
+def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path):
+    lines = printed_lines(tmp_path)
+    assert lines[0].startswith("compiled programs are kept in ")
+    (last,) = [line for line in lines if line.startswith("rec_one_side_nois: step 4/4, ")]
+    assert "reward=" in last and "accuracy=" in last
+    table = next(index for index, line in enumerate(lines) if "run: 4 steps" in line)
+    accuracy = next(index for index, line in enumerate(lines) if line.startswith("step 3: held-out accuracy "))
+    assert 0 < accuracy < lines.index(last) < table
+    assert not [line for line in lines if "speaks" in line or ".py:" in line] and len(lines) < 25, lines
+
+
+def test_verbosity_shows_what_libraries_log(tmp_path):
+    lines = printed_lines(tmp_path, "--verbosity=0")
+    said = [line for line in lines if "speaks" in line]
+    assert len(said) == 2 and "absl's library" in said[0] and all("chatty.py:" in line for line in said)
+    assert len([line for line in lines if "compiled programs are kept in " in line]) == 1
+
+
+@pytest.fixture
+def package():
+    """The package's logger, which is put back as it was."""
+    logger = logging.getLogger("recjax")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    yield logger
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers[:] = before[1:]
+
+
+class Stream(io.StringIO):
+    """A standard error that keeps what it gets, and says that it is a terminal or not."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+def test_messages_are_plain_and_warnings_begin_with_the_word(package, capsys):
+    console.configure_logging(logging.INFO)
+    package.getChild("somewhere").info("%d problems", 3)
+    package.getChild("somewhere").warning("%d problems", 4)
+    assert capsys.readouterr().err == "3 problems\nwarning: 4 problems\n"
+    console.configure_logging()
+    package.getChild("somewhere").info("%d problems", 5)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, monkeypatch):
+    terminal = Stream(True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console.configure_logging(logging.INFO)
+    with console.progress_bar("grpo", 200, unit="step") as bar:
+        package.info("something happened")
+        bar.update()
+    before, after = terminal.getvalue().split("something happened\n")
+    assert before.endswith("\r") and after.startswith("\rgrpo:   0%|")
+
+
+def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds_and_one_at_the_end(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    with console.progress_bar("grpo", 200, initial=20, unit="step") as bar:
+        for step in range(21, 51):
+            clock[0] += 0.7
+            bar.set_postfix({"reward": f"{step / 100:.2f}"}, refresh=False)
+            bar.update()
+    assert capsys.readouterr().err.splitlines() == [
+        "grpo: step 20/200, 0 s",
+        "grpo: step 35/200, 10 s, reward=0.35",
+        "grpo: step 50/200, 21 s, reward=0.50",
+    ]
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_a_bar_that_is_not_shown_prints_nothing(monkeypatch, isatty):
+    stream = Stream(isatty)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with console.progress_bar("grpo", 2, unit="step", shown=False) as bar:
+        bar.update(2)
+    assert stream.getvalue() == ""
