@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
-from recjax.algorithms import presets
 from recjax.config_loading import load_config
 from recjax.experience.records import Batch, filled_up
-from recjax.experience.stored import run_sampling
 from recjax.host_memory import keep_freed_memory
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows, row_shards
@@ -59,11 +57,11 @@ def prepare(inputs: Inputs) -> System:
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
     setup = prepare_run(config)
-    policy, sampling = setup.policy, run_sampling(config)
+    policy, sampling = setup.policy, config.rollout.sampling()
     prompts = setup.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
     grading = Grading(config, setup.reward).__enter__()
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    algorithm = config.algorithm.build()
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     manager = checkpoint.open_checkpoints(inputs.scratch / "checkpoints", 1)
     snapshot, _, frozen, _ = begin(config, setup, algorithm, optimizer, manager)
@@ -72,7 +70,7 @@ def prepare(inputs: Inputs) -> System:
     limit = config.rollout.max_completion_tokens
 
     def updated(state, batch: Batch, number: int):
-        parts = config.rollout.prompts_per_step // (config.training.micro_batch_prompts or len(prompts.texts))
+        parts = config.micro_batches()
         shared = filled_up(batch, parts * row_shards())
         packed = packed_batch(config, shared)
         state, metrics = update(

@@ -1,6 +1,4 @@
-"""The distribution that completions are drawn from, and the log-probabilities of given completions under it."""
-
-from typing import NamedTuple
+"""Log-probabilities of given completions under the distribution that completions are sampled from."""
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +6,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
 from recjax.models.placement import constrain, over_rows
+from recjax.models.sampling import Sampling
 from recjax.models.unrolling import params_for
-
-
-class Sampling(NamedTuple):
-    """How tokens are drawn: softmax(logits / temperature), cut to `top_k` tokens (0 = all) and to mass `top_p`.
-
-    Temperature 0 means the most likely token, drawn with probability one.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 def sampling_logits(

@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from recjax.algorithms import presets
-from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.records import Batch
 from recjax.experience.rows import Shape
 from recjax.hub.policy import attention_kernel
-from recjax.models.logprobs import Sampling
 from recjax.models.placement import ROWS, laid_out, param_shardings
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.planning.dry_run import Model, resolve
@@ -100,7 +97,7 @@ def _held(config: Config, mesh: Mesh, model: Model) -> dict[str, Any]:
         "sampler's copy": copy,
         "frozen parameters": to_compute_with(model.frozen),
     }
-    if (_algorithm(config).needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
+    if (config.algorithm.build().needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
         held["trained parameters as they were at the start"] = copy
     return held
 
@@ -108,7 +105,7 @@ def _held(config: Config, mesh: Mesh, model: Model) -> dict[str, Any]:
 def given(plan: Plan, program: str) -> dict[str, Any]:
     """What of that is passed to a program; the rest lies beside it."""
     names = {"sample": ["sampler's copy"], "update": ["trained parameters", "optimiser's state"]}[program]
-    if program == "update" and _algorithm(plan.config).needs_reference:
+    if program == "update" and plan.config.algorithm.build().needs_reference:
         # Offline they are the sampler's copy.
         start = "trained parameters as they were at the start"
         names.append(start if start in plan.held else "sampler's copy")
@@ -198,14 +195,14 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
         jax.eval_shape(lambda: jax.random.key(0)),
         group_size=_group(plan.config),
         max_tokens=plan.config.rollout.max_completion_tokens,
-        sampling=_sampling(plan.config),
+        sampling=plan.config.rollout.sampling(),
         stop_ids=(0,),
     )
 
 
 def _traced_update(plan: Plan) -> jax.stages.Traced:
     config, (params, optimizer_state, *reference, frozen) = plan.config, given(plan, "update").values()
-    packed, micro_batches = _packed(plan), _micro_batches(config)
+    packed, micro_batches = _packed(plan), config.micro_batches()
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
@@ -214,16 +211,12 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
         jax.eval_shape(lambda: jax.random.key(0)),
         packed,
         decoder=plan.model.decoder,
-        algorithm=_algorithm(config),
+        algorithm=config.algorithm.build(),
         optimizer=make_optimizer(config.optimizer, config.training.steps),
-        sampling=_sampling(config),
+        sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         micro_batches=None if packed else micro_batches,
     )
-
-
-def _micro_batches(config: Config) -> int:
-    return config.rollout.prompts_per_step // (config.training.micro_batch_prompts or config.rollout.prompts_per_step)
 
 
 def _batch(plan: Plan, asked: int) -> Batch:
@@ -262,14 +255,6 @@ def _turns(plan: Plan, program: str) -> int:
         return rollout.max_completion_tokens - 1
     if plan.config.training.tokens_per_micro_batch is None:
         return 1
-    if _algorithm(plan.config).compares_completions:
+    if plan.config.algorithm.build().compares_completions:
         return _prompts(plan)
     return -(-_prompts(plan) * rollout.group_size // _packed_shape(plan).rows)
-
-
-def _algorithm(config: Config) -> Algorithm:
-    return presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
-
-
-def _sampling(config: Config) -> Sampling:
-    return Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)

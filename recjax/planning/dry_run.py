@@ -11,7 +11,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
 from recjax.experience.rows import Shape
@@ -19,7 +18,7 @@ from recjax.hub.policy import compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import REMAT, Decoder, abstract_params
-from recjax.models.logprobs import Sampling, completion_logprobs, packed_logprobs
+from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
@@ -173,7 +172,7 @@ def _held(config: Config, model: Model) -> list[Item]:
     """What is there all the time; offline, the sampler's copy is the one of the weights at the start."""
     trained, size = _bytes(model.trained), model.decoder.dtype.itemsize
     copy, frozen = (_bytes(_in_compute_dtype(model.decoder, tree)) for tree in (model.trained, model.frozen))
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    algorithm = config.algorithm.build()
     read_later = algorithm.needs_reference or config.evaluation.initial_kl
     items = [
         Item("always", "trained parameters", "4 B × trained", trained),
@@ -233,7 +232,7 @@ def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtyp
         shape = shape_for(config, Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, time))
         words = f"{shape.rows} packed rows × {shape.tokens} tokens"
         return [jax.ShapeDtypeStruct(shape, jnp.int32)] * 4, shape.rows * shape.tokens, words
-    prompts = training.micro_batch_prompts or rollout.prompts_per_step
+    prompts = config.prompts_per_micro_batch()
     rows = prompts * rollout.group_size
     shapes = [(prompts, prompt_tokens), (rows, time)]
     asked = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in (jnp.int32, bool)]
@@ -248,7 +247,7 @@ def _activations(config: Config, model: Model, asked: list[jax.ShapeDtypeStruct]
     decoder = model.decoder.clone(remat=remat)
     logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
     options = {
-        "sampling": Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
+        "sampling": config.rollout.sampling(),
         "chunk": config.model.logprob_chunk,
     }
     frozen = _in_compute_dtype(decoder, model.frozen)
@@ -309,7 +308,7 @@ def show(config: Config, result: DryRun) -> None:
     """Prints everything."""
     console = Console(soft_wrap=True, highlight=False)
     print_line = console.print
-    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
+    resolved = config.algorithm.resolved()
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in resolved.items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")

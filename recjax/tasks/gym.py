@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import logging
 
-from recjax.config import ReasoningGymTask
+from recjax.config_tasks import ReasoningGymTask
 from recjax.tasks.problems import Problem, chat
 
 SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."

@@ -12,7 +12,7 @@ from absl import logging
 
 from recjax.config import Config
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.rollout.collecting import Collected, draw, scored
 from recjax.rollout.sampler import Completions
@@ -48,7 +48,7 @@ def evaluated_rounds(
         first: where to begin, a multiple of `rollout.prompts_per_step`: the rounds before it are done.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    sampling = settings.sampling()
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 2), step)
     for start in range(first, count, size):
         asked = prompts.take(np.arange(start, start + size) % count)
@@ -144,7 +144,7 @@ def evaluate(
                 policy.decoder,
                 initial_params,
                 *put_rows((done.asked.tokens, done.asked.mask, done.drawn.tokens, done.drawn.mask)),
-                sampling=Sampling(config.evaluation.temperature, config.evaluation.top_k, config.evaluation.top_p),
+                sampling=config.evaluation.sampling(),
                 chunk=config.model.logprob_chunk,
             )
             batch = done.collected.batch

@@ -13,10 +13,8 @@ import jax
 from absl import logging
 
 from recjax import hosts
-from recjax.algorithms import presets
 from recjax.config import Config
 from recjax.experience.records import filled_up
-from recjax.experience.stored import run_sampling
 from recjax.models.placement import put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.models.unrolling import unrolled_on_cpu
@@ -88,12 +86,12 @@ def _run(
     stopping: threading.Event,
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    policy, rollout = setup.policy, config.rollout
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    policy = setup.policy
+    algorithm = config.algorithm.build()
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     learning_rate = learning_rate_schedule(config.optimizer, config.training.steps)
     drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
-    micro_batches = rollout.prompts_per_step // (config.training.micro_batch_prompts or rollout.prompts_per_step)
+    micro_batches = config.micro_batches()
 
     # --- Where the run stands: a checkpoint, or before the first step.
     manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
@@ -160,7 +158,7 @@ def _run(
                     decoder=unrolled_on_cpu(policy.decoder, MOST_UNROLLED),
                     algorithm=algorithm,
                     optimizer=optimizer,
-                    sampling=run_sampling(config),
+                    sampling=config.rollout.sampling(),
                     chunk=config.model.logprob_chunk,
                     micro_batches=None if packed else micro_batches,
                 )

@@ -15,7 +15,7 @@ from recjax.experience.feed import Feed
 from recjax.experience.records import Batch
 from recjax.experience.rows import Shape, rows_of_batch
 from recjax.experience.sources import by_prompt
-from recjax.experience.stored import run_sampling, stored_per_batch
+from recjax.experience.stored import stored_per_batch
 from recjax.experience.tokenise import tokenizer_name
 from recjax.models.trainable import combine
 from recjax.rollout.collecting import Pending, draw, scored
@@ -108,7 +108,7 @@ def drawn(source: Source, held: Held, number: int) -> tuple[Prompts, Completions
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
         params = combine(held.behaviour_params, source.frozen)
         limit = config.rollout.max_completion_tokens
-        return prompts, draw(setup.policy, params, prompts, key, group_size, limit, run_sampling(config))
+        return prompts, draw(setup.policy, params, prompts, key, group_size, limit, config.rollout.sampling())
 
 
 def drawn_rows(
@@ -131,7 +131,7 @@ def drawn_rows(
         name=f"{prefix}{number:06d}",
         source=author,
         tokenizer=source.tokenizer,
-        sampling=run_sampling(config),
+        sampling=config.rollout.sampling(),
         time=datetime.now(UTC),
     )
     return rows, failure_counts(batch.failures)
