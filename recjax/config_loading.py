@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,13 @@ def _writable(config: omegaconf.DictConfig) -> omegaconf.DictConfig:
 
 def _refusal(error: omegaconf.errors.OmegaConfBaseException, layer: dict) -> str:
     """What OmegaConf found wrong in a layer: its key, value and what the key takes."""
-    key, _, item = (error.full_key or "?").partition("[")
+    key = (error.full_key or "?").partition("[")[0]
     field = KEYS.get(key)
     if field and (choices := choices_of(field.type)):
         value = functools.reduce(dict.__getitem__, key.split("."), layer)
+        some = "some of " if typing.get_origin(field.type) is list else ""
         became = f"; {field.metadata['became']}" if "became" in field.metadata else ""
-        return f"{key} = {value!r}: takes {'some of ' if item else ''}{', '.join(choices)}{became}"
+        return f"{key} = {value!r}: takes {some}{', '.join(choices)}{became}"
     takes = f"; it takes {field.type.__name__ if isinstance(field.type, type) else field.type}" if field else ""
     return f"{error.full_key or '?'}: {str(error).splitlines()[0]}{takes}"
 
