@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recjax.config import KEYS, Attention, Priority, Projection, ReasoningGymTask, Remat, TaskConfig
+from recjax.config import KEYS, Attention, Projection, ReasoningGymTask, Remat, TaskConfig
+from recjax.config_experience import Priority
 from recjax.config_fields import block_of, choices_of
 from recjax.config_loading import load_config, to_yaml
 from recjax.experience.buffer import PRIORITIES

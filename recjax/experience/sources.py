@@ -8,7 +8,7 @@ import numpy as np
 
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
-from recjax.config import MissingLogprobs
+from recjax.config_experience import MissingLogprobs
 from recjax.experience.groups import Group, groups_of
 from recjax.experience.rows import Shape, batch_of_groups
 from recjax.experience.store import Experience, read
