@@ -39,9 +39,10 @@ def check_numbers(block: Any, prefix: str = "") -> None:
             check_numbers(value, f"{key}.")
         elif isinstance(value, int | float):
             limits = [(*_LIMITS[name], limit) for name, limit in field.metadata.items()]
-            words = ", ".join(["must be a finite number", *(text.format(limit) for text, _, limit in limits)])
             finite = math.isfinite(value) or value == field.metadata.get("high")
-            require(finite and all(holds(value, limit) for _, holds, limit in limits), key, value, words)
+            require(finite, key, value, "must be a finite number")
+            words = ", ".join(text.format(limit) for text, _, limit in limits)
+            require(all(holds(value, limit) for _, holds, limit in limits), key, value, f"must be {words}")
 
 
 def block_of(annotation: Any) -> type | None:
