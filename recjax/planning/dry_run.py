@@ -11,7 +11,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
 from recjax.hub.policy import compute_dtype, scratch_config
@@ -159,7 +158,7 @@ def show(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = Console(soft_wrap=True, highlight=False)
     print_line = console.print
-    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
+    resolved = config.algorithm.resolved()
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in resolved.items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")

@@ -17,7 +17,7 @@ from recjax.experience.group import Grade, Group
 from recjax.experience.queue import Queue
 from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
-from recjax.experience.stored import run_sampling, stored_per_batch, with_logprobs_of_now
+from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import on_host
@@ -96,7 +96,7 @@ def sample_batch(
             jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number),
             group_size,
             config.rollout.max_completion_tokens,
-            run_sampling(config),
+            config.rollout.sampling(),
             name=f"{prefix}{number:06d}",
             source=source,
             version=version,
