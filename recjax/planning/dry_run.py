@@ -23,6 +23,7 @@ from recjax.planning.topology import GIB
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
+from recjax.training.run import characters
 from recjax.training.schedule import expected_staleness
 
 
