@@ -14,10 +14,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from absl import app, flags
+from recjax.rollout.sampler import sample
 
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.rollout.sampler import sample
 from recjax.rollout.slots import sample_in_slots
 
 STOP_SHARE = 0.05

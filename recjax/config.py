@@ -168,7 +168,9 @@ class RolloutConfig:
     max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
     long_prompts: str = "refuse"  # those beyond max_prompt_tokens: refuse | drop, with their number logged
     max_completion_tokens: int = at_least(1, 16)
-    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all at once
+    slots: int | None = at_least(
+        1, None
+    )  # completions decoded at a time, the next as one ends; null: all that memory holds
     temperature: float = at_least(0, 1.0)
     top_k: int = at_least(0, 0)  # 0: all tokens
     top_p: float = 1.0

@@ -6,6 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from recjax.rollout.sampler import draw_tokens
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.algorithms import presets
@@ -18,7 +19,6 @@ from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.models.unrolling import unrolled_on_cpu
 from recjax.rollout.collecting import draw, finished, submitted, to_learn_from
-from recjax.rollout.sampler import draw_tokens
 from recjax.tasks.grading.pool import Grading
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs

@@ -3,20 +3,30 @@
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from recjax import hosts
 from recjax.config import TaskConfig
 from recjax.experience.records import Batch
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling
-from recjax.models.placement import on_host, put_rows, row_shards
-from recjax.rollout.sampler import Completions, sample
-from recjax.rollout.slots import sample_in_slots
+from recjax.rollout.engine import Engine, sample_groups
 from recjax.tasks.grading.pool import Grading, Scores
 from recjax.tasks.prompts import Prompts
+
+
+class Completions(NamedTuple):
+    """Sampled completions, `group_size` consecutive rows a prompt, right-padded.
+
+    `mask` is True at tokens that the policy sampled, the end-of-sequence token among them. `truncated` rows ran into
+    the token limit before they ended.
+    """
+
+    tokens: Int[np.ndarray, "batch time"]
+    mask: Bool[np.ndarray, "batch time"]
+    logprobs: Float[np.ndarray, "batch time"]
+    truncated: Bool[np.ndarray, " batch"]
 
 
 class Pending(NamedTuple):
@@ -45,18 +55,17 @@ def draw(
     max_tokens: int,
     sampling: Sampling,
 ) -> Completions:
-    """`group_size` completions of each prompt from `params`, as host arrays.
-
-    Devices that share the prompts get as many each: the first ones are asked again to fill them up, and not counted.
-    """
-    options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": policy.stop_ids}
-    if policy.slots is not None:
-        return sample_in_slots(policy.decoder, params, prompts.tokens, prompts.mask, key, slots=policy.slots, **options)
-    count = len(prompts.texts)
-    filled = np.arange(-(-count // row_shards()) * row_shards()) % count
-    asked = put_rows((prompts.tokens[filled], prompts.mask[filled]))
-    drawn = on_host(sample(policy.decoder, params, *asked, key, **options))
-    return jax.tree.map(lambda rows: rows[: count * group_size], drawn)
+    """`group_size` completions of each prompt from `params`, as host arrays."""
+    engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
+    engine.replace_weights(params, version=0)
+    options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling}
+    sampled = sample_groups(engine, prompts.tokens, prompts.mask, key, **options)
+    lengths = np.array([len(completion.tokens) for completion in sampled])
+    mask = np.arange(max_tokens) < lengths[:, None]
+    tokens, logprobs = np.zeros(mask.shape, np.int32), np.zeros(mask.shape, np.float32)
+    tokens[mask] = np.concatenate([completion.tokens for completion in sampled])
+    logprobs[mask] = np.concatenate([completion.logprobs for completion in sampled])
+    return Completions(tokens, mask, logprobs, np.array([completion.truncated for completion in sampled]))
 
 
 def submitted(policy: Policy, prompts: Prompts, drawn: Completions, grading: Grading, policy_version: int) -> Pending:

@@ -14,8 +14,7 @@ from recjax.config import Config
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows
-from recjax.rollout.collecting import Collected, draw, scored
-from recjax.rollout.sampler import Completions
+from recjax.rollout.collecting import Collected, Completions, draw, scored
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.prompts import Prompts
 

@@ -18,9 +18,8 @@ from recjax.experience.sources import by_prompt
 from recjax.experience.stored import run_sampling, stored_per_batch
 from recjax.experience.tokenise import tokenizer_name
 from recjax.models.trainable import combine
-from recjax.rollout.collecting import Pending, draw, scored
+from recjax.rollout.collecting import Completions, Pending, draw, scored
 from recjax.rollout.generators import Generators
-from recjax.rollout.sampler import Completions
 from recjax.tasks.grading.pool import Grading, failure_counts
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.metrics import PhaseSeconds

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from recjax.rollout.sampler import sample
 
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
@@ -10,7 +11,6 @@ from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import slots as module
 from recjax.rollout.collecting import draw
-from recjax.rollout.sampler import sample
 from recjax.rollout.slots import sample_in_slots
 from recjax.tasks.prompts import Prompts
 
