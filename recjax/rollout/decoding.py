@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
 from recjax.models.placement import ROWS, constrain
+from recjax.models.unrolling import params_for
 from recjax.rollout.choosing import sample_tokens
 
 # Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
@@ -231,25 +232,77 @@ def decode(
     and put there at the end, each slot's at its own. Behind what it has cached a slot's memory means nothing, so that
     slots that are not live lose nothing either, as long as there is room for a round.
     """
-    lengths, cached, slots = rows.lengths, rows.cached, len(rows.live)
-    contexts, places = _contexts(memory, lengths, cached), jnp.arange(round_time)
+    options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
+    state = _round(params, memory.prompts, _contexts(memory, rows.lengths, rows.cached), rows, enough, **options)
+
+    def merged(cache: Array, recent: Array) -> Array:
+        row, time = cache.ndim + _ROW_AXIS, cache.ndim - 1 + _TIME_AXIS
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=time)
+        return jax.vmap(put, (row, row, 0), row)(cache, recent, rows.cached)
+
+    later = _laid_out(jax.tree.map(merged, memory.later, state.recent))
+    return memory._replace(later=later), state._replace(recent=())
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "group_size", "round_time"))
+def whole_batch(
+    params: dict,
+    prompts: Int[Array, "prompts time"],
+    mask: Bool[Array, "prompts time"],
+    keys: UInt32[Array, "batch words"],
+    limits: Int[Array, " batch"],
+    *,
+    decoder: Decoder,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    group_size: int,
+    round_time: int,
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"], Decoded]:
+    """First tokens, their log-probabilities, and one round for groups of completions that need no more, in one program.
+
+    Args:
+        params: with layers stacked, whether the decoder scans over them or has them unrolled.
+        prompts: right-padded; each is that of `group_size` consecutive completions.
+    """
+    params = params_for(decoder, params)
+    cache, scores = prefill(params, prompts, mask, decoder=decoder)
+    of = jnp.arange(len(limits)) // group_size
+    tokens, logprobs = first_tokens(scores, of, keys, sampling=sampling, chunk=len(limits))
+    zeros, places = jnp.zeros_like(of), jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
+    live = ~jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) & (limits > 1)
+    rows = Rows(live, mask.sum(-1)[of], zeros, tokens, zeros + 1, limits, keys)
+    options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
+    state = _round(params, cache, (Context(*cache, mask, places),), rows, jnp.zeros((), jnp.int32), **options)
+    return tokens, logprobs, state._replace(recent=())
+
+
+def _round(
+    params: dict,
+    like: tuple,
+    contexts: tuple[Context, ...],
+    rows: Rows,
+    enough: Int[Array, ""],
+    *,
+    decoder: Decoder,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    round_time: int,
+) -> Decoded:
+    """The tokens of a round, over what they attend to beside each other; `like` is any cache."""
+    slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
 
     def unfinished(state: Decoded) -> Bool[Array, ""]:
         return (state.time < round_time) & (state.live.sum() > enough)
 
     def step(state: Decoded) -> Decoded:
         time = state.time
-        recent = Context(
-            *state.recent,
-            jnp.broadcast_to(places <= time, (slots, round_time)),
-            (lengths + cached)[:, None] + places,
-        )
+        seen = jnp.broadcast_to(places <= time, (slots, round_time))
         hidden, kept = decoder.apply(
             {"params": params},
             state.last[:, None],
-            (lengths + cached + time)[:, None],
+            (starts + time)[:, None],
             jnp.ones((slots, 1), bool),
-            (*contexts, recent),
+            (*contexts, Context(*state.recent, seen, starts[:, None] + places)),
             place=time,
         )
         scores = logits(decoder.config, params, hidden[:, 0])
@@ -269,17 +322,9 @@ def decode(
         jnp.zeros((), jnp.int32),
         rows.live,
         rows.last,
-        empty(memory.later, rows=slots, time=round_time),
+        empty(like, rows=slots, time=round_time),
         jnp.zeros((slots, round_time), jnp.int32),
         jnp.zeros((slots, round_time)),
         jnp.zeros(slots, jnp.int32),
     )
-    state = jax.lax.while_loop(unfinished, step, start)
-
-    def merged(cache: Array, recent: Array) -> Array:
-        row, time = cache.ndim + _ROW_AXIS, cache.ndim - 1 + _TIME_AXIS
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=time)
-        return jax.vmap(put, (row, row, 0), row)(cache, recent, cached)
-
-    later = _laid_out(jax.tree.map(merged, memory.later, state.recent))
-    return memory._replace(later=later), state._replace(recent=())
+    return jax.lax.while_loop(unfinished, step, start)

@@ -76,7 +76,7 @@ class Engine:
         """
         self._decoder, self._stop_ids = unrolled_on_cpu(decoder, MOST_WRITTEN_OUT), tuple(stop_ids)
         self._asked, self._prefix_time = slots, prefix_time
-        self._params, self._version, self._weights = None, 0, 0
+        self._stacked, self._params, self._version, self._weights = None, None, 0, 0
         self._numbers = itertools.count()
         self._queue: deque[_Admitted] = deque()
         self._prefilled: _Prefilled | None = None
@@ -90,7 +90,7 @@ class Engine:
 
         Completions under way go on from the keys and values that they have.
         """
-        self._params = _unrolled(self._decoder.config, params) if self._decoder.unrolled else params
+        self._stacked, self._params = params, None
         self._version, self._weights = version, self._weights + 1
         self._slots.current[:] = False
 
@@ -118,7 +118,7 @@ class Engine:
         Raises:
             ValueError: there are no weights yet.
         """
-        if self._params is None:
+        if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
         self._fill_slots()
         if self._slots.live.any():
@@ -133,6 +133,12 @@ class Engine:
         while self._queue or self._prefilled or self._slots.live.any():
             finished |= self.round()
         return finished
+
+    def _unrolled(self) -> dict:
+        """The weights as the decoder takes them, made when they are first asked for."""
+        if self._params is None:
+            self._params = _unrolled(self._decoder.config, self._stacked) if self._decoder.unrolled else self._stacked
+        return self._params
 
     def _check(self, requests: list[Request], group_size: int | None) -> None:
         if group_size is not None:
@@ -205,6 +211,9 @@ class Engine:
         requests, tickets, _ = self._queue.popleft()
         if group_size is not None:
             self._longest = max(request.limit for request in requests) if idle else None
+            if idle and self._longest <= capacity.ROUND + 1 and self._sizes[-1] >= len(requests):
+                if len({request.sampling for request in requests}) == 1:
+                    return self._whole_batch(requests, tickets, group_size)
             places = np.arange(len(requests)) // group_size
             prefixes = [request.prefix for request in requests[::group_size]]
             self._prefill(requests, tickets, places, prefixes, group_size if idle else None)
@@ -234,12 +243,8 @@ class Engine:
         group_size: int | None = None,
     ) -> None:
         """Runs prefixes and samples every completion's first token; those that go on wait for slots."""
-        longest, count = max(map(len, prefixes)), len(prefixes)
-        time = self._prefix_time if longest <= self._prefix_time else power_of_two(longest)
-        # Devices that share the prompts get as many each; the first ones fill them up.
-        filled = np.arange(filled_up(count if self._longest else power_of_two(count))) % count
-        asked, mask = _padded([prefixes[place] for place in filled], time)
-        cache, scores = decoding.prefill(self._params, *put_rows((asked, mask)), decoder=self._decoder)
+        asked, mask = self._padded_prompts(prefixes)
+        cache, scores = decoding.prefill(self._unrolled(), *put_rows((asked, mask)), decoder=self._decoder)
         tokens, logprobs = self._first_tokens(scores, prompts, requests)
         ended = np.isin(tokens, self._stop_ids) | np.array([request.limit == 1 for request in requests])
         for row in np.flatnonzero(ended):
@@ -260,6 +265,33 @@ class Engine:
                 version=self._version,
                 weights=self._weights,
             )
+
+    def _padded_prompts(self, prefixes: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts as a right-padded batch with its mask; the first ones fill up what devices or programs need more."""
+        longest, count = max(map(len, prefixes)), len(prefixes)
+        filled = filled_up(count if self._longest else power_of_two(count))
+        time = self._prefix_time if longest <= self._prefix_time else power_of_two(longest)
+        return _padded([prefixes[place % count] for place in range(filled)], time)
+
+    def _whole_batch(self, requests: list[Request], tickets: list[int], group_size: int) -> None:
+        """Samples a batch that a single round is enough for: nothing of it stays in slots."""
+        count, time = len(requests), self._round_time()
+        asked, mask = self._padded_prompts([request.prefix for request in requests[::group_size]])
+        keys = np.zeros((len(asked) * group_size, len(requests[0].key)), np.uint32)
+        limits = np.zeros(len(keys), np.int32)  # 0: those that only fill up
+        keys[:count] = np.concatenate([request.key for request in requests]).reshape(count, -1)
+        limits[:count] = [request.limit for request in requests]
+        options = {"sampling": requests[0].sampling, "stop_ids": self._stop_ids, "round_time": time}
+        firsts = decoding.whole_batch(
+            self._stacked, *put_rows((asked, mask)), keys, limits, decoder=self._decoder, group_size=group_size, **options
+        )
+        *first, state = on_host(firsts)
+        tokens = np.concatenate([first[0][:, None], state.tokens], axis=1)
+        logprobs = np.concatenate([first[1][:, None], state.logprobs], axis=1)
+        versions, counts = np.full(1 + time, self._version, np.int32), 1 + state.counts
+        ended = np.isin(tokens[np.arange(len(counts)), counts - 1], self._stop_ids).tolist()
+        for row, (ticket, kept) in enumerate(zip(tickets, counts.tolist(), strict=False)):
+            self._finished[ticket] = Sampled(tokens[row, :kept], logprobs[row, :kept], versions[:kept], not ended[row])
 
     def _first_tokens(
         self, scores: Array, prompts: np.ndarray, requests: list[Request]
@@ -338,7 +370,7 @@ class Engine:
         filled = np.arange(filled_up(power_of_two(len(slots)))) % len(slots)
         tokens, mask = _padded([rest[place] for place in filled], time)
         at = slots[filled], tokens, mask, self._slots.lengths[slots[filled]], cached[filled]
-        self._memory, scores = decoding.extend(self._params, self._memory, *at, decoder=self._decoder)
+        self._memory, scores = decoding.extend(self._unrolled(), self._memory, *at, decoder=self._decoder)
         self._slots.cached[slots] += [len(tokens) for tokens in rest]
         firsts = self._first_tokens(scores, np.arange(len(slots)), requests)
         self._start(slots, requests, tickets, *firsts, self._version)
@@ -415,7 +447,7 @@ class Engine:
             enough = np.clip(size - free - (live.sum() - len(places)), 0, len(places) - 1)
             options = {"sampling": sampling, "stop_ids": self._stop_ids, "round_time": time}
             self._memory, state = decoding.decode(
-                self._params, self._memory, slots.rows(mine), np.int32(enough), decoder=self._decoder, **options
+                self._unrolled(), self._memory, slots.rows(mine), np.int32(enough), decoder=self._decoder, **options
             )
             self._record(mine, on_host(state))
 

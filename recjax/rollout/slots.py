@@ -1,5 +1,6 @@
 """What the engine's slots hold, on the host."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ class Slots(NamedTuple):
 
 def free_slots(count: int) -> Slots:
     """So many slots that hold nothing."""
-    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    words = _key_words()
     numbers, flags = np.zeros(count, np.int32), np.zeros(count, bool)
     room = np.zeros((count, 0), np.int32)
     return Slots(
@@ -100,13 +101,18 @@ def free_slots(count: int) -> Slots:
         last=numbers.copy(),
         counts=numbers.copy(),
         limits=numbers.copy(),
-        keys=np.zeros((count, *words), np.uint32),
+        keys=np.zeros((count, words), np.uint32),
         current=flags,
         requests=np.full(count, None),
         tokens=room,
         logprobs=room.astype(np.float32),
         versions=room.copy(),
     )
+
+
+@functools.cache
+def _key_words() -> int:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size
 
 
 def taken(slots: Slots, order: Int[np.ndarray, " slots"]) -> Slots:
