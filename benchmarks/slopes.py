@@ -26,10 +26,12 @@ from benchmarks.tables import put_into_page, table
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.records import Batch
 from recjax.host_memory import keep_freed_memory
+from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_on_cpu
-from recjax.rollout.slots import sample_in_slots
+from recjax.rollout.collecting import draw as draw_completions
+from recjax.tasks.prompts import Prompts
 from recjax.training.update import MOST_UNROLLED, TrainState, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
@@ -74,21 +76,12 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
     random, rows = np.random.default_rng(0), size.prompts * size.group_size
     prompts = random.integers(0, config.vocab_size, (size.prompts, size.prompt_tokens)).astype(np.int32)
     mask, zeros = np.ones(prompts.shape, bool), np.zeros(rows, np.int32)
+    policy, asked = Policy(decoder, None, (), rows), Prompts(prompts, mask, [""] * size.prompts, [])
     held = {"state": TrainState(jax.tree.map(jnp.copy, params), OPTIMIZER.init(params))}
 
     def generation(number: int) -> None:
-        held["drawn"] = sample_in_slots(
-            decoder,
-            params,
-            prompts,
-            mask,
-            jax.random.key(number),
-            slots=rows,
-            group_size=size.group_size,
-            max_tokens=size.completion_tokens,
-            sampling=Sampling(),
-            stop_ids=(),
-        )
+        limits = size.group_size, size.completion_tokens
+        held["drawn"] = draw_completions(policy, params, asked, jax.random.key(number), *limits, Sampling())
 
     def one_update(number: int) -> None:
         batch = Batch(

@@ -6,7 +6,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recjax.rollout.sampler import draw_tokens
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.algorithms import presets
@@ -18,6 +17,7 @@ from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.models.unrolling import unrolled_on_cpu
+from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import draw, finished, submitted, to_learn_from
 from recjax.tasks.grading.pool import Grading
 from recjax.training import checkpoint
@@ -193,7 +193,7 @@ def _drawing_alone(scores, key, sampling: Sampling, rows: int, times: int, store
 
     def one(total, time):
         shifted = scores + jnp.sin(time + jnp.arange(rows))[:, None] * scores[::-1]
-        tokens, logprobs = draw_tokens(shifted, sampling, jax.random.split(jax.random.fold_in(key, time), rows))
+        tokens, logprobs = sample_tokens(shifted, sampling, jax.random.split(jax.random.fold_in(key, time), rows))
         return total + tokens.sum() + (logprobs.sum() if stored else 0.0), None
 
     return jax.lax.scan(one, 0.0, jnp.arange(times))[0]

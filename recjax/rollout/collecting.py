@@ -11,7 +11,8 @@ from recjax.config import TaskConfig
 from recjax.experience.records import Batch
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import Sampling
-from recjax.rollout.engine import Engine, sample_groups
+from recjax.rollout.engine import Engine
+from recjax.rollout.groups import sample_groups
 from recjax.tasks.grading.pool import Grading, Scores
 from recjax.tasks.prompts import Prompts
 

@@ -1,4 +1,4 @@
-"""What the engine's slots hold, on the host."""
+"""The engine's slots: what they are at, on the host, and their keys and values, on the device."""
 
 import functools
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from recjax.models.logprobs import Sampling
-from recjax.rollout.decoding import Rows
+from recjax.rollout import decoding
+from recjax.rollout.decoding import Memory, Rows
 
 
 class Request(NamedTuple):
@@ -28,6 +29,33 @@ class Request(NamedTuple):
     sampling: Sampling
 
 
+def check_requests(requests: Sequence[Request], group_size: int | None, vocabulary: int) -> None:
+    """Refuses requests that cannot be sampled.
+
+    Args:
+        group_size: so many consecutive requests must share a prefix; None: each may have its own.
+    Raises:
+        ValueError: with the request's place, what is wrong with it, and the remedy.
+    """
+    for place, request in enumerate(requests):
+        leader = requests[place - place % group_size] if group_size else request
+        if request.limit < 1:
+            raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
+        if leader is not request and leader.prefix is request.prefix:
+            continue
+        if not np.array_equal(leader.prefix, request.prefix):
+            raise ValueError(f"request {place}: its prefix differs from its group's; take another group_size, or None")
+        if not len(request.prefix):
+            raise ValueError(f"request {place}: its prefix is empty; give one token at least, such as the BOS")
+        if request.prefix.min() < 0 or request.prefix.max() >= vocabulary:
+            wrong = next(int(token) for token in request.prefix if not 0 <= token < vocabulary)
+            raise ValueError(
+                f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; take the policy's tokenizer"
+            )
+    if group_size and len(requests) % group_size:
+        raise ValueError(f"{len(requests)} requests are not whole groups of {group_size}; take another group_size")
+
+
 class Sampled(NamedTuple):
     """A completion.
 
@@ -44,14 +72,29 @@ class Sampled(NamedTuple):
     truncated: bool
 
 
-class Slots(NamedTuple):
-    """Columns over slots. A free slot (ticket -1) still holds the tokens that it was at last.
+class Started(NamedTuple):
+    """Requests that have their first token, sampled by the weights of `version`."""
+
+    requests: list[Request]
+    tickets: list[int]
+    tokens: Int[np.ndarray, " requests"]
+    logprobs: Float[np.ndarray, " requests"]
+    version: int
+
+    def part(self, places: Int[np.ndarray, " some"]) -> "Started":
+        """Some of them."""
+        requests, tickets = ([column[place] for place in places] for column in (self.requests, self.tickets))
+        return Started(requests, tickets, self.tokens[places], self.logprobs[places], self.version)
+
+
+class Columns(NamedTuple):
+    """What each slot is at. A free one (ticket -1) still holds the tokens that it was at last.
 
     Attributes:
-        tickets: the completion that is sampled in each; -1: none.
+        tickets: of the completion that is sampled in the slot; -1: none.
         lengths, cached, last, counts, limits, keys: as in `recjax.rollout.decoding.Rows`.
         current: all keys and values of the slot are of the current weights.
-        requests: the newest Request of each slot.
+        requests: the newest Request of the slot.
         tokens, logprobs, versions: what was sampled for it; the first `counts` places count.
     """
 
@@ -68,41 +111,175 @@ class Slots(NamedTuple):
     logprobs: Float[np.ndarray, "slots room"]
     versions: Int[np.ndarray, "slots room"]
 
+
+class Slots:
+    """A number of slots and the memory that belongs to them; without memory there is none."""
+
+    def __init__(self):
+        """No slots."""
+        self.columns, self.memory = _columns(0), None
+
+    @property
+    def count(self) -> int:
+        """Slots that there are."""
+        return len(self.columns.tickets)
+
     @property
     def live(self) -> Bool[np.ndarray, " slots"]:
         """Slots that a completion is sampled in."""
-        return self.tickets >= 0
+        return self.columns.tickets >= 0
+
+    @property
+    def held(self) -> Int[np.ndarray, " slots"]:
+        """Tokens whose keys and values, of the current weights, each slot has."""
+        return np.where(self.columns.current, self.columns.lengths + self.columns.cached, 0)
+
+    @property
+    def time(self) -> int:
+        """Tokens behind its prompt that each slot has room for."""
+        return decoding.cache_time(self.memory.later)
+
+    # --- How many there are, and their room.
+
+    def open_for(self, cache: tuple, lengths: Int[np.ndarray, " prompts"], group_size: int, time: int) -> None:
+        """As many empty slots as groups of that size have rows; each group reads its one prompt in `cache`."""
+        count = len(lengths) * group_size
+        self.columns = _columns(count)
+        self.columns.lengths[:] = np.repeat(lengths, group_size)
+        self.memory = Memory(cache, decoding.empty(cache, rows=count, time=time))
+
+    def make(self, count: int, cache: tuple, time: int) -> None:
+        """At least so many slots, each with room for a prompt of its own that is as long as those in `cache`."""
+        prompt_time = decoding.cache_time(cache)
+        if self.memory is None:
+            self.columns = _columns(count)
+            prompts = decoding.empty(cache, rows=count, time=prompt_time)
+            self.memory = Memory(prompts, decoding.empty(cache, rows=count, time=time))
+            return
+        count = max(count, self.count)
+        if count != decoding.cache_rows(self.memory.prompts):
+            self.gather(np.arange(count) % self.count, self.time)
+        if prompt_time > decoding.cache_time(self.memory.prompts):
+            self.memory = self.memory._replace(prompts=decoding.resized(self.memory.prompts, time=prompt_time))
+
+    def gather(self, order: Int[np.ndarray, " slots"], time: int) -> None:
+        """Keeps the slots that `order` names, each with a prompt of its own; one that it names again is free."""
+        again = np.ones(len(order), bool)
+        again[np.unique(order, return_index=True)[1]] = False
+        self.columns = Columns(*(column[order] for column in self.columns))
+        self.columns.tickets[again], self.columns.current[again] = -1, False
+        self.memory = decoding.gathered(self.memory, order.astype(np.int32), time=time)
+
+    def resize(self, time: int) -> None:
+        """Room for so many tokens behind each prompt."""
+        if time != self.time:
+            self.memory = self.memory._replace(later=decoding.resized(self.memory.later, time=time))
+
+    def leave_room(self, tokens: int) -> None:
+        """Has free slots hold no more than leaves so much room: what a round writes there must not hit it."""
+        free = ~self.live
+        self.columns.cached[free] = np.minimum(self.columns.cached[free], self.time - tokens)
+
+    # --- What comes into them.
+
+    def put(
+        self,
+        started: Started,
+        cache: tuple,
+        prompts: Int[np.ndarray, " requests"],
+        lengths: Int[np.ndarray, " requests"],
+        current: bool,
+    ) -> int:
+        """Puts completions with their prompts, rows of `cache`, into free slots; returns how many found one."""
+        free = np.flatnonzero(~self.live)
+        # Slots that hold the least are given away first.
+        free = free[np.argsort(self.held[free], kind="stable")][: len(prompts)]
+        if not len(free):
+            return 0
+        places = np.zeros((2, self.count), np.int32)
+        places[:, : len(free)] = free, prompts[: len(free)]
+        self.memory = decoding.put_prompts(self.memory, cache, places, np.int32(len(free)))
+        self.columns.lengths[free], self.columns.cached[free] = lengths[: len(free)], 0
+        self.begin(free, started.part(np.arange(len(free))), current)
+        return len(free)
+
+    def begin(self, places: Int[np.ndarray, " requests"], started: Started, current: bool) -> None:
+        """Writes completions with their first tokens into the columns of slots.
+
+        Args:
+            current: their prefixes have been run with the current weights.
+        """
+        self.make_room(1)
+        columns, (requests, tickets, tokens, logprobs, version) = self.columns, started
+        columns.tickets[places], columns.last[places], columns.counts[places] = tickets, tokens, 1
+        columns.limits[places] = [request.limit for request in requests]
+        columns.keys[places] = [request.key for request in requests]
+        columns.tokens[places, 0], columns.logprobs[places, 0] = tokens, logprobs
+        columns.versions[places, 0], columns.current[places] = version, current
+        for place, request in zip(places, requests, strict=True):
+            columns.requests[place] = request
+
+    def make_room(self, tokens: int) -> None:
+        """Room in the columns for so many sampled tokens a slot."""
+        columns = self.columns
+        if (missing := tokens - columns.tokens.shape[1]) > 0:
+            padding = ((0, 0), (0, max(missing, columns.tokens.shape[1])))
+            sampled = (columns.tokens, columns.logprobs, columns.versions)
+            tokens, logprobs, versions = (np.pad(column, padding) for column in sampled)
+            self.columns = columns._replace(tokens=tokens, logprobs=logprobs, versions=versions)
+
+    # --- What goes on in them.
 
     def rows(self, live: Bool[np.ndarray, " slots"]) -> Rows:
         """What a round must know, with the slots that sample in it."""
-        return Rows(live, self.lengths, self.cached, self.last, self.counts, self.limits, self.keys)
+        columns = self.columns
+        return Rows(live, columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys)
 
-    def held(self, slot: int) -> Int[np.ndarray, " held"]:
-        """The tokens whose keys and values a slot has."""
-        tokens = [self.requests[slot].prefix, self.tokens[slot, : self.counts[slot]]]
-        return np.concatenate(tokens)[: self.lengths[slot] + self.cached[slot]]
+    def record(self, mine: Bool[np.ndarray, " slots"], state: decoding.Decoded, version: int) -> None:
+        """Puts a round's tokens into the columns of the slots that sampled them."""
+        columns, counts = self.columns, np.where(mine, state.counts, 0)
+        slot, time = np.nonzero(np.arange(state.tokens.shape[1]) < counts[:, None])
+        places = slot, columns.counts[slot] + time
+        columns.tokens[places], columns.logprobs[places] = state.tokens[slot, time], state.logprobs[slot, time]
+        columns.versions[places] = version
+        columns.counts[:] += counts
+        columns.cached[:] += counts
+        columns.last[mine] = state.last[mine]
 
-    def completion(self, slot: int, stop_ids: tuple[int, ...]) -> Sampled:
-        """What was sampled for a slot's request."""
-        columns = (column[slot, : self.counts[slot]].copy() for column in (self.tokens, self.logprobs, self.versions))
-        tokens, logprobs, versions = columns
-        return Sampled(tokens, logprobs, versions, bool(tokens[-1] not in stop_ids))
+    def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
+        """Frees slots and returns their completions by ticket."""
+        finished, columns = {}, self.columns
+        for slot in ended:
+            sampled = (columns.tokens, columns.logprobs, columns.versions)
+            tokens, logprobs, versions = (column[slot, : columns.counts[slot]].copy() for column in sampled)
+            done = Sampled(tokens, logprobs, versions, bool(tokens[-1] not in stop_ids))
+            finished[int(columns.tickets[slot])] = done
+        columns.tickets[ended] = -1
+        return finished
+
+    def continuations(self, requests: Sequence[Request]) -> dict[int, int]:
+        """Free slots that hold a beginning of a prefix, the longest that there is: place of the request to slot."""
+        columns, lengths, held = self.columns, self.held, {}
+        for slot in np.flatnonzero(~self.live & columns.current):
+            tokens = np.concatenate([columns.requests[slot].prefix, columns.tokens[slot, : columns.counts[slot]]])
+            held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(int(slot))
+        sizes, found = sorted({len(tokens) for tokens in held}, reverse=True), {}
+        for place, request in enumerate(requests):
+            prefix = request.prefix.tobytes()
+            for size in sizes:
+                if size < len(prefix) and held.get(prefix[:size]):
+                    found[place] = held[prefix[:size]].pop(0)
+                    break
+        return found
 
 
-def free_slots(count: int) -> Slots:
-    """So many slots that hold nothing."""
-    words = _key_words()
-    numbers, flags = np.zeros(count, np.int32), np.zeros(count, bool)
+def _columns(count: int) -> Columns:
+    """Of slots that hold nothing."""
     room = np.zeros((count, 0), np.int32)
-    return Slots(
-        tickets=numbers - 1,
-        lengths=numbers + 1,
-        cached=numbers.copy(),
-        last=numbers.copy(),
-        counts=numbers.copy(),
-        limits=numbers.copy(),
-        keys=np.zeros((count, words), np.uint32),
-        current=flags,
+    return Columns(
+        *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
+        keys=np.zeros((count, _key_words()), np.uint32),
+        current=np.zeros(count, bool),
         requests=np.full(count, None),
         tokens=room,
         logprobs=room.astype(np.float32),
@@ -112,34 +289,5 @@ def free_slots(count: int) -> Slots:
 
 @functools.cache
 def _key_words() -> int:
+    """Numbers that a key's data are."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size
-
-
-def taken(slots: Slots, order: Int[np.ndarray, " slots"]) -> Slots:
-    """The slots that `order` names."""
-    return Slots(*(column[order] for column in slots))
-
-
-def with_room(slots: Slots, tokens: int) -> Slots:
-    """The slots with room for at least so many sampled tokens each."""
-    if (missing := tokens - slots.tokens.shape[1]) <= 0:
-        return slots
-    missing = max(missing, slots.tokens.shape[1])
-    columns = (slots.tokens, slots.logprobs, slots.versions)
-    tokens, logprobs, versions = (np.pad(column, ((0, 0), (0, missing))) for column in columns)
-    return slots._replace(tokens=tokens, logprobs=logprobs, versions=versions)
-
-
-def continuations(slots: Slots, requests: Sequence[Request]) -> dict[int, int]:
-    """Free slots that hold a beginning of a request's prefix, the longest there is: place of the request to slot."""
-    held: dict[bytes, list[int]] = {}
-    for slot in np.flatnonzero(~slots.live & slots.current):
-        held.setdefault(slots.held(slot).tobytes(), []).append(int(slot))
-    sizes, found = sorted({len(tokens) for tokens in held}, reverse=True), {}
-    for place, request in enumerate(requests):
-        prefix = request.prefix.tobytes()
-        for size in sizes:
-            if size < len(prefix) and held.get(prefix[:size]):
-                found[place] = held[prefix[:size]].pop(0)
-                break
-    return found

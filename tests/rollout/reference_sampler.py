@@ -23,7 +23,7 @@ class Completions(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """State of the decode loop: `time` tokens sampled so far; the cache holds the keys and values of all but the last."""
+    """State of the loop: `time` tokens sampled so far; the cache holds the keys and values of all but the last."""
 
     time: Int[Array, ""]
     finished: Bool[Array, " batch"]
@@ -47,8 +47,8 @@ def sample(
     """Samples `group_size` completions of each prompt.
 
     Prompts are run once; each group's completions attend to the one copy of their prompt's keys and values. The decode
-    loop ends as soon as every row has. Row i at time t samples with fold_in(fold_in(key, i), t), so a row's noise depends
-    on nothing but the key and its index.
+    loop ends as soon as every row has. Row i at time t samples with fold_in(fold_in(key, i), t), so a row's noise
+    depends on nothing but the key and its index.
 
     Args:
         prompts: right-padded prompt tokens, each row with at least one.
