@@ -74,7 +74,7 @@ class Engine:
         self._finished: dict[int, Sampled] = {}
         self._slots = Slots()
         self._sizes, self._planned = [0], 0  # numbers of slots, and the requests that they are for
-        self._longest: int | None = None  # the limit of a batch that has the engine for itself
+        self._longest: int | None = None  # the limit of a batch of one distribution that has the engine for itself
 
     def replace_weights(self, params: dict, version: int) -> None:
         """Takes weights, stacked by layer, for all tokens that are sampled from now on.
@@ -177,13 +177,15 @@ class Engine:
             self._plan(len(self._queue[0].requests), group_size)
         self._planned = 0  # other requests have a plan of their own
         requests, tickets, _ = self._queue.popleft()
-        self._longest = max(request.limit for request in requests) if idle else None
-        alike = len({request.sampling for request in requests}) == 1
-        if idle and alike and self._longest <= 1 + self._round_time() and self._sizes[-1] >= len(requests):
+        by_itself = idle and len({request.sampling for request in requests}) == 1
+        self._longest = max(request.limit for request in requests) if by_itself else None
+        if by_itself and self._longest <= 1 + self._round_time() and self._sizes[-1] >= len(requests):
             self._whole_batch(requests, tickets, group_size)
             return
         prefixes = [request.prefix for request in requests[::group_size]]
-        self._prefill(requests, tickets, np.arange(len(requests)) // group_size, prefixes, group_size if idle else None)
+        self._prefill(
+            requests, tickets, np.arange(len(requests)) // group_size, prefixes, group_size if by_itself else None
+        )
 
     def _begin_singles(self, room: int) -> None:
         """Runs requests that go on from what slots hold in these, and the others' prefixes, each once."""
@@ -317,6 +319,8 @@ class Engine:
     def _fit(self) -> None:
         """Room for a round in every slot, and for a batch no more slots than it still needs."""
         slots, live, time = self._slots, self._slots.live, self._round_time()
+        if not self._longest:
+            time *= 2  # slots that have had their round are written behind while another distribution has its own
         kept = live if self._longest else live | slots.columns.current
         length = self._cache_time(int(slots.columns.cached[kept].max()) + time)
         if self._longest:
