@@ -1,4 +1,4 @@
-"""Uneven completions: waiting for the slowest row against slots that are filled again.
+"""Uneven completions: the reference, which waits for the slowest row, against slots that are filled again.
 
     python -m benchmarks.sampling --prompts 8 --group_size 8 --slots 64 --repeats 5
 
@@ -7,7 +7,6 @@ the vocabulary. Every repeat times each way once, in turn, on the same key, so t
 ratios are of one repeat's times. Compiling and the first run are apart.
 """
 
-import functools
 import time
 from collections.abc import Callable
 
@@ -17,8 +16,9 @@ from absl import app, flags
 
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.rollout.sampler import sample
-from recjax.rollout.slots import sample_in_slots
+from recjax.rollout.collecting import sample_completions
+from recjax.rollout.engine import Engine
+from tests.rollout.reference_sampler import sample
 
 STOP_SHARE = 0.05
 
@@ -33,11 +33,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("repeats", 5, "Timed repeats.", lower_bound=1)
 
 
-def timed(draw: Callable, key: jax.Array) -> tuple[float, np.ndarray]:
-    """Seconds of one call, and the lengths that it drew."""
+def timed(lengths_of: Callable, key: jax.Array) -> tuple[float, np.ndarray]:
+    """Seconds of one call, and the lengths of the completions."""
     started = time.perf_counter()
-    drawn = jax.device_get(draw(key))
-    return time.perf_counter() - started, drawn.mask.sum(-1)
+    lengths = lengths_of(key)
+    return time.perf_counter() - started, lengths
 
 
 def main(_) -> None:
@@ -46,20 +46,24 @@ def main(_) -> None:
     config = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
     random = np.random.default_rng(0)
     prompts = random.integers(0, config.vocab_size, (shape.prompts, shape.prompt_tokens)).astype(np.int32)
-    arguments = (Decoder(config), init_params(config, jax.random.key(0)), prompts, np.ones(prompts.shape, bool))
+    decoder, params, mask = Decoder(config), init_params(config, jax.random.key(0)), np.ones(prompts.shape, bool)
     stop_ids = tuple(int(i) for i in random.permutation(config.vocab_size)[: int(STOP_SHARE * config.vocab_size)])
     options = {
         "group_size": shape.group_size,
         "max_tokens": shape.max_tokens,
         "sampling": Sampling(),
-        "stop_ids": stop_ids,
     }
-    ways = {
-        "all rows, until the slowest ends": functools.partial(sample, *arguments, **options),
-        f"{shape.slots} slots, filled again": functools.partial(
-            sample_in_slots, *arguments, **options, slots=shape.slots
-        ),
-    }
+
+    def reference(key: jax.Array) -> np.ndarray:
+        return jax.device_get(sample(decoder, params, prompts, mask, key, **options, stop_ids=stop_ids)).mask.sum(-1)
+
+    def in_slots(key: jax.Array) -> np.ndarray:
+        engine = Engine(decoder, stop_ids, slots=shape.slots, prefix_time=shape.prompt_tokens)
+        engine.replace_weights(params, version=0)
+        sampled = sample_completions(engine, prompts, mask, key, **options)
+        return np.array([len(completion.tokens) for completion in sampled])
+
+    ways = {"all rows, until the slowest ends": reference, f"{shape.slots} slots, filled again": in_slots}
     keys = [jax.random.key(seed) for seed in range(shape.repeats)]
     for name, draw in ways.items():
         # Each key once: another key may need a program of another size.

@@ -29,7 +29,8 @@ from recjax.host_memory import keep_freed_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_on_cpu
-from recjax.rollout.slots import sample_in_slots
+from recjax.rollout.collecting import sample_completions
+from recjax.rollout.engine import Engine
 from recjax.training.update import MOST_UNROLLED, Recipe, TrainState, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
@@ -77,26 +78,20 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
     held = {"state": TrainState(jax.tree.map(jnp.copy, params), OPTIMIZER.init(params))}
 
     def generation(number: int) -> None:
-        held["drawn"] = sample_in_slots(
-            decoder,
-            params,
-            prompts,
-            mask,
-            jax.random.key(number),
-            slots=rows,
-            group_size=size.group_size,
-            max_tokens=size.completion_tokens,
-            sampling=Sampling(),
-            stop_ids=(),
-        )
+        limits = size.group_size, size.completion_tokens
+        engine = Engine(decoder, (), slots=rows, prefix_time=size.prompt_tokens)
+        engine.replace_weights(params, version=0)
+        sampled = sample_completions(engine, prompts, mask, jax.random.key(number), *limits, Sampling())
+        held["tokens"] = np.stack([completion.tokens for completion in sampled])
+        held["logprobs"] = np.stack([completion.logprobs for completion in sampled])
 
     def one_update(number: int) -> None:
         batch = Batch(
             prompts=prompts,
             prompt_mask=mask,
-            completions=held["drawn"].tokens,
-            completion_mask=held["drawn"].mask,
-            behaviour_logprobs=held["drawn"].logprobs,
+            completions=held["tokens"],
+            completion_mask=np.ones(held["tokens"].shape, bool),
+            behaviour_logprobs=held["logprobs"],
             rewards=random.integers(0, 2, rows).astype(np.float32),
             group_ids=np.repeat(np.arange(size.prompts, dtype=np.int32), size.group_size),
             policy_version=zeros,

@@ -24,7 +24,7 @@ class RolloutConfig:
     max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
     long_prompts: Literal["refuse", "drop"] = "refuse"  # those beyond max_prompt_tokens; drop logs their number
     max_completion_tokens: int = at_least(1, 16)
-    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all at once
+    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all that fit
     temperature: float = number(1.0, above=0)  # training needs diverse samples
     top_k: int = at_least(0, 0)  # 0: all tokens
     top_p: float = number(1.0, above=0, high=1)  # 1: no cut

@@ -12,7 +12,7 @@ from recjax.config_loading import load_config
 from recjax.export import export
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, flatten, split
-from recjax.rollout.collecting import draw
+from recjax.rollout.collecting import sample_groups
 from recjax.training import checkpoint
 from recjax.training.run import prepare
 from recjax.training.trained import run_params
@@ -58,14 +58,15 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
         theirs = model(input_ids=encoded["input_ids"]).logits.numpy()
     assert np.abs(scores - theirs).max() < 1e-4 and theirs.std() > 0.1
 
-    greedy = draw(prepared.policy, params, asked, jax.random.key(0), 1, 4, Sampling(temperature=0.0))
+    names = {"name": "batch", "source": "policy", "version": 0}
+    greedy = sample_groups(prepared.policy, params, asked, jax.random.key(0), 1, 4, Sampling(temperature=0.0), **names)
     answered = model.generate(
         input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], do_sample=False, max_new_tokens=4
     )[:, asked.tokens.shape[1] :].numpy()
     assert len({tuple(row) for row in answered}) > 1, "answers too alike to tell models apart"
     for row in range(6):
-        mask = greedy.mask[row][: answered.shape[1]]
-        np.testing.assert_array_equal(answered[row][mask], greedy.tokens[row][greedy.mask[row]])
+        tokens = greedy[row].completions[0].tokens
+        np.testing.assert_array_equal(answered[row][: len(tokens)], tokens)
 
 
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):

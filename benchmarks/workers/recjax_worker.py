@@ -17,8 +17,8 @@ from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine, in_compute_dtype
+from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import sample_groups, submit, with_grades
-from recjax.rollout.sampler import draw_tokens
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
@@ -182,7 +182,7 @@ def _drawing_alone(scores, key, sampling: Sampling, rows: int, times: int, store
 
     def one(total, time):
         shifted = scores + jnp.sin(time + jnp.arange(rows))[:, None] * scores[::-1]
-        tokens, logprobs = draw_tokens(shifted, sampling, jax.random.split(jax.random.fold_in(key, time), rows))
+        tokens, logprobs = sample_tokens(shifted, sampling, jax.random.split(jax.random.fold_in(key, time), rows))
         return total + tokens.sum() + (logprobs.sum() if stored else 0.0), None
 
     return jax.lax.scan(one, 0.0, jnp.arange(times))[0]

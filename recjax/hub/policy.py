@@ -15,7 +15,7 @@ from recjax.models.decoder import Decoder, DecoderConfig, init_params
 class Policy(NamedTuple):
     """Everything about a policy that training does not change; parameters travel beside it.
 
-    `slots` is how many completions are decoded at a time; None: all.
+    `slots` is how many completions are decoded at a time; None: as many as memory holds.
     """
 
     decoder: Decoder

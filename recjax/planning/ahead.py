@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from recjax.config import Config
 from recjax.experience.batch import Batch
@@ -19,7 +20,7 @@ from recjax.planning.dry_run import resolve
 from recjax.planning.memory import START, Model, batch_arrays, batch_shape, held, most_completions
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.topology import Target
-from recjax.rollout.sampler import sample
+from recjax.rollout import capacity, decoding
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.packing import Packed, RowShape, shape_for
 from recjax.training.update import TrainState, recipe_of, update
@@ -115,16 +116,16 @@ def beside(plan: Plan, program: str) -> int:
 
 
 def cache_bytes(plan: Plan) -> int:
-    """Bytes of one device's keys and values while completions are drawn."""
-    shape, rollout = plan.model.decoder.config, plan.config.rollout
-
-    def cache(rows: int, tokens: int) -> jax.ShapeDtypeStruct:
-        sizes = (shape.num_layers, rows, shape.num_kv_heads, tokens, shape.head_dim)
-        return laid_out(plan.mesh, sizes, plan.model.decoder.dtype, None, ROWS, "tensor")
-
-    asked = _prompts(plan)
-    drawn = cache(asked * _group(plan.config), rollout.max_completion_tokens)
-    return 2 * bytes_on_device([cache(asked, plan.prompt_tokens), drawn])
+    """Bytes of one device's keys and values while completions are sampled."""
+    asked, rollout = _prompts(plan), plan.config.rollout
+    with jax.set_mesh(plan.mesh):
+        return capacity.cache_bytes(
+            plan.model.decoder,
+            prompts=asked,
+            prompt_tokens=plan.prompt_tokens,
+            rows=asked * _group(plan.config),
+            completion_tokens=rollout.max_completion_tokens,
+        )
 
 
 def _prompts(plan: Plan, parts: int = 1) -> int:
@@ -173,9 +174,29 @@ def _needed(refusal: str) -> int:
 
 
 def _traced_sample(plan: Plan) -> jax.stages.Traced:
-    held, prompts = plan.held, (_prompts(plan), plan.prompt_tokens)
-    return sample.trace(
-        plan.model.decoder,
+    """The engine's prefill and as many of its rounds as the longest completion takes, all completions in slots."""
+    held, prompts, group_size = plan.held, (_prompts(plan), plan.prompt_tokens), _group(plan.config)
+    longest, decoder = plan.config.rollout.max_completion_tokens, plan.model.decoder
+    options = {"sampling": plan.config.rollout.sampling(), "round_time": capacity.round_time(longest), "stop_ids": (0,)}
+    batch, rounds = prompts[0] * group_size, -(-(longest - 1) // options["round_time"])
+
+    def sampled(params: dict, prompts: Array, mask: Array, keys: Array) -> decoding.Rows:
+        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
+        of, zeros = jnp.arange(batch) // group_size, jnp.zeros(batch, jnp.int32)
+        tokens, _ = decoding.first_tokens(scores, of, keys, sampling=options["sampling"], chunk=batch)
+        later = decoding.empty(cache, rows=batch, time=longest - 1 + options["round_time"])
+        rows = decoding.Rows(tokens > 0, mask.sum(-1)[of], zeros, tokens, zeros + 1, zeros + longest, keys)
+
+        def one_round(_: Array, carried: tuple) -> tuple:
+            memory, rows = carried
+            memory, state = decoding.decode(params, memory, rows, jnp.int32(0), decoder=decoder, **options)
+            counts = rows.counts + state.counts
+            cached = rows.cached + state.counts
+            return memory, rows._replace(live=state.live, cached=cached, last=state.last, counts=counts)
+
+        return jax.lax.fori_loop(0, rounds, one_round, (decoding.Memory(cache, later), rows))[1]
+
+    return jax.jit(sampled).trace(
         combine(held["sampler's copy"], held["frozen parameters"]),
         laid_out(plan.mesh, prompts, jnp.int32, ROWS),
         laid_out(plan.mesh, prompts, bool, ROWS),
@@ -229,7 +250,7 @@ def _turns(plan: Plan, program: str) -> int:
     """How often the loop of a program runs at most whose end depends on the data: over tokens, over packed rows."""
     rollout = plan.config.rollout
     if program == "sample":
-        return rollout.max_completion_tokens - 1
+        return capacity.round_time(rollout.max_completion_tokens)
     if plan.config.training.tokens_per_micro_batch is None:
         return 1
     if plan.config.algorithm.build().compares_completions:

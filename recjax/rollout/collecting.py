@@ -1,44 +1,23 @@
 """Prompts to groups: completions sampled by the engine, and their grades, which may still be computed."""
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group
 from recjax.hub.policy import Policy
-from recjax.models.placement import on_host, put_rows, row_shards
+from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
-from recjax.rollout.sampler import Completions, sample
-from recjax.rollout.slots import sample_in_slots
+from recjax.rollout.engine import Engine
+from recjax.rollout.slots import Request, Sampled
 from recjax.tasks.grading.pool import FAILURES, Grading, Scores
 from recjax.tasks.prompts import Prompts
-
-
-def draw(
-    policy: Policy,
-    params: dict,
-    prompts: Prompts,
-    key: PRNGKeyArray,
-    group_size: int,
-    max_tokens: int,
-    sampling: Sampling,
-) -> Completions:
-    """`group_size` completions of each prompt from `params`, as host arrays.
-
-    Devices that share the prompts get as many each: the first ones are asked again to fill them up, and not counted.
-    """
-    options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": policy.stop_ids}
-    if policy.slots is not None:
-        return sample_in_slots(policy.decoder, params, prompts.tokens, prompts.mask, key, slots=policy.slots, **options)
-    count = len(prompts.texts)
-    filled = np.arange(-(-count // row_shards()) * row_shards()) % count
-    asked = put_rows((prompts.tokens[filled], prompts.mask[filled]))
-    drawn = on_host(sample(policy.decoder, params, *asked, key, **options))
-    return jax.tree.map(lambda rows: rows[: count * group_size], drawn)
 
 
 def sample_groups(
@@ -61,23 +40,25 @@ def sample_groups(
         name: of this batch, given to no other; ids of its groups and completions begin with it.
         source: who samples.
         version: of `params`, in optimiser updates.
+        (others): as those of `sample_completions`.
     """
-    drawn = draw(policy, params, prompts, key, group_size, max_tokens, sampling)
-    said = drawn.mask & ~np.isin(drawn.tokens, policy.stop_ids)
-    texts = policy.tokenizer.batch_decode([row[keep] for row, keep in zip(drawn.tokens, said, strict=True)])
+    engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
+    engine.replace_weights(params, version)
+    sampled = sample_completions(engine, prompts.tokens, prompts.mask, key, group_size, max_tokens, sampling)
+    texts = policy.tokenizer.batch_decode([one.tokens[~np.isin(one.tokens, policy.stop_ids)] for one in sampled])
     completions = [
         Completion(
             id=f"{name}/{row:05d}",
             source=source,
             text=text,
-            tokens=drawn.tokens[row][drawn.mask[row]],
-            mask=drawn.mask[row][drawn.mask[row]],
-            behaviour_logprobs=drawn.logprobs[row][drawn.mask[row]],
+            tokens=one.tokens,
+            mask=np.ones(len(one.tokens), bool),
+            behaviour_logprobs=one.logprobs,
             sampling=sampling,
-            policy_version=version,
-            truncated=bool(drawn.truncated[row]),
+            policy_version=int(one.versions.min()),
+            truncated=one.truncated,
         )
-        for row, text in enumerate(texts)
+        for row, (one, text) in enumerate(zip(sampled, texts, strict=True))
     ]
     groups = []
     for place, problem in enumerate(prompts.problems):
@@ -85,6 +66,38 @@ def sample_groups(
         tokens = prompts.tokens[place][prompts.mask[place]]
         groups.append(Group(f"{name}/{place:05d}", tokens, own, problem.prompt, problem.answer))
     return groups
+
+
+def sample_completions(
+    engine: Engine,
+    prompts: Int[np.ndarray, "prompts prompt_time"],
+    prompt_mask: Bool[np.ndarray, "prompts prompt_time"],
+    key: PRNGKeyArray,
+    group_size: int,
+    max_tokens: int,
+    sampling: Sampling,
+) -> list[Sampled]:
+    """`group_size` completions of each prompt, from an engine that has nothing else to do.
+
+    Args:
+        prompts: right-padded, each row with at least one token.
+        key: a key not used before; the same key repeats the same completions. Token t of completion i, counted in the
+            order of the prompts, is sampled with fold_in(fold_in(key, i), t).
+        max_tokens: limit on a completion's length, end-of-sequence token included.
+        sampling: the distribution.
+    Reference: arXiv 2509.24203 §2 (behaviour policy μ).
+    """
+    keys = on_host(_row_keys(key, len(prompts) * group_size))
+    prefixes = [tokens[real] for tokens, real in zip(prompts, prompt_mask, strict=True)]
+    requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
+    tickets = engine.admit(requests, group_size)
+    finished = engine.drain()
+    return [finished[ticket] for ticket in tickets]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _row_keys(key: PRNGKeyArray, rows: int) -> Array:
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows)))
 
 
 class Grades:

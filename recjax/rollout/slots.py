@@ -1,312 +1,293 @@
-"""Draws the completions of `sample` in a fixed number of slots: rows that end hand theirs to those that wait."""
+"""The engine's slots: what they are at, on the host, and their keys and values, on the device."""
 
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Bool, Float, Int, UInt32
 
-from recjax.models.decoder import Context, Decoder, logits
-from recjax.models.logprobs import Sampling, last_hidden
-from recjax.models.placement import on_host
-from recjax.models.unrolling import unrolled_on_cpu, unrolled_params
-from recjax.rollout.sampler import Completions, draw_tokens
-
-ROUND = 16  # tokens that a row gets at most before the host looks again
-SHORTEST, FEWEST = 64, 8  # smallest cache in tokens, and the fewest slots that fewer live rows are gathered into
-MOST_UNROLLED = 32  # layers that are written out on the CPU
-
-# Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
-ROWS, TIME = -4, -2
+from recjax.models.logprobs import Sampling
+from recjax.rollout import decoding
+from recjax.rollout.decoding import Memory, Rows
 
 
-class _Slots(NamedTuple):
-    """What the slots hold, on the host: the completion (-1: free), its prompt's length, its tokens so far, the last."""
+class Request(NamedTuple):
+    """A completion to sample.
 
-    rows: np.ndarray
-    lengths: np.ndarray
-    drawn: np.ndarray
-    last: np.ndarray
-
-
-class _Memory(NamedTuple):
-    """Keys and values of the slots' prompts, and of all drawn tokens but the last.
-
-    While every slot holds the row of its own number, `prompts` has a row a prompt, which the slots of its group read;
-    from then on a row a slot.
+    Attributes:
+        prefix: the tokens that it follows, at least one.
+        key: key data; token t, from 0, is sampled with fold_in(key, t).
+        limit: most tokens of the completion, end-of-sequence token included.
+        sampling: the distribution.
     """
 
-    prompts: tuple
-    drawn: tuple
+    prefix: Int[np.ndarray, " prefix_time"]
+    key: UInt32[np.ndarray, " words"]
+    limit: int
+    sampling: Sampling
 
 
-class _Round(NamedTuple):
-    """State of a round after `time` tokens: `recent` has the keys and values of this round's tokens but the last."""
-
-    time: Int[Array, ""]
-    live: Bool[Array, " slots"]
-    last: Int[Array, " slots"]
-    recent: tuple
-    tokens: Int[Array, "slots round"]
-    logprobs: Float[Array, "slots round"]
-    counts: Int[Array, " slots"]
-
-
-def sample_in_slots(
-    decoder: Decoder,
-    params: dict,
-    prompts: Int[np.ndarray, "prompts prompt_time"],
-    prompt_mask: Bool[np.ndarray, "prompts prompt_time"],
-    key: PRNGKeyArray,
-    *,
-    slots: int,
-    group_size: int,
-    max_tokens: int,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-) -> Completions:
-    """The completions of `sample`, host arrays, with at most `slots` of them decoded at a time.
-
-    Row i at time t draws with fold_in(fold_in(key, i), t), so where and when a row is decoded changes nothing. Rounds
-    of decoding end when enough rows have; then waiting rows come in, or, where none waits, the live ones are gathered
-    into half as many slots. The cache has the smallest of few lengths that the oldest live row leaves room in. Prompts
-    are run once. As long as there are slots for all rows a group reads one copy of its prompt's keys and values;
-    otherwise each slot holds a copy.
+def check_requests(requests: Sequence[Request], group_size: int | None, vocabulary: int) -> None:
+    """Refuses requests that cannot be sampled.
 
     Args:
-        slots: rows decoded at one time; memory and the time of a decoding step follow it.
-        (others): as those of `sample`.
+        group_size: so many consecutive requests must share a prefix; None: each may have its own.
+    Raises:
+        ValueError: with the request's place, what is wrong with it, and the remedy.
     """
-    decoder = unrolled_on_cpu(decoder, MOST_UNROLLED)
-    if decoder.unrolled:
-        params = _unrolled(decoder.config, params)
-    options = {"decoder": decoder, "sampling": sampling}
-    cache, *first = _prefill(params, prompts, prompt_mask, key, group_size=group_size, **options)
-    batch = len(prompts) * group_size
-    tokens, logprobs = np.zeros((batch, max_tokens), np.int32), np.zeros((batch, max_tokens), np.float32)
-    tokens[:, 0], logprobs[:, 0] = on_host(first)
-    counts = np.ones(batch, np.int32)
-    waiting = np.flatnonzero(~np.isin(tokens[:, 0], stop_ids)) if max_tokens > 1 else np.zeros(0, int)
-
-    sizes, lengths = _sizes(min(slots, batch)), _lengths(max_tokens)
-    size = _at_least(sizes, len(waiting))
-    held = _Slots(np.full(size, -1, np.int32), *(np.ones(size, np.int32) for _ in range(3)))
-    room = _zeros(cache, size=size, length=lengths[0])
-    if size == batch:
-        memory = _Memory(cache, room)
-        held.lengths[:], held.last[:] = np.repeat(prompt_mask.sum(-1), group_size), tokens[:, 0]
-        held.rows[waiting], waiting = waiting, waiting[:0]
-    else:
-        prompt_time = jax.tree.leaves(cache)[0].shape[TIME]
-        memory = _Memory(_zeros(cache, size=size, length=prompt_time), room)
-    while len(waiting) or (held.rows >= 0).any():
-        held, memory = _fitted(held, memory, len(waiting), sizes, lengths)
-
-        # --- Waiting rows into free slots.
-        free = np.flatnonzero(held.rows < 0)[: len(waiting)]
-        coming, waiting = waiting[: len(free)], waiting[len(free) :]
-        if len(coming):
-            of = coming // group_size
-            held.rows[free], held.lengths[free] = coming, prompt_mask.sum(-1)[of]
-            held.drawn[free], held.last[free] = 1, tokens[coming, 0]
-            places = np.zeros((2, len(held.rows)), np.int32)
-            places[:, : len(free)] = free, of
-            memory = _admit(memory, cache, places, len(free))
-
-        # --- A round: until a good part of the slots is free, or where none waits, until fewer slots do.
-        size = len(held.rows)
-        fewer = max((candidate for candidate in sizes if candidate < size), default=0)
-        enough = -(-size // 8) if len(waiting) else size - fewer
-        memory, state = _decode(params, memory, held, key, enough, max_tokens=max_tokens, stop_ids=stop_ids, **options)
-        state = on_host(state)
-        slot, time = np.nonzero((held.rows >= 0)[:, None] & (np.arange(ROUND) < state.counts[:, None]))
-        places = held.rows[slot], held.drawn[slot] + time
-        tokens[places], logprobs[places] = state.tokens[slot, time], state.logprobs[slot, time]
-        np.add.at(counts, held.rows[slot], 1)
-        rows, drawn = np.where(state.live, held.rows, -1), held.drawn + state.counts
-        held = held._replace(rows=rows, drawn=drawn, last=state.last.copy())
-    ended = np.isin(tokens[np.arange(batch), counts - 1], stop_ids)
-    return Completions(tokens, np.arange(max_tokens) < counts[:, None], logprobs, ~ended)
+    for place, request in enumerate(requests):
+        leader = requests[place - place % group_size] if group_size else request
+        if request.limit < 1:
+            raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
+        if leader is not request and leader.prefix is request.prefix:
+            continue
+        if not np.array_equal(leader.prefix, request.prefix):
+            raise ValueError(f"request {place}: its prefix differs from its group's; take another group_size, or None")
+        if not len(request.prefix):
+            raise ValueError(f"request {place}: its prefix is empty; give one token at least, such as the BOS")
+        if request.prefix.min() < 0 or request.prefix.max() >= vocabulary:
+            wrong = next(int(token) for token in request.prefix if not 0 <= token < vocabulary)
+            raise ValueError(
+                f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; take the policy's tokenizer"
+            )
+    if group_size and len(requests) % group_size:
+        raise ValueError(f"{len(requests)} requests are not whole groups of {group_size}; take another group_size")
 
 
-def _fitted(
-    held: _Slots, memory: _Memory, waiting: int, sizes: list[int], lengths: list[int]
-) -> tuple[_Slots, _Memory]:
-    """As many slots as there are rows for, and a cache with room for a round."""
-    live = np.flatnonzero(held.rows >= 0)
-    size = _at_least(sizes, len(live) + waiting)
-    length = _at_least(lengths, int(held.drawn[live].max(initial=1)) - 1 + ROUND)
-    if (size, length) == (len(held.rows), jax.tree.leaves(memory.drawn)[0].shape[TIME]):
-        return held, memory
-    if size == len(held.rows):
-        return held, memory._replace(drawn=_resized(memory.drawn, length=length))
-    order = np.concatenate([live, np.flatnonzero(held.rows < 0)])[:size]
-    return _Slots(*(column[order] for column in held)), _gather(memory, order, length=length)
+class Sampled(NamedTuple):
+    """A completion.
 
-
-def _sizes(slots: int) -> list[int]:
-    """Numbers of slots that are ever used, rising: `slots`, its half, and so on, down to `FEWEST`."""
-    sizes = [slots]
-    while (half := -(-sizes[0] // 2)) >= FEWEST:
-        sizes.insert(0, half)
-    return sizes
-
-
-def _lengths(max_tokens: int) -> list[int]:
-    """Lengths in tokens that the cache ever has, rising: doubling, up to what the longest completion needs."""
-    lengths, longest = [SHORTEST], max_tokens + ROUND
-    while lengths[-1] < longest:
-        lengths.append(2 * lengths[-1])
-    return [*lengths[:-1], longest]
-
-
-def _at_least(sizes: Sequence[int], needed: int) -> int:
-    return next((size for size in sizes if size >= needed), sizes[-1])
-
-
-_unrolled = jax.jit(unrolled_params, static_argnums=0)
-
-
-@functools.partial(jax.jit, static_argnames=("decoder", "group_size", "sampling"))
-def _prefill(
-    params: dict, prompts: Array, prompt_mask: Array, key: PRNGKeyArray, *, decoder, group_size, sampling
-) -> tuple[tuple, Int[Array, " batch"], Float[Array, " batch"]]:
-    """Keys and values of all prompts; every completion's first token and its log-probability."""
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    hidden, cache = decoder.apply({"params": params}, prompts, positions, prompt_mask)
-    scores = logits(decoder.config, params, last_hidden(hidden, prompt_mask))
-    rows = jnp.arange(len(prompts) * group_size).reshape(-1, group_size)
-
-    # One prompt at a time: the scores of all rows never exist at once.
-    def first_of(inputs):
-        own, rows = inputs
-        return draw_tokens(jnp.broadcast_to(own, (group_size, len(own))), sampling, _keys(key, rows, 0 * rows))
-
-    tokens, logprobs = jax.lax.map(first_of, (scores, rows))
-    return cache, tokens.reshape(-1), logprobs.reshape(-1)
-
-
-def _keys(key: PRNGKeyArray, rows: Int[Array, " slots"], times: Int[Array, " slots"]) -> Key[Array, " slots"]:
-    fold = jax.vmap(jax.random.fold_in)
-    return fold(jax.vmap(jax.random.fold_in, (None, 0))(key, rows), times)
-
-
-@functools.partial(jax.jit, static_argnames=("size", "length"))
-def _zeros(prompt_cache: tuple, *, size: int, length: int) -> tuple:
-    """Room for `length` tokens' keys and values in each of `size` rows."""
-    shapes = jax.tree.map(lambda x: (*x.shape[:ROWS], size, x.shape[ROWS + 1], length, x.shape[-1]), prompt_cache)
-    return jax.tree.map(lambda x, shape: jnp.zeros(shape, x.dtype), prompt_cache, shapes)
-
-
-@functools.partial(jax.jit, static_argnames="length")
-def _resized(cache: tuple, *, length: int) -> tuple:
-    """The cache with room for `length` tokens."""
-
-    def resized(x: Array) -> Array:
-        x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[TIME]), axis=x.ndim + TIME)
-        padding = [(0, 0)] * x.ndim
-        padding[TIME] = (0, length - x.shape[TIME])
-        return jnp.pad(x, padding)
-
-    return jax.tree.map(resized, cache)
-
-
-@functools.partial(jax.jit, static_argnames="length")
-def _gather(memory: _Memory, order: Int[Array, " slots"], *, length: int) -> _Memory:
-    """The memory of the slots named by `order`, each with its own copy of its prompt, with a cache of that length."""
-    prompts, drawn = (jax.tree.leaves(kind)[0].shape[ROWS] for kind in memory)
-    of_prompts, of_drawn = (
-        jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=ROWS), kind)
-        for kind, rows in zip(memory, (order // (drawn // prompts), order), strict=True)
-    )
-    return _Memory(of_prompts, _resized(of_drawn, length=length))
-
-
-@functools.partial(jax.jit, donate_argnames="memory")
-def _admit(memory: _Memory, prompt_cache: tuple, places: Int[Array, "2 slots"], count: Int[Array, ""]) -> _Memory:
-    """Copies prompts into slots: the first `count` columns of `places` are (slot, prompt)."""
-
-    def copied(index: Array, prompts: tuple) -> tuple:
-        slot, prompt = places[:, index]
-
-        def put(mine: Array, theirs: Array) -> Array:
-            one = jax.lax.dynamic_slice_in_dim(theirs, prompt, 1, axis=theirs.ndim + ROWS)
-            return jax.lax.dynamic_update_slice_in_dim(mine, one, slot, axis=mine.ndim + ROWS)
-
-        return jax.tree.map(put, prompts, prompt_cache)
-
-    return memory._replace(prompts=jax.lax.fori_loop(0, count, copied, memory.prompts))
-
-
-@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "max_tokens", "stop_ids"), donate_argnames="memory")
-def _decode(
-    params: dict, memory: _Memory, held: _Slots, key: PRNGKeyArray, enough, *, decoder, sampling, max_tokens, stop_ids
-) -> tuple[_Memory, _Round]:
-    """Up to `ROUND` tokens for each live slot; fewer once `enough` slots are free.
-
-    The cache is only read while the round lasts: its tokens' keys and values are held apart, all rows' at one place,
-    and put there at the end, each row's at its own.
+    Attributes:
+        tokens: the end-of-sequence token among them.
+        logprobs: of each token, under the distribution that sampled it.
+        versions: the policy version whose weights sampled each token.
+        truncated: whether it ran into its limit before it ended.
     """
-    rows, lengths, drawn, last = held
-    size, cached = len(rows), drawn - 1
-    prompts, _, prompt_time, _ = jax.tree.leaves(memory.prompts)[0].shape[ROWS:]
-    places = jnp.broadcast_to(jnp.arange(prompt_time), (prompts, prompt_time))
-    prompt = Context(*memory.prompts, places < lengths[:: size // prompts, None], places)
-    places = jnp.arange(jax.tree.leaves(memory.drawn)[0].shape[TIME])
-    earlier = Context(*memory.drawn, places < cached[:, None], lengths[:, None] + places)
 
-    def unfinished(state: _Round) -> Bool[Array, ""]:
-        return (state.time < ROUND) & ((~state.live).sum() < enough)
+    tokens: Int[np.ndarray, " time"]
+    logprobs: Float[np.ndarray, " time"]
+    versions: Int[np.ndarray, " time"]
+    truncated: bool
 
-    def step(state: _Round) -> _Round:
-        time, places = state.time, jnp.arange(ROUND)
-        recent = Context(
-            *state.recent,
-            jnp.broadcast_to(places <= time, (size, ROUND)),
-            (lengths + cached)[:, None] + places,
-        )
-        hidden, kept = decoder.apply(
-            {"params": params},
-            state.last[:, None],
-            (lengths + cached + time)[:, None],
-            jnp.ones((size, 1), bool),
-            (prompt, earlier, recent),
-            place=time,
-        )
-        scores = logits(decoder.config, params, hidden[:, 0])
-        tokens, logprobs = draw_tokens(scores, sampling, _keys(key, rows, drawn + time))
-        ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (drawn + time + 1 == max_tokens)
 
-        return _Round(
-            time + 1,
-            state.live & ~ended,
-            tokens,
-            kept,
-            state.tokens.at[:, time].set(tokens),
-            state.logprobs.at[:, time].set(logprobs),
-            state.counts + state.live,
-        )
+class Started(NamedTuple):
+    """Requests that have their first token, sampled by the weights of `version`."""
 
-    def blank(x: Array) -> Array:
-        return jnp.zeros((*x.shape[:TIME], ROUND, x.shape[-1]), x.dtype)
+    requests: list[Request]
+    tickets: list[int]
+    tokens: Int[np.ndarray, " requests"]
+    logprobs: Float[np.ndarray, " requests"]
+    version: int
 
-    start = _Round(
-        jnp.zeros((), jnp.int32),
-        rows >= 0,
-        last,
-        jax.tree.map(blank, memory.drawn),
-        jnp.zeros((size, ROUND), jnp.int32),
-        jnp.zeros((size, ROUND)),
-        jnp.zeros(size, jnp.int32),
+    def part(self, places: Int[np.ndarray, " some"]) -> "Started":
+        """Some of them."""
+        requests, tickets = ([column[place] for place in places] for column in (self.requests, self.tickets))
+        return Started(requests, tickets, self.tokens[places], self.logprobs[places], self.version)
+
+
+class Columns(NamedTuple):
+    """What each slot is at. A free one (ticket -1) still holds the tokens that it was at last.
+
+    Attributes:
+        tickets: of the completion that is sampled in the slot; -1: none.
+        lengths, cached, last, counts, limits, keys: as in `recjax.rollout.decoding.Rows`.
+        current: all keys and values of the slot are of the current weights.
+        requests: the newest Request of the slot.
+        tokens, logprobs, versions: what was sampled for it; the first `counts` places count.
+    """
+
+    tickets: Int[np.ndarray, " slots"]
+    lengths: Int[np.ndarray, " slots"]
+    cached: Int[np.ndarray, " slots"]
+    last: Int[np.ndarray, " slots"]
+    counts: Int[np.ndarray, " slots"]
+    limits: Int[np.ndarray, " slots"]
+    keys: UInt32[np.ndarray, "slots words"]
+    current: Bool[np.ndarray, " slots"]
+    requests: np.ndarray
+    tokens: Int[np.ndarray, "slots room"]
+    logprobs: Float[np.ndarray, "slots room"]
+    versions: Int[np.ndarray, "slots room"]
+
+
+class Slots:
+    """A number of slots and the memory that belongs to them; without memory there is none."""
+
+    def __init__(self):
+        """No slots."""
+        self.columns, self.memory = _columns(0), None
+
+    @property
+    def count(self) -> int:
+        """Slots that there are."""
+        return len(self.columns.tickets)
+
+    @property
+    def live(self) -> Bool[np.ndarray, " slots"]:
+        """Slots that a completion is sampled in."""
+        return self.columns.tickets >= 0
+
+    @property
+    def held(self) -> Int[np.ndarray, " slots"]:
+        """Tokens whose keys and values, of the current weights, each slot has."""
+        return np.where(self.columns.current, self.columns.lengths + self.columns.cached, 0)
+
+    @property
+    def time(self) -> int:
+        """Tokens behind its prompt that each slot has room for."""
+        return decoding.cache_time(self.memory.later)
+
+    # --- How many there are, and their room.
+
+    def open_for(self, cache: tuple, lengths: Int[np.ndarray, " prompts"], group_size: int, time: int) -> None:
+        """As many empty slots as groups of that size have rows; each group reads its one prompt in `cache`."""
+        count = len(lengths) * group_size
+        self.columns = _columns(count)
+        self.columns.lengths[:] = np.repeat(lengths, group_size)
+        self.memory = Memory(cache, decoding.empty(cache, rows=count, time=time))
+
+    def make(self, count: int, cache: tuple, time: int) -> None:
+        """At least so many slots, each with room for a prompt of its own that is as long as those in `cache`."""
+        prompt_time = decoding.cache_time(cache)
+        if self.memory is None:
+            self.columns = _columns(count)
+            prompts = decoding.empty(cache, rows=count, time=prompt_time)
+            self.memory = Memory(prompts, decoding.empty(cache, rows=count, time=time))
+            return
+        count = max(count, self.count)
+        if count != decoding.cache_rows(self.memory.prompts):
+            self.gather(np.arange(count) % self.count, self.time)
+        if prompt_time > decoding.cache_time(self.memory.prompts):
+            self.memory = self.memory._replace(prompts=decoding.resized(self.memory.prompts, time=prompt_time))
+
+    def gather(self, order: Int[np.ndarray, " slots"], time: int) -> None:
+        """Keeps the slots that `order` names, each with a prompt of its own; one that it names again is free."""
+        again = np.ones(len(order), bool)
+        again[np.unique(order, return_index=True)[1]] = False
+        self.columns = Columns(*(column[order] for column in self.columns))
+        self.columns.tickets[again], self.columns.current[again] = -1, False
+        self.memory = decoding.gathered(self.memory, order.astype(np.int32), time=time)
+
+    def resize(self, time: int) -> None:
+        """Room for so many tokens behind each prompt."""
+        if time != self.time:
+            self.memory = self.memory._replace(later=decoding.resized(self.memory.later, time=time))
+
+    def leave_room(self, tokens: int) -> None:
+        """Has free slots hold no more than leaves so much room: what a round writes there must not hit it."""
+        free = ~self.live
+        self.columns.cached[free] = np.minimum(self.columns.cached[free], self.time - tokens)
+
+    # --- What comes into them.
+
+    def put(
+        self,
+        started: Started,
+        cache: tuple,
+        prompts: Int[np.ndarray, " requests"],
+        lengths: Int[np.ndarray, " requests"],
+        current: bool,
+    ) -> int:
+        """Puts completions with their prompts, rows of `cache`, into free slots; returns how many found one."""
+        free = np.flatnonzero(~self.live)
+        # Slots that hold the least are given away first.
+        free = free[np.argsort(self.held[free], kind="stable")][: len(prompts)]
+        if not len(free):
+            return 0
+        places = np.zeros((2, self.count), np.int32)
+        places[:, : len(free)] = free, prompts[: len(free)]
+        self.memory = decoding.put_prompts(self.memory, cache, places, np.int32(len(free)))
+        self.columns.lengths[free], self.columns.cached[free] = lengths[: len(free)], 0
+        self.begin(free, started.part(np.arange(len(free))), current)
+        return len(free)
+
+    def begin(self, places: Int[np.ndarray, " requests"], started: Started, current: bool) -> None:
+        """Writes completions with their first tokens into the columns of slots.
+
+        Args:
+            current: their prefixes have been run with the current weights.
+        """
+        self.make_room(1)
+        columns, (requests, tickets, tokens, logprobs, version) = self.columns, started
+        columns.tickets[places], columns.last[places], columns.counts[places] = tickets, tokens, 1
+        columns.limits[places] = [request.limit for request in requests]
+        columns.keys[places] = [request.key for request in requests]
+        columns.tokens[places, 0], columns.logprobs[places, 0] = tokens, logprobs
+        columns.versions[places, 0], columns.current[places] = version, current
+        for place, request in zip(places, requests, strict=True):
+            columns.requests[place] = request
+
+    def make_room(self, tokens: int) -> None:
+        """Room in the columns for so many sampled tokens a slot."""
+        columns = self.columns
+        if (missing := tokens - columns.tokens.shape[1]) > 0:
+            padding = ((0, 0), (0, max(missing, columns.tokens.shape[1])))
+            sampled = (columns.tokens, columns.logprobs, columns.versions)
+            tokens, logprobs, versions = (np.pad(column, padding) for column in sampled)
+            self.columns = columns._replace(tokens=tokens, logprobs=logprobs, versions=versions)
+
+    # --- What goes on in them.
+
+    def rows(self, live: Bool[np.ndarray, " slots"]) -> Rows:
+        """What a round must know, with the slots that sample in it."""
+        columns = self.columns
+        return Rows(live, columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys)
+
+    def record(self, mine: Bool[np.ndarray, " slots"], state: decoding.Decoded, version: int) -> None:
+        """Puts a round's tokens into the columns of the slots that sampled them."""
+        columns, counts = self.columns, np.where(mine, state.counts, 0)
+        slot, time = np.nonzero(np.arange(state.tokens.shape[1]) < counts[:, None])
+        places = slot, columns.counts[slot] + time
+        columns.tokens[places], columns.logprobs[places] = state.tokens[slot, time], state.logprobs[slot, time]
+        columns.versions[places] = version
+        columns.counts[:] += counts
+        columns.cached[:] += counts
+        columns.last[mine] = state.last[mine]
+
+    def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
+        """Frees slots and returns their completions by ticket."""
+        finished, columns = {}, self.columns
+        for slot in ended:
+            sampled = (columns.tokens, columns.logprobs, columns.versions)
+            tokens, logprobs, versions = (column[slot, : columns.counts[slot]].copy() for column in sampled)
+            done = Sampled(tokens, logprobs, versions, bool(tokens[-1] not in stop_ids))
+            finished[int(columns.tickets[slot])] = done
+        columns.tickets[ended] = -1
+        return finished
+
+    def continuations(self, requests: Sequence[Request]) -> dict[int, int]:
+        """Free slots that hold a beginning of a prefix, the longest that there is: place of the request to slot."""
+        columns, lengths, held = self.columns, self.held, {}
+        for slot in np.flatnonzero(~self.live & columns.current):
+            tokens = np.concatenate([columns.requests[slot].prefix, columns.tokens[slot, : columns.counts[slot]]])
+            held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(int(slot))
+        sizes, found = sorted({len(tokens) for tokens in held}, reverse=True), {}
+        for place, request in enumerate(requests):
+            prefix = request.prefix.tobytes()
+            for size in sizes:
+                if size < len(prefix) and held.get(prefix[:size]):
+                    found[place] = held[prefix[:size]].pop(0)
+                    break
+        return found
+
+
+def _columns(count: int) -> Columns:
+    """Of slots that hold nothing."""
+    room = np.zeros((count, 0), np.int32)
+    return Columns(
+        *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
+        keys=np.zeros((count, _key_words()), np.uint32),
+        current=np.zeros(count, bool),
+        requests=np.full(count, None),
+        tokens=room,
+        logprobs=room.astype(np.float32),
+        versions=room.copy(),
     )
-    state = jax.lax.while_loop(unfinished, step, start)
 
-    def merged(cache: Array, recent: Array) -> Array:
-        row, time = cache.ndim + ROWS, cache.ndim - 1 + TIME
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=time)
-        return jax.vmap(put, (row, row, 0), row)(cache, recent, cached)
 
-    return memory._replace(drawn=jax.tree.map(merged, memory.drawn, state.recent)), state._replace(recent=())
+@functools.cache
+def _key_words() -> int:
+    """Numbers that a key's data are."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size

@@ -13,9 +13,9 @@ from recjax.hub.policy import attention_kernel, compute_dtype
 from recjax.models.attention import attend, attention_mask
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.rollout.sampler import sample
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
+from tests.rollout.reference_sampler import sample
 from tests.training.test_update import make_batch
 
 pytestmark = pytest.mark.gpu

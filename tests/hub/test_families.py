@@ -12,7 +12,7 @@ import pytest
 from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, DecoderConfig, logits
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.rollout.sampler import sample
+from tests.rollout.reference_sampler import sample
 
 SIZES = {
     "vocab_size": 40,

@@ -15,10 +15,10 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
 from recjax.planning.dry_run import compact, dry_run, first_steps, print_dry_run, show
 from recjax.planning.memory import batch_arrays, batch_shape, count
-from recjax.rollout import sampler
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
+from tests.rollout.reference_sampler import sample
 from tests.training.simulated_run import simulated
 from tests.training.tiny_run import TINY
 
@@ -122,7 +122,7 @@ def test_keys_and_values_are_those_of_the_sampler(tiny):
     )
     prompts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     loop = jax.make_jaxpr(
-        lambda params: sampler.sample(
+        lambda params: sample(
             decoder,
             params,
             tokens,

@@ -7,7 +7,8 @@ import pytest
 
 from recjax.models.decoder import Decoder, DecoderConfig, init_params, logits
 from recjax.models.logprobs import Sampling, sampling_logits
-from recjax.rollout.sampler import draw_tokens, sample
+from recjax.rollout.choosing import sample_tokens
+from tests.rollout.reference_sampler import sample
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False)
 DECODER = Decoder(CONFIG)
@@ -109,9 +110,9 @@ def test_a_token_chosen_in_two_steps_is_the_choice_among_all(vocabulary):
     scores = jnp.where(vocabulary == 1, 0.0, scores)
     every = jnp.broadcast_to(scores, (rows, vocabulary))
     keys = jax.random.split(jax.random.key(2), rows)
-    greedy, _ = draw_tokens(every, Sampling(temperature=0.0), keys)
+    greedy, _ = sample_tokens(every, Sampling(temperature=0.0), keys)
     np.testing.assert_array_equal(greedy, jnp.argmax(every, axis=-1))  # the first of several that are highest
-    drawn, logprobs = draw_tokens(every, Sampling(), keys)
+    drawn, logprobs = sample_tokens(every, Sampling(), keys)
     probabilities = np.asarray(jax.nn.softmax(scores))
     np.testing.assert_allclose(logprobs, np.log(probabilities[drawn]), atol=1e-5)
     frequencies = np.bincount(drawn, minlength=vocabulary) / rows

@@ -12,9 +12,9 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.rollout.sampler import sample
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
+from tests.rollout.reference_sampler import sample
 from tests.training.test_update import make_batch
 
 # No other size is 1009, nor a multiple of it.

@@ -1,25 +1,20 @@
-"""Draws groups of completions and stores the log-probability of every token under the distribution that drew it."""
+"""The engine's reference: all rows of a batch in one program, a token a turn, until the slowest has ended."""
 
 import functools
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.models.decoder import Context, Decoder, logits
-from recjax.models.logprobs import Sampling, last_hidden, logprobs_and_entropy, sampling_logits
+from recjax.models.logprobs import Sampling, last_hidden
 from recjax.models.placement import ROWS, constrain
+from recjax.rollout.choosing import sample_tokens
 
 
 class Completions(NamedTuple):
-    """A batch of drawn completions, `group_size` consecutive rows a prompt, right-padded.
-
-    `mask` is True at tokens that the policy drew, the end-of-sequence token among them. `truncated` rows ran into the
-    token limit before they ended.
-    """
+    """Sampled completions, `group_size` consecutive rows a prompt, right-padded."""
 
     tokens: Int[Array, "batch time"]
     mask: Bool[Array, "batch time"]
@@ -28,43 +23,12 @@ class Completions(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """State of the decode loop: `time` tokens drawn so far; the cache holds the keys and values of all but the last."""
+    """State of the loop: `time` tokens sampled so far; the cache holds the keys and values of all but the last."""
 
     time: Int[Array, ""]
     finished: Bool[Array, " batch"]
     cache: tuple[Array, Array]
     output: Completions
-
-
-def draw_tokens(
-    scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
-) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    """One token a row with the row's own key, and its log-probability under the distribution that drew it."""
-    scores = constrain(scores, ROWS)
-    if sampling.temperature == 0:
-        tokens = _in_two_steps(scores, jnp.max, lambda among, _: jnp.argmax(among, axis=-1))
-    else:
-
-        def drawn(among: Array, step: int) -> Array:
-            return jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, step), among)
-
-        tokens = _in_two_steps(sampling_logits(scores, sampling), jax.nn.logsumexp, drawn)
-    return tokens, logprobs_and_entropy(scores, tokens, sampling)[0]
-
-
-def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choose: Callable) -> Int[Array, " batch"]:
-    """An index a row: first one of about √vocab blocks, by what `of_block` makes of its scores, then one inside it.
-
-    The choice is that among all at once, ties included. Drawing takes 2 √vocab random numbers in place of vocab, and
-    the index of the highest of many, which XLA is slow to find on the CPU, is never asked for.
-    """
-    batch, vocab = scores.shape
-    length = math.isqrt(vocab - 1) + 1
-    padding = -vocab % length
-    blocks = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(batch, -1, length)
-    block = choose(of_block(blocks, axis=-1), 0)
-    inside = choose(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], 1)
-    return block * length + inside
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "group_size", "max_tokens", "sampling", "stop_ids"))
@@ -80,18 +44,18 @@ def sample(
     sampling: Sampling,
     stop_ids: tuple[int, ...],
 ) -> Completions:
-    """Draws `group_size` completions of each prompt.
+    """Samples `group_size` completions of each prompt.
 
     Prompts are run once; each group's completions attend to the one copy of their prompt's keys and values. The decode
-    loop ends as soon as every row has. Row i at time t draws with fold_in(fold_in(key, i), t), so a row's noise depends
-    on nothing but the key and its index.
+    loop ends as soon as every row has. Row i at time t samples with fold_in(fold_in(key, i), t), so a row's noise
+    depends on nothing but the key and its index.
 
     Args:
         prompts: right-padded prompt tokens, each row with at least one.
         key: a key not used before; the same key repeats the same completions.
         max_tokens: limit on a completion's length, end-of-sequence token included.
         sampling: the distribution; what is stored is the log-probability under it.
-        stop_ids: tokens that end a completion; the one drawn is part of it.
+        stop_ids: tokens that end a completion; the one sampled is part of it.
     Reference: arXiv 2509.24203 §2 (behaviour policy μ).
     """
     batch = prompts.shape[0] * group_size
@@ -107,7 +71,7 @@ def sample(
     def record(state: _Decoding, scores: Float[Array, "batch vocab"]) -> _Decoding:
         time, alive = state.time, ~state.finished
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, time)
-        tokens, logprobs = draw_tokens(scores, sampling, keys)
+        tokens, logprobs = sample_tokens(scores, sampling, keys)
         output = state.output._replace(
             tokens=state.output.tokens.at[:, time].set(jnp.where(alive, tokens, 0)),
             mask=state.output.mask.at[:, time].set(alive),

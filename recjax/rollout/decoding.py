@@ -1,0 +1,330 @@
+"""The engine's programs on the device: prompts run, completions begun and continued, and the memory of their slots."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from recjax.models.decoder import Context, Decoder, logits
+from recjax.models.logprobs import Sampling, last_hidden
+from recjax.models.placement import ROWS, constrain
+from recjax.models.unrolling import params_for
+from recjax.rollout.choosing import sample_tokens
+
+# Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
+_ROW_AXIS, _TIME_AXIS = -4, -2
+
+
+class Memory(NamedTuple):
+    """Keys and values of the slots: of their prompts, and of all later tokens but the last.
+
+    `prompts` has a row for each slot, or a row for each group of consecutive slots, which then all read it.
+    """
+
+    prompts: tuple
+    later: tuple
+
+
+class Rows(NamedTuple):
+    """What the slots are at.
+
+    Attributes:
+        live: sample a token in this call.
+        lengths, cached: tokens whose keys and values are in `prompts` and in `later`.
+        last: the token sampled last.
+        counts: tokens sampled so far; the next one is sampled with fold_in(key, count).
+        limits: tokens that are sampled at most.
+        keys: key data.
+    """
+
+    live: Bool[Array, " slots"]
+    lengths: Int[Array, " slots"]
+    cached: Int[Array, " slots"]
+    last: Int[Array, " slots"]
+    counts: Int[Array, " slots"]
+    limits: Int[Array, " slots"]
+    keys: UInt32[Array, "slots words"]
+
+
+class Decoded(NamedTuple):
+    """State of a round after `time` tokens, of which a slot has kept the first `counts`.
+
+    `recent` has the keys and values of this round's tokens but the last.
+    """
+
+    time: Int[Array, ""]
+    live: Bool[Array, " slots"]
+    last: Int[Array, " slots"]
+    recent: tuple
+    tokens: Int[Array, "slots round"]
+    logprobs: Float[Array, "slots round"]
+    counts: Int[Array, " slots"]
+
+
+def cache_rows(cache: tuple) -> int:
+    """Rows of keys and values."""
+    return jax.tree.leaves(cache)[0].shape[_ROW_AXIS]
+
+
+def cache_time(cache: tuple) -> int:
+    """Tokens that each row of keys and values has room for."""
+    return jax.tree.leaves(cache)[0].shape[_TIME_AXIS]
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def prefill(
+    params: dict, prompts: Int[Array, "prompts time"], mask: Bool[Array, "prompts time"], *, decoder: Decoder
+) -> tuple[tuple, Float[Array, "prompts vocab"]]:
+    """Keys and values of prompts, right-padded, and the scores of the token after each."""
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    hidden, cache = decoder.apply({"params": params}, prompts, positions, mask)
+    return _laid_out(cache), logits(decoder.config, params, last_hidden(hidden, mask))
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "chunk"))
+def first_tokens(
+    scores: Float[Array, "prompts vocab"],
+    of: Int[Array, " batch"],
+    keys: UInt32[Array, "batch words"],
+    *,
+    sampling: Sampling,
+    chunk: int,
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
+    """Every completion's first token and its log-probability.
+
+    Args:
+        of: each completion's prompt.
+        chunk: completions whose scores exist at one time.
+    """
+    count = len(of)
+
+    def chosen(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        of, keys = part
+        return sample_tokens(scores[of], sampling, _step_keys(keys, jnp.zeros_like(of)))
+
+    if count <= chunk:
+        return chosen((of, keys))
+    parts = [jnp.pad(x, [(0, -count % chunk)] + [(0, 0)] * (x.ndim - 1)) for x in (of, keys)]
+    found = jax.lax.map(chosen, tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in parts))
+    tokens, logprobs = (x.reshape(-1)[:count] for x in found)
+    return tokens, logprobs
+
+
+def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -> Key[Array, " rows"]:
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), counts)
+
+
+def _laid_out(cache: tuple) -> tuple:
+    """The cache over the mesh: rows as those of a batch, heads along "tensor"."""
+    return jax.tree.map(lambda x: constrain(x, *(None,) * (x.ndim + _ROW_AXIS), ROWS, "tensor"), cache)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "time"))
+def empty(like: tuple, *, rows: int, time: int) -> tuple:
+    """Room for the keys and values of `time` tokens in each of `rows` rows."""
+    shapes = jax.tree.map(lambda x: (*x.shape[:_ROW_AXIS], rows, x.shape[-3], time, x.shape[-1]), like)
+    return _laid_out(jax.tree.map(lambda x, shape: jnp.zeros(shape, x.dtype), like, shapes))
+
+
+@functools.partial(jax.jit, static_argnames="time")
+def resized(cache: tuple, *, time: int) -> tuple:
+    """The cache with room for `time` tokens; of a longer one the first are kept."""
+
+    def fitted(x: Array) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, min(time, x.shape[_TIME_AXIS]), axis=x.ndim + _TIME_AXIS)
+        padding = [(0, 0)] * x.ndim
+        padding[_TIME_AXIS] = (0, time - x.shape[_TIME_AXIS])
+        return jnp.pad(x, padding)
+
+    return _laid_out(jax.tree.map(fitted, cache))
+
+
+@functools.partial(jax.jit, static_argnames="time")
+def gathered(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
+    """The memory of the slots that `order` names, each with a copy of its prompt and room for `time` later tokens."""
+    sharing = cache_rows(memory.later) // cache_rows(memory.prompts)
+    prompts, later = (
+        jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=_ROW_AXIS), cache)
+        for cache, rows in zip(memory, (order // sharing, order), strict=True)
+    )
+    return Memory(_laid_out(prompts), resized(later, time=time))
+
+
+@functools.partial(jax.jit, donate_argnames="memory")
+def put_prompts(memory: Memory, cache: tuple, places: Int[Array, "2 slots"], count: Int[Array, ""]) -> Memory:
+    """Copies prompts into slots: the first `count` columns of `places` are (slot, row of `cache`)."""
+
+    def copied(index: Array, prompts: tuple) -> tuple:
+        slot, prompt = places[:, index]
+
+        def put(mine: Array, theirs: Array) -> Array:
+            one = jax.lax.dynamic_slice_in_dim(theirs, prompt, 1, axis=theirs.ndim + _ROW_AXIS)
+            return jax.lax.dynamic_update_slice_in_dim(mine, one, slot, axis=mine.ndim + _ROW_AXIS)
+
+        return jax.tree.map(put, prompts, cache)
+
+    return memory._replace(prompts=_laid_out(jax.lax.fori_loop(0, count, copied, memory.prompts)))
+
+
+def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, " rows"]) -> tuple[Context, Context]:
+    """What the rows' next tokens attend to; rows that share a prompt have one length."""
+    prompts, sharing = cache_rows(memory.prompts), len(lengths) // cache_rows(memory.prompts)
+    places = jnp.broadcast_to(jnp.arange(cache_time(memory.prompts)), (prompts, cache_time(memory.prompts)))
+    prompt = Context(*memory.prompts, places < lengths[::sharing, None], places)
+    places = jnp.arange(cache_time(memory.later))
+    return prompt, Context(*memory.later, places < cached[:, None], lengths[:, None] + places)
+
+
+@functools.partial(jax.jit, static_argnames="decoder", donate_argnames="memory")
+def extend(
+    params: dict,
+    memory: Memory,
+    slots: Int[Array, " rows"],
+    tokens: Int[Array, "rows time"],
+    mask: Bool[Array, "rows time"],
+    lengths: Int[Array, " rows"],
+    cached: Int[Array, " rows"],
+    *,
+    decoder: Decoder,
+) -> tuple[Memory, Float[Array, "rows vocab"]]:
+    """Runs tokens that follow what slots hold, puts their keys and values behind it, and scores the token after them.
+
+    Args:
+        slots: which ones; one that is named twice has the same tokens both times.
+        tokens: right-padded; `memory.later` has room for all of them, padding included.
+        mask: True at real tokens.
+        lengths, cached: of these slots, as in `Rows`.
+    """
+    read = gathered(memory, slots, time=cache_time(memory.later))
+    positions = (lengths + cached)[:, None] + jnp.arange(tokens.shape[1])
+    hidden, new = decoder.apply({"params": params}, tokens, positions, mask, _contexts(read, lengths, cached))
+
+    def behind(row: Array, later: tuple) -> tuple:
+        def put(mine: Array, theirs: Array) -> Array:
+            one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
+            start = [0] * mine.ndim
+            start[_ROW_AXIS], start[_TIME_AXIS] = slots[row], cached[row]
+            return jax.lax.dynamic_update_slice(mine, one, start)
+
+        return jax.tree.map(put, later, new)
+
+    later = _laid_out(jax.lax.fori_loop(0, len(slots), behind, memory.later))
+    return memory._replace(later=later), logits(decoder.config, params, last_hidden(hidden, mask))
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time"), donate_argnames="memory")
+def decode(
+    params: dict,
+    memory: Memory,
+    rows: Rows,
+    enough: Int[Array, ""],
+    *,
+    decoder: Decoder,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    round_time: int,
+) -> tuple[Memory, Decoded]:
+    """Up to `round_time` tokens for each live slot, fewer once no more than `enough` are live.
+
+    The memory is only read while the round lasts: its tokens' keys and values are held apart, all slots' at one place,
+    and put there at the end, each slot's at its own. Behind what it has cached a slot's memory means nothing, so that
+    slots that are not live lose nothing either, as long as there is room for a round.
+    """
+    options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
+    state = _round(params, memory.prompts, _contexts(memory, rows.lengths, rows.cached), rows, enough, **options)
+
+    def merged(cache: Array, recent: Array) -> Array:
+        row, time = cache.ndim + _ROW_AXIS, cache.ndim - 1 + _TIME_AXIS
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=time)
+        return jax.vmap(put, (row, row, 0), row)(cache, recent, rows.cached)
+
+    later = _laid_out(jax.tree.map(merged, memory.later, state.recent))
+    return memory._replace(later=later), state._replace(recent=())
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "group_size", "round_time"))
+def whole_batch(
+    params: dict,
+    prompts: Int[Array, "prompts time"],
+    mask: Bool[Array, "prompts time"],
+    keys: UInt32[Array, "batch words"],
+    limits: Int[Array, " batch"],
+    *,
+    decoder: Decoder,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    group_size: int,
+    round_time: int,
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"], Decoded]:
+    """First tokens, their log-probabilities, and one round for groups of completions that need no more, in one program.
+
+    Args:
+        params: with layers stacked, whether the decoder scans over them or has them unrolled.
+        prompts: right-padded; each is that of `group_size` consecutive completions.
+    """
+    params = params_for(decoder, params)
+    cache, scores = prefill(params, prompts, mask, decoder=decoder)
+    of = jnp.arange(len(limits)) // group_size
+    tokens, logprobs = first_tokens(scores, of, keys, sampling=sampling, chunk=len(limits))
+    zeros, places = jnp.zeros_like(of), jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
+    live = ~jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) & (limits > 1)
+    rows = Rows(live, mask.sum(-1)[of], zeros, tokens, zeros + 1, limits, keys)
+    options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
+    state = _round(params, cache, (Context(*cache, mask, places),), rows, jnp.zeros((), jnp.int32), **options)
+    return tokens, logprobs, state._replace(recent=())
+
+
+def _round(
+    params: dict,
+    like: tuple,
+    contexts: tuple[Context, ...],
+    rows: Rows,
+    enough: Int[Array, ""],
+    *,
+    decoder: Decoder,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    round_time: int,
+) -> Decoded:
+    """The tokens of a round, over what they attend to beside each other; `like` is any cache."""
+    slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
+
+    def unfinished(state: Decoded) -> Bool[Array, ""]:
+        return (state.time < round_time) & (state.live.sum() > enough)
+
+    def step(state: Decoded) -> Decoded:
+        time = state.time
+        seen = jnp.broadcast_to(places <= time, (slots, round_time))
+        hidden, kept = decoder.apply(
+            {"params": params},
+            state.last[:, None],
+            (starts + time)[:, None],
+            jnp.ones((slots, 1), bool),
+            (*contexts, Context(*state.recent, seen, starts[:, None] + places)),
+            place=time,
+        )
+        scores = logits(decoder.config, params, hidden[:, 0])
+        tokens, logprobs = sample_tokens(scores, sampling, _step_keys(rows.keys, rows.counts + time))
+        ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
+        return Decoded(
+            time + 1,
+            state.live & ~ended,
+            tokens,
+            _laid_out(kept),
+            state.tokens.at[:, time].set(tokens),
+            state.logprobs.at[:, time].set(logprobs),
+            state.counts + state.live,
+        )
+
+    start = Decoded(
+        jnp.zeros((), jnp.int32),
+        rows.live,
+        rows.last,
+        empty(like, rows=slots, time=round_time),
+        jnp.zeros((slots, round_time), jnp.int32),
+        jnp.zeros((slots, round_time)),
+        jnp.zeros(slots, jnp.int32),
+    )
+    return jax.lax.while_loop(unfinished, step, start)

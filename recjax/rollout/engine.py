@@ -1,0 +1,378 @@
+"""Samples completions in slots: requests come in at any time, finished completions come out."""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from recjax.models.decoder import Decoder
+from recjax.models.logprobs import Sampling
+from recjax.models.placement import on_host, put_rows
+from recjax.models.unrolling import params_for, unrolled_on_cpu
+from recjax.rollout import capacity, decoding
+from recjax.rollout.capacity import at_least, filled_up, power_of_two
+from recjax.rollout.slots import Request, Sampled, Slots, Started, check_requests
+
+MOST_WRITTEN_OUT = 32  # layers that are unrolled on the CPU
+
+_params_for = jax.jit(params_for, static_argnums=0)
+
+
+class _Admitted(NamedTuple):
+    """Requests in line and their tickets; `group_size` is None where they are no batch of groups."""
+
+    requests: list[Request]
+    tickets: list[int]
+    group_size: int | None
+
+
+class _Prefilled(NamedTuple):
+    """Completions that have their first token and wait for slots.
+
+    Attributes:
+        rows: their places in the batch that they are of.
+        prompts: rows of `cache`, the keys and values of prompts of `lengths` tokens.
+        group_size: consecutive rows of a prompt in a batch that has the engine for itself; None for other requests.
+        weights: number of the weights that ran the prompts.
+    """
+
+    started: Started
+    rows: Int[np.ndarray, " waiting"]
+    prompts: Int[np.ndarray, " waiting"]
+    cache: tuple
+    lengths: Int[np.ndarray, " prompts"]
+    group_size: int | None
+    weights: int
+
+
+class Engine:
+    """Slots with a growing cache, in which completions are sampled a round of tokens at a time.
+
+    A completion depends on nothing but the weights and its request: not on where or when it is sampled, nor beside
+    what. A batch that has the engine for itself gives up slots as its completions end. Other requests leave slots as
+    they are: a later one whose prefix begins with what a free slot holds takes that slot, and only the rest is run.
+    """
+
+    def __init__(self, decoder: Decoder, stop_ids: tuple[int, ...], *, slots: int | None, prefix_time: int):
+        """Makes an engine without weights.
+
+        Args:
+            stop_ids: tokens that end a completion; the one sampled is part of it.
+            slots: completions that are sampled at one time; None: as many as memory holds, at most what is asked.
+            prefix_time: tokens that prefixes are padded to; longer ones to a power of two.
+        """
+        self._decoder, self._stop_ids = unrolled_on_cpu(decoder, MOST_WRITTEN_OUT), tuple(stop_ids)
+        self._asked, self._prefix_time = slots, prefix_time
+        self._stacked, self._params, self._version, self._weights = None, None, 0, 0
+        self._numbers = itertools.count()
+        self._queue: deque[_Admitted] = deque()
+        self._prefilled: _Prefilled | None = None
+        self._finished: dict[int, Sampled] = {}
+        self._slots = Slots()
+        self._sizes, self._planned = [0], 0  # numbers of slots, and the requests that they are for
+        self._longest: int | None = None  # the limit of a batch of one distribution that has the engine for itself
+
+    def replace_weights(self, params: dict, version: int) -> None:
+        """Takes weights, stacked by layer, for all tokens that are sampled from now on.
+
+        Completions under way go on from the keys and values that they have.
+        """
+        self._stacked, self._params, self._version, self._weights = params, None, version, self._weights + 1
+        self._slots.columns.current[:] = False
+
+    def admit(self, requests: Sequence[Request], group_size: int | None = None) -> list[int]:
+        """Takes requests and returns their tickets; those for which there is no slot wait in line.
+
+        Equal prefixes of one call are run once.
+
+        Args:
+            group_size: the requests are a batch, which comes again with other prompts: so many consecutive ones share
+                a prefix. Programs fit its numbers exactly; those of other requests are rounded up to powers of two.
+        Raises:
+            ValueError: a request that cannot be sampled, or groups without a common prefix.
+        """
+        requests = list(requests)
+        check_requests(requests, group_size, self._decoder.config.vocab_size)
+        tickets = [next(self._numbers) for _ in requests]
+        if requests:
+            self._queue.append(_Admitted(requests, tickets, group_size))
+        return tickets
+
+    def round(self) -> dict[int, Sampled]:
+        """Fills free slots and decodes a round of tokens in all; returns the completions that ended, by ticket.
+
+        Raises:
+            ValueError: there are no weights yet.
+        """
+        if self._stacked is None:
+            raise ValueError("the engine has no weights; call replace_weights before the first round")
+        self._fill_slots()
+        if self._slots.live.any():
+            self._fit()
+            self._decode()
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def drain(self) -> dict[int, Sampled]:
+        """Rounds until nothing is left; returns all completions, by ticket."""
+        finished = {}
+        while self._queue or self._prefilled or self._slots.live.any():
+            finished |= self.round()
+        return finished
+
+    def _weights_in_use(self) -> dict:
+        """As the decoder takes them."""
+        if self._params is None:
+            self._params = _params_for(self._decoder, self._stacked) if self._decoder.unrolled else self._stacked
+        return self._params
+
+    # --- From the line into slots.
+
+    def _fill_slots(self) -> None:
+        """Gives free slots to what waits, as long as there are both."""
+        while True:
+            if self._prefilled is None:
+                live = int(self._slots.live.sum())
+                if self._queue and self._queue[0].group_size is None and live + self._waiting() > self._planned:
+                    self._plan(live + self._waiting(), None)
+                if not self._queue or (live and live >= self._sizes[-1]):
+                    return
+                self._begin_next(self._sizes[-1] - live)
+            if self._prefilled is not None and not self._seat(self._prefilled):
+                return
+
+    def _waiting(self) -> int:
+        prefilled = len(self._prefilled.rows) if self._prefilled else 0
+        return prefilled + sum(len(admitted.tickets) for admitted in self._queue)
+
+    def _plan(self, count: int, group_size: int | None) -> None:
+        """Decides on numbers of slots for so many requests, in line or under way."""
+        self._planned = filled_up(count // group_size) * group_size if group_size else power_of_two(count)
+        if self._asked is None:
+            most = capacity.slots_that_fit(
+                self._decoder,
+                capacity.free_bytes(),
+                prompts=self._planned // (group_size or 1),
+                prompt_tokens=self._prefix_time,
+                rows=self._planned,
+                completion_tokens=max(request.limit for admitted in self._queue for request in admitted.requests),
+            )
+        else:
+            most = self._planned if group_size and self._asked >= count else self._asked
+        self._sizes = capacity.slot_numbers(most)
+
+    def _begin_next(self, room: int) -> None:
+        """The first tokens of what is next in line, with as much of what comes after as there is room for."""
+        idle, group_size = not self._slots.live.any(), self._queue[0].group_size
+        if group_size is None:
+            self._longest = None
+            self._begin_singles(room)
+            return
+        if idle:
+            self._slots = Slots()
+            self._plan(len(self._queue[0].requests), group_size)
+        self._planned = 0  # other requests have a plan of their own
+        requests, tickets, _ = self._queue.popleft()
+        by_itself = idle and len({request.sampling for request in requests}) == 1
+        self._longest = max(request.limit for request in requests) if by_itself else None
+        if by_itself and self._longest <= 1 + self._round_time() and self._sizes[-1] >= len(requests):
+            self._whole_batch(requests, tickets, group_size)
+            return
+        prefixes = [request.prefix for request in requests[::group_size]]
+        self._prefill(
+            requests, tickets, np.arange(len(requests)) // group_size, prefixes, group_size if by_itself else None
+        )
+
+    def _begin_singles(self, room: int) -> None:
+        """Runs requests that go on from what slots hold in these, and the others' prefixes, each once."""
+        requests, tickets, _ = self._queue.popleft()
+        while self._queue and self._queue[0].group_size is None:
+            if len(requests) + len(self._queue[0].requests) > room:
+                break
+            more = self._queue.popleft()
+            requests, tickets = requests + more.requests, tickets + more.tickets
+        if found := self._slots.continuations(requests):
+            places = list(found)
+            self._go_on(np.array(list(found.values()), np.int32), *_taken(places, requests, tickets))
+            requests, tickets = _taken([x for x in range(len(requests)) if x not in found], requests, tickets)
+        if requests:
+            prefixes = {request.prefix.tobytes(): request.prefix for request in requests}
+            numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+            prompts = np.array([numbers[request.prefix.tobytes()] for request in requests])
+            self._prefill(requests, tickets, prompts, list(prefixes.values()), None)
+
+    def _prefill(
+        self,
+        requests: list[Request],
+        tickets: list[int],
+        prompts: Int[np.ndarray, " requests"],
+        prefixes: list[np.ndarray],
+        group_size: int | None,
+    ) -> None:
+        """Runs prefixes and samples every completion's first token; those that go on wait for slots."""
+        asked, mask = self._padded_prompts(prefixes)
+        cache, scores = decoding.prefill(self._weights_in_use(), *put_rows((asked, mask)), decoder=self._decoder)
+        started = self._first_tokens(scores, prompts, requests, tickets)
+        ended = self._ended(started)
+        for row in np.flatnonzero(ended):
+            one, truncated = slice(row, row + 1), bool(started.tokens[row] not in self._stop_ids)
+            done = Sampled(started.tokens[one], started.logprobs[one], np.full(1, self._version, np.int32), truncated)
+            self._finished[tickets[row]] = done
+        if not ended.all():
+            rows, lengths = np.flatnonzero(~ended), mask.sum(-1, dtype=np.int32)
+            waiting = started.part(rows), rows, prompts[rows]
+            self._prefilled = _Prefilled(*waiting, cache, lengths, group_size, self._weights)
+
+    def _padded_prompts(self, prefixes: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts as a right-padded batch, and its mask; the first ones fill up what devices or programs ask more."""
+        longest, count = max(map(len, prefixes)), len(prefixes)
+        filled = filled_up(count if self._longest else power_of_two(count))
+        time = self._prefix_time if longest <= self._prefix_time else power_of_two(longest)
+        return _padded([prefixes[place % count] for place in range(filled)], time)
+
+    def _first_tokens(
+        self, scores: Array, prompts: Int[np.ndarray, " requests"], requests: list[Request], tickets: list[int]
+    ) -> Started:
+        tokens, logprobs = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.float32)
+        prompts, keys = prompts.astype(np.int32), np.stack([request.key for request in requests])
+        for sampling, rows in _by_sampling(requests).items():
+            count = len(rows)
+            asked = rows if self._longest else rows[np.arange(power_of_two(count)) % count]
+            options = {"sampling": sampling, "chunk": self._sizes[-1]}
+            found = on_host(decoding.first_tokens(scores, prompts[asked], keys[asked], **options))
+            tokens[rows], logprobs[rows] = (column[:count] for column in found)
+        return Started(requests, tickets, tokens, logprobs, self._version)
+
+    def _ended(self, started: Started) -> Bool[np.ndarray, " requests"]:
+        """Completions that have ended with their first token."""
+        return np.isin(started.tokens, self._stop_ids) | np.array([request.limit == 1 for request in started.requests])
+
+    def _seat(self, waiting: _Prefilled) -> bool:
+        """Gives free slots to completions that wait; returns whether there were enough."""
+        started, rows, prompts, cache, lengths, group_size, weights = waiting
+        current, count = weights == self._weights, at_least(self._sizes, int(self._slots.live.sum()) + len(rows))
+        if self._slots.memory is None and group_size and count == len(lengths) * group_size:
+            # A slot for every row: groups read the one copy of their prompt that there is.
+            self._slots.open_for(cache, lengths, group_size, self._cache_time(0))
+            self._slots.begin(rows, started, current)
+            seated = len(rows)
+        else:
+            self._slots.make(count, cache, self._cache_time(0))
+            seated = self._slots.put(started, cache, prompts, lengths[prompts], current)
+        left = np.arange(seated, len(rows))
+        self._prefilled = None
+        if len(left):
+            self._prefilled = waiting._replace(started=started.part(left), rows=rows[left], prompts=prompts[left])
+        return not len(left)
+
+    def _go_on(self, places: Int[np.ndarray, " requests"], requests: list[Request], tickets: list[int]) -> None:
+        """Runs what slots do not hold of prefixes whose beginnings they do, and samples the first tokens."""
+        slots, held = self._slots, self._slots.held[places]
+        rest = [request.prefix[start:] for request, start in zip(requests, held, strict=True)]
+        filled = np.arange(filled_up(power_of_two(len(rest)))) % len(rest)
+        tokens, mask = _padded([rest[place] for place in filled], power_of_two(max(map(len, rest))))
+        lengths, cached = slots.columns.lengths[places], slots.columns.cached[places]
+        if (needed := int(cached.max()) + tokens.shape[1]) > slots.time:
+            slots.resize(self._cache_time(needed))
+        at = places[filled], tokens, mask, lengths[filled], cached[filled]
+        slots.memory, scores = decoding.extend(self._weights_in_use(), slots.memory, *at, decoder=self._decoder)
+        slots.columns.cached[places] += [len(tokens) for tokens in rest]
+        started = self._first_tokens(scores, np.arange(len(places)), requests, tickets)
+        slots.begin(places, started, current=True)
+        self._finished |= slots.finish(places[self._ended(started)], self._stop_ids)
+
+    # --- Rounds.
+
+    def _whole_batch(self, requests: list[Request], tickets: list[int], group_size: int) -> None:
+        """Samples a batch that its first tokens and one round are all of: nothing of it stays in slots."""
+        count, time = len(requests), self._round_time()
+        asked, mask = self._padded_prompts([request.prefix for request in requests[::group_size]])
+        keys = np.zeros((len(asked) * group_size, len(requests[0].key)), np.uint32)
+        limits = np.zeros(len(keys), np.int32)  # 0: rows that only fill up
+        keys[:count] = np.concatenate([request.key for request in requests]).reshape(count, -1)
+        limits[:count] = [request.limit for request in requests]
+        options = {"sampling": requests[0].sampling, "stop_ids": self._stop_ids, "round_time": time}
+        options |= {"decoder": self._decoder, "group_size": group_size}
+        sampled = decoding.whole_batch(self._stacked, *put_rows((asked, mask)), keys, limits, **options)
+        *firsts, state = on_host(sampled)
+        columns = zip(firsts, (state.tokens, state.logprobs), strict=True)
+        tokens, logprobs = (np.concatenate([first[:, None], rest], axis=1) for first, rest in columns)
+        versions, counts = np.full(1 + time, self._version, np.int32), 1 + state.counts[:count]
+        truncated = ~np.isin(tokens[np.arange(count), counts - 1], self._stop_ids)
+        for row, kept in enumerate(counts.tolist()):
+            done = tokens[row, :kept], logprobs[row, :kept], versions[:kept], bool(truncated[row])
+            self._finished[tickets[row]] = Sampled(*done)
+
+    def _cache_time(self, needed: int) -> int:
+        """Room for at least so many tokens: one of few lengths."""
+        if self._longest:
+            return at_least(capacity.cache_lengths(self._longest), needed)
+        return power_of_two(max(needed, capacity.SHORTEST_CACHE))
+
+    def _round_time(self) -> int:
+        return capacity.round_time(self._longest) if self._longest else capacity.ROUND
+
+    def _fit(self) -> None:
+        """Room for a round in every slot, and for a batch no more slots than it still needs."""
+        slots, live, time = self._slots, self._slots.live, self._round_time()
+        if not self._longest:
+            time *= 2  # slots that have had their round are written behind while another distribution has its own
+        kept = live if self._longest else live | slots.columns.current
+        length = self._cache_time(int(slots.columns.cached[kept].max()) + time)
+        if self._longest:
+            count = at_least(self._sizes, int(live.sum()) + self._waiting())
+            if count < slots.count:
+                order = np.concatenate([np.flatnonzero(live), np.flatnonzero(~live)])
+                slots.gather(order[:count], length)
+        elif slots.time // 4 < length < slots.time:
+            length = slots.time
+        slots.resize(length)
+        slots.leave_room(time)
+
+    def _decode(self) -> None:
+        """A round of each distribution that live slots have; those of the others are held still meanwhile.
+
+        It ends early where enough slots are free for those that wait, or for a batch to go on with fewer.
+        """
+        slots, live, time = self._slots, self._slots.live, self._round_time()
+        free = slots.count
+        if self._waiting():
+            free = -(-slots.count // 8)
+        elif self._longest and (slots.columns.limits - slots.columns.counts)[live].max() > time:
+            free -= max((fewer for fewer in self._sizes if fewer < slots.count), default=0)
+        slots.make_room(int(slots.columns.counts[live].max()) + time)
+        places = np.flatnonzero(live)
+        for sampling, rows in _by_sampling([slots.columns.requests[place] for place in places]).items():
+            mine = np.zeros(slots.count, bool)
+            mine[places[rows]] = True
+            enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)
+            options = {"sampling": sampling, "stop_ids": self._stop_ids, "round_time": time}
+            arguments = self._weights_in_use(), slots.memory, slots.rows(mine), enough
+            slots.memory, state = decoding.decode(*arguments, decoder=self._decoder, **options)
+            state = on_host(state)
+            slots.record(mine, state, self._version)
+            self._finished |= slots.finish(np.flatnonzero(mine & ~state.live), self._stop_ids)
+
+
+def _by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:
+    """Places of requests by their distributions."""
+    found: dict[Sampling, list[int]] = {}
+    for place, request in enumerate(requests):
+        found.setdefault(request.sampling, []).append(place)
+    return {sampling: np.array(places) for sampling, places in found.items()}
+
+
+def _taken(places: list[int], *columns: list) -> list[list]:
+    return [[column[place] for place in places] for column in columns]
+
+
+def _padded(rows: list[np.ndarray], time: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of tokens, right-padded to a length, and the mask of those that are real."""
+    mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask

@@ -1,0 +1,330 @@
+"""The engine: the reference's completions whatever the slots, requests at any time, and few programs for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params, logits
+from recjax.models.logprobs import Sampling
+from recjax.models.rotary import RopeScaling
+from recjax.rollout import capacity, decoding
+from recjax.rollout import engine as module
+from recjax.rollout.collecting import sample_completions, sample_groups
+from recjax.rollout.engine import Engine
+from recjax.rollout.slots import Request
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import Prompts
+from tests.rollout.reference_sampler import sample
+
+SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4}
+PLAIN = DecoderConfig(**SIZES, num_kv_heads=2, head_dim=4, tie_embeddings=False)
+WINDOWED = DecoderConfig(
+    **SIZES,
+    num_kv_heads=1,
+    head_dim=6,
+    windows=(3, None),
+    rope_layers=(True, False),
+    local_rope_theta=20.0,
+    rope_scaling=RopeScaling("linear", 3.0),
+    norm_offset=1.0,
+    post_norms=True,
+    qk_norm=True,
+    attention_cap=1.5,
+    logit_cap=3.0,
+)
+LENGTHS = (3, 5, 1, 4)
+LATE, EARLY = (7,), (1, 4, 11, 13, 17, 20, 21)
+MAX_TOKENS = 24
+PLAIN_SAMPLING = Sampling()
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Rounds of 5 tokens, caches from 8 and slots from 3: a short completion goes through many of them."""
+    for name, value in {"ROUND": 5, "SHORTEST_CACHE": 8, "FEWEST_SLOTS": 3}.items():
+        monkeypatch.setattr(capacity, name, value)
+    # Nearly all the time here goes into compiling.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def problem(config):
+    params = init_params(config, jax.random.key(0))
+    mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
+    tokens = np.random.default_rng(0).integers(0, 23, mask.shape).astype(np.int32)
+    return Decoder(config), params, np.where(mask, tokens, 0), mask
+
+
+def engine_of(decoder, params, stop_ids=LATE, slots=None, version=0):
+    engine = Engine(decoder, stop_ids, slots=slots, prefix_time=max(LENGTHS))
+    engine.replace_weights(params, version)
+    return engine
+
+
+def assert_same(slots, config=PLAIN, group_size=3, stop_ids=LATE, **changes):
+    options = {"max_tokens": MAX_TOKENS, "sampling": Sampling(), "group_size": group_size} | changes
+    decoder, params, *asked = problem(config)
+    asked.append(jax.random.key(3))
+    expected = jax.device_get(sample(decoder, params, *asked, **options, stop_ids=stop_ids))
+    sampled = sample_completions(engine_of(decoder, params, stop_ids, slots, version=4), *asked, **options)
+    assert len(sampled) == len(expected.tokens)
+    for row, found in enumerate(sampled):
+        kept = expected.mask[row]
+        np.testing.assert_array_equal(found.tokens, expected.tokens[row][kept])
+        np.testing.assert_allclose(found.logprobs, expected.logprobs[row][kept], atol=1e-5)
+        assert found.truncated == expected.truncated[row]
+        assert found.versions.tolist() == [4] * kept.sum()
+    return sampled
+
+
+@pytest.mark.parametrize("slots", [None, 1, 5, 12, 40])
+def test_any_number_of_slots_samples_the_same(slots):
+    truncated = [found.truncated for found in assert_same(slots)]
+    assert any(truncated) and not all(truncated)
+
+
+@pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "scanned"])
+def test_layers_that_differ(unrolled, monkeypatch):
+    monkeypatch.setattr(module, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
+    assert_same(5, WINDOWED)
+
+
+@pytest.mark.parametrize("stop_ids", [(), EARLY, tuple(range(23))], ids=["never", "early", "at once"])
+def test_stops(stop_ids):
+    sampled = assert_same(5, group_size=4, stop_ids=stop_ids)
+    assert all(len(found.tokens) == 1 for found in sampled) == (len(stop_ids) == 23)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8)], ids=["greedy", "top-k", "top-p"]
+)
+def test_distributions(sampling):
+    assert_same(5, sampling=sampling, group_size=1 if sampling.temperature == 0 else 5)
+
+
+@pytest.mark.parametrize(("max_tokens", "slots"), [(1, 5), (2, 5), (6, 5), (6, None), (1, None)])
+def test_short_limits(max_tokens, slots):
+    assert_same(slots, max_tokens=max_tokens)
+
+
+def test_batches_of_any_lengths_share_few_programs():
+    decoder, params, prompts, mask = problem(PLAIN)
+    programs = (decoding.prefill, decoding.first_tokens, decoding.decode, decoding.gathered, decoding.put_prompts)
+
+    def counts_after(keys):
+        weights = params
+        for key in keys:
+            weights = jax.tree.map(lambda x: x * 1.01, weights)
+            engine = engine_of(decoder, weights, (7, 9), 5)
+            options = {"group_size": 3, "max_tokens": MAX_TOKENS, "sampling": Sampling()}
+            sample_completions(engine, (prompts + key) % 23, mask, jax.random.key(key), **options)
+        return [program._cache_size() for program in programs]
+
+    for program in programs:
+        program.clear_cache()
+    first = counts_after(range(8))
+    assert first[:2] == [1, 1] and first[2] <= 2 * 3  # two numbers of slots, three lengths
+    assert counts_after(range(8)) == first
+    most = [1, 1, 2 * 3, (2 * 3) ** 2, 2 * 3]
+    assert all(now <= limit for now, limit in zip(counts_after(range(8, 30)), most, strict=True))
+
+
+def test_a_policy_with_slots_samples_the_same():
+    decoder, params, prompts, mask = problem(PLAIN)
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstu")
+    asked = Prompts(prompts, mask, [""] * 4, [Problem("a", "b")] * 4)
+    policies = [Policy(decoder, tokenizer, LATE, slots) for slots in (None, 5)]
+    key, names = jax.random.key(1), {"name": "batch", "source": "policy", "version": 3}
+    expected, found = (sample_groups(one, params, asked, key, 3, MAX_TOKENS, Sampling(), **names) for one in policies)
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one.completions, other.completions, strict=True):
+            np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+            np.testing.assert_allclose(mine.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
+            assert (mine.id, mine.text, mine.policy_version) == (theirs.id, theirs.text, 3)
+
+
+# --- Requests one by one.
+
+
+def requests_of(limits=(MAX_TOKENS,), samplings=(PLAIN_SAMPLING,), group_size=3):
+    """The requests of a batch, whose limits and distributions take turns."""
+    _, _, prompts, mask = problem(PLAIN)
+    requests = []
+    for row in range(len(prompts) * group_size):
+        prompt, key = row // group_size, jax.random.fold_in(jax.random.key(3), row)
+        own = limits[row % len(limits)], samplings[row % len(samplings)]
+        requests.append(Request(prompts[prompt][mask[prompt]], np.asarray(jax.random.key_data(key)), *own))
+    return requests
+
+
+def alone(requests, params=None, stop_ids=LATE):
+    """Completions of requests, each of which has an engine for itself."""
+    decoder, own, *_ = problem(PLAIN)
+    found = []
+    for request in requests:
+        engine = engine_of(decoder, own if params is None else params, stop_ids, slots=1)
+        (ticket,) = engine.admit([request])
+        found.append(engine.drain()[ticket])
+    return found
+
+
+def assert_completions(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert one.truncated == other.truncated
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under_way(slots):
+    samplings = Sampling(), Sampling(0.0), Sampling(0.8, top_k=5)
+    requests = requests_of(limits=(1, 3, 9, 20), samplings=samplings)
+    decoder, params, *_ = problem(PLAIN)
+    engine, tickets, found = engine_of(decoder, params, slots=slots), [], {}
+    for some in (requests[:5], requests[5:6], requests[6:7], requests[7:8], requests[8:]):
+        tickets += engine.admit(some)
+        found |= engine.round()
+    found |= engine.drain()
+    assert sorted(found) == sorted(tickets) and len(tickets) == 12
+    assert_completions([found[ticket] for ticket in tickets], alone(requests))
+
+
+def test_a_batch_comes_in_while_others_are_under_way():
+    decoder, params, *_ = problem(PLAIN)
+    engine, requests = engine_of(decoder, params, slots=5), requests_of()
+    tickets = engine.admit(requests, group_size=3)
+    found = engine.round()
+    tickets += engine.admit(requests[4:6])
+    tickets += engine.admit(requests[3:9], group_size=3)
+    found |= engine.drain()
+    assert_completions([found[ticket] for ticket in tickets], alone([*requests, *requests[4:6], *requests[3:9]]))
+
+
+def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
+    decoder, params, *_ = problem(PLAIN)
+    engine, run, prefill = engine_of(decoder, params), [], decoding.prefill
+    monkeypatch.setattr(decoding, "prefill", lambda *args, **kw: run.append(len(args[1])) or prefill(*args, **kw))
+    requests = [request._replace(prefix=request.prefix.copy()) for request in requests_of()]
+    engine.admit(requests[::3] + requests[1::3])
+    engine.drain()
+    assert run == [4]
+
+
+@pytest.mark.parametrize("more", [1, 13], ids=["in the same cache", "in a longer cache"])
+@pytest.mark.parametrize("batch", [False, True], ids=["single requests", "a batch that shares its prompts"])
+def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
+    decoder, params, *_ = problem(PLAIN)
+    random, engine = np.random.default_rng(5), engine_of(decoder, params)
+    requests = requests_of(limits=(8,) if batch else (4, 8), samplings=(Sampling(0.9),))[3:6]
+    tickets = engine.admit(requests, 3 if batch else None)
+    found, run = engine.drain(), []
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding, "prefill", lambda *arguments, **options: run.append(arguments))
+        for turn in range(2):  # twice in a row
+            for place, ticket in enumerate(tickets):
+                said = random.integers(0, 23, more + turn)
+                prefix = np.concatenate([requests[place].prefix, found[ticket].tokens, said]).astype(np.int32)
+                requests[place] = requests[place]._replace(prefix=prefix)
+            tickets = engine.admit(requests)
+            found = engine.drain()
+    assert not run
+    assert_completions([found[ticket] for ticket in tickets], alone(requests))
+
+
+def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
+    decoder, params, *_ = problem(PLAIN)
+    engine, request = engine_of(decoder, params), requests_of()[3]
+    (ticket,) = engine.admit([request])
+    later = request._replace(prefix=np.append(request.prefix, engine.drain()[ticket].tokens))
+    others = jax.tree.map(lambda x: 1.5 * x, params)
+    engine.replace_weights(others, version=1)
+    (ticket,) = engine.admit([later])
+    assert_completions([engine.drain()[ticket]], alone([later], others))
+
+
+def test_weights_are_replaced_between_rounds():
+    decoder, params, *_ = problem(PLAIN)
+    others = jax.tree.map(lambda x: 1.5 * x, params)
+    engine, requests = engine_of(decoder, params, (), version=3), requests_of()[:6]
+    tickets = engine.admit(requests)
+    assert not engine.round()
+    engine.replace_weights(others, version=5)
+    found = engine.drain()
+    found = [found[ticket] for ticket in tickets]
+    before = alone(requests, stop_ids=())
+    for one, request, other in zip(found, requests, before, strict=True):
+        assert one.versions.tolist() == [3] * 6 + [5] * (MAX_TOKENS - 6)  # the first token, and a round of five
+        np.testing.assert_array_equal(one.tokens[:6], other.tokens[:6])
+        np.testing.assert_allclose(one.logprobs[:6], other.logprobs[:6], atol=1e-5)
+        # The keys and values of the first tokens stay those of the earlier weights.
+        np.testing.assert_allclose(one.logprobs[6:], logprobs_across(decoder, params, others, request, one), atol=1e-5)
+    assert any((one.tokens != other.tokens).any() for one, other in zip(found, before, strict=True))
+
+
+def logprobs_across(decoder, params, others, request, found):
+    """Log-probabilities of the tokens from place 6 on, over what `params` make of all before place 5."""
+    start = len(request.prefix) + 5
+    tokens = jnp.concatenate([request.prefix, found.tokens])[None]
+    positions, real = jnp.arange(tokens.shape[1])[None], jnp.ones(tokens.shape, bool)
+    early = slice(None), slice(start)
+    _, cache = decoder.apply({"params": params}, tokens[early], positions[early], real[early])
+    late = slice(None), slice(start, -1)
+    context = Context(*cache, real[early], positions[early])
+    hidden, _ = decoder.apply({"params": others}, tokens[late], positions[late], real[late], (context,))
+    scores = jax.nn.log_softmax(logits(decoder.config, others, hidden[0]))
+    return np.take_along_axis(np.asarray(scores), np.asarray(tokens)[0, start + 1 :, None], axis=1)[:, 0]
+
+
+# --- How many slots there are, and what is refused.
+
+
+def test_memory_decides_on_the_slots(monkeypatch):
+    decoder, params, prompts, mask = problem(PLAIN)
+    options = {"group_size": 3, "max_tokens": MAX_TOKENS, "sampling": Sampling()}
+    slots = {}
+    for free in (2**30, 60_000, 1):
+        monkeypatch.setattr(capacity, "free_bytes", lambda free=free: free)
+        engine = engine_of(decoder, params)
+        sampled = sample_completions(engine, prompts, mask, jax.random.key(3), **options)
+        slots[free] = engine._sizes[-1]
+        assert_completions(sampled, assert_same(12))
+    assert slots == {2**30: 12, 60_000: 6, 1: 1}
+
+
+def test_bytes_are_those_of_arrays():
+    decoder = Decoder(PLAIN, "bfloat16")
+    sizes = {"prompts": 3, "prompt_tokens": 5, "rows": 7, "completion_tokens": 11}
+    like = tuple(np.zeros((2, 1, 2, 1, 4), jnp.bfloat16) for _ in range(2))
+    made = decoding.empty(like, rows=3, time=5), decoding.empty(like, rows=7, time=11)
+    assert capacity.cache_bytes(decoder, **sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    assert capacity.score_bytes(decoder, 7) == 2 * np.zeros((7, 23), np.float32).nbytes
+    assert capacity.free_bytes() > 2**20
+
+
+def test_what_cannot_be_sampled_is_refused():
+    decoder, params, *_ = problem(PLAIN)
+    engine, request = engine_of(decoder, params), requests_of()[0]
+    for wrong, message in [
+        (request._replace(prefix=request.prefix[:0]), "request 1: its prefix is empty; give"),
+        (request._replace(limit=0), "request 1: limit = 0: takes 1 or more"),
+        (request._replace(prefix=np.array([3, 23], np.int32)), "token 23 is outside the vocabulary of 23; take"),
+        (request._replace(prefix=np.array([-1], np.int32)), "token -1 is outside"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.admit([request, wrong])
+    with pytest.raises(ValueError, match="request 3: its prefix differs from its group's; take another group_size"):
+        engine.admit(requests_of(), group_size=4)
+    with pytest.raises(ValueError, match="3 requests are not whole groups of 2; take"):
+        engine.admit([request] * 3, group_size=2)
+    with pytest.raises(ValueError, match="no weights; call replace_weights"):
+        Engine(decoder, LATE, slots=None, prefix_time=5).round()
+    assert engine.admit([]) == [] and engine.drain() == {}
+
+
+def test_the_sizes():
+    assert [capacity.slot_numbers(most) for most in (1, 5, 13)] == [[1], [3, 5], [4, 7, 13]]
+    assert [capacity.cache_lengths(longest) for longest in (1, 6, 24)] == [[1], [5, 10], [8, 16, 28]]
