@@ -10,7 +10,7 @@ from typing import Any
 from recjax.algorithms.options import require
 
 _LIMITS = {
-    "low": ("{} or more", operator.ge),
+    "low": ("a finite number, {} or more", operator.ge),
     "above": ("above {}", operator.gt),
     "high": ("at most {}", operator.le),
     "below": ("below {}", operator.lt),

@@ -74,6 +74,16 @@ def test_overrides_reach_their_keys_with_their_types():
     assert (config.seed, config.regime.sync_interval, config.rollout.stop) == (3, 7, ["\n"])
 
 
+def test_derived_values_are_those_of_their_keys():
+    config = load("rollout={temperature: 0.7, top_k: 6, top_p: 0.9}", "evaluation={temperature: 0.5, top_k: 3}")
+    assert tuple(config.rollout.sampling()) == (0.7, 6, 0.9)
+    assert tuple(config.evaluation.sampling()) == (0.5, 3, 1.0)
+    assert (config.prompts_per_micro_batch(), config.micro_batches()) == (16, 1)
+    split = load("training.micro_batch_prompts=4")
+    assert (split.prompts_per_micro_batch(), split.micro_batches()) == (4, 4)
+    assert load("optimizer.clip_norm=.inf").optimizer.clip_norm == float("inf")
+
+
 def test_later_overrides_win_and_one_option_leaves_its_block_alone():
     config = load("seed=1", "seed=2", "warm_start.steps=5")
     assert config.seed == 2 and config.warm_start.steps == 5
@@ -89,6 +99,8 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("optimizer.learning_rate=fast", ["optimizer.learning_rate", "fast", "float"]),
         ("training.steps=0", ["training.steps = 0", "1 or more"]),
         ("optimizer.learning_rate=.nan", ["optimizer.learning_rate = nan", "finite"]),
+        ("optimizer.learning_rate=.inf", ["optimizer.learning_rate = inf", "finite"]),
+        ("task.success=.inf", ["task.success = inf", "finite"]),
         ("optimizer=3", ["optimizer", "3"]),
         ("seed", ["'seed'", "key=value"]),
         ("seed=[1", ["seed=[1", "YAML"]),
