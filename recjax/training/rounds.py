@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import jax
@@ -55,23 +55,26 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
     if run.generators:
         queue = _received(run, state._replace(queue=queue), step, wait)
         return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
-    config, settings = run.config, run.settings
-    if run.own[0] == 0:
-        return state._replace(queue=queue)
-    due = (queue.round - 1) // settings.sampling_interval + 1
-    if queue.added < due:
-        queue = _add_sampled(run, state, queue, early=False)
-    ahead = queues.is_sampling_round(queue.round + 1, settings) and not queue.early
-    # Log-probs of the policy as it is now are those of the round.
-    ahead = ahead and (config.experience is None or config.experience.missing_logprobs != "current")
-    if ahead and schedule.samples_ahead(step, config.training.steps, config.regime):
-        queue = _add_sampled(run, state, queue, early=True)
+    while (early := _is_due(run, queue, step)) is not None:
+        number = queue.added + 1
+        groups, grades = sample_batch(run, state.behaviour_params, state.version, number)
+        groups = _joined(run, state, groups, number)
+        queue = queues.add(queue, groups, grades, number, run.config.seed, run.settings, early)
     return state._replace(queue=queue)
 
 
-def _add_sampled(run: Run, state: State, queue: Queue, early: bool) -> Queue:
-    groups, grades = sample_batch(run, state.behaviour_params, state.version, queue.added + 1)
-    return _add(run, state, queue, groups, grades, queue.added + 1, early)
+def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
+    """Whether the next batch is sampled early, for the next round; None where none is sampled now."""
+    config, settings = run.config, run.settings
+    if run.own[0] == 0:
+        return None
+    if queue.added <= (queue.round - 1) // settings.sampling_interval:
+        return False
+    if queue.early or not queues.is_sampling_round(queue.round + 1, settings):
+        return None
+    # Log-probs of the policy as it is now are those of the round.
+    of_now = config.experience is not None and config.experience.missing_logprobs == "current"
+    return True if not of_now and schedule.samples_ahead(step, config.training.steps, config.regime) else None
 
 
 def sample_batch(
@@ -104,22 +107,13 @@ def sample_batch(
         return groups, submit(groups, prompts, run.grading)
 
 
-def _add(
-    run: Run,
-    state: State,
-    queue: Queue,
-    groups: list[Group],
-    grades: Sequence[Grade] | Grades,
-    number: int,
-    early: bool = False,
-) -> Queue:
-    """The queue with a batch, others' completions in its groups where the config says so."""
-    config = run.config
-    if run.others:
-        count = config.rollout.group_size - run.own[1]
-        with run.phases.phase("sample"):
-            groups = _with_logprobs(run, state, mixed(groups, run.others, count, number, config.seed))
-    return queues.add(queue, groups, grades, number, config.seed, run.settings, early)
+def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
+    """The groups of a batch, with others' completions in them where the config says so."""
+    if not run.others:
+        return groups
+    count = run.config.rollout.group_size - run.own[1]
+    with run.phases.phase("sample"):
+        return _with_logprobs(run, state, mixed(groups, run.others, count, number, run.config.seed))
 
 
 def _beside(run: Run, state: State, step: int) -> Queue:
@@ -257,7 +251,8 @@ def _received(run: Run, state: State, step: int, wait: bool) -> Queue:
     with run.phases.phase("sample"):
         done = run.generators.receive(wait)
     for number, (groups, grades) in done:
-        queue = _add(run, state, queue, groups, grades, number)
+        groups = _joined(run, state, groups, number)
+        queue = queues.add(queue, groups, grades, number, run.config.seed, run.settings)
     return queue
 
 
