@@ -37,10 +37,11 @@ SYSTEM_PROMPT = (
 CONVERSATION = "toolace_conversation"  # the column that says where a problem is from
 
 _SPEAKERS = ("user", "assistant", "tool")
+_QUOTED_OR_CHARACTER = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1|.""", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def toolace_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """A problem for every turn of calls.
 
     Raises:
@@ -127,11 +128,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal as JSON has it.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A literal as JSON has it; a ValueError of anything else."""
     match node:
         case ast.Constant(value=str() | int() | float() | None) if node.value != math.inf:
             return node.value
@@ -148,18 +145,10 @@ def _literal(node: ast.expr) -> Any:
 
 def _split(text: str) -> list[str]:
     """The parts of a text between its commas, those inside quotes and brackets left alone."""
-    parts, start, depth, quote, index = [], 0, 0, "", 0
-    while index < len(text):
-        character = text[index]
-        if quote:
-            index += character == "\\"
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character == "," and depth == 0:
-            parts.append(text[start:index].strip())
-            start = index + 1
-        else:
-            depth += (character in "([{") - (character in ")]}")
-        index += 1
+    parts, start, depth = [], 0, 0
+    for match in _QUOTED_OR_CHARACTER.finditer(text):
+        if match.group() == "," and depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+        depth += (match.group() in "([{") - (match.group() in ")]}")
     return [*parts, text[start:].strip()]

@@ -16,6 +16,8 @@ import math_verify
 from sympy import Equality, Integer, Mul, Number, Pow, Rational, Symbol, UnevaluatedExpr
 from sympy.core.function import AppliedUndef
 
+from recjax.tasks.grading.braces import braced
+
 # What `format` of gsm8k asks for; a prompt can quote it.
 GSM8K_FORMAT = "<think>your reasoning</think> <answer>the number</answer>"
 
@@ -65,19 +67,8 @@ def boxed(completion: str) -> str | None:
 
     The text up to `</think>` is no answer, nor is anything after a `<think>` that is never closed.
     """
-    text = _after_thinking(completion)
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
-    content = re.match(r"\s*\{", text[start + 6 :])
-    if not content:
-        return None
-    depth, begin = 1, start + 6 + content.end()
-    for match in re.compile(r"\\.|[{}]", re.S).finditer(text, begin):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return text[begin : match.start()].strip() or None
-    return None
+    _, mark, rest = _after_thinking(completion).rpartition("\\boxed")
+    return (braced(rest.lstrip()) or "").strip() or None if mark else None
 
 
 def tagged(completion: str) -> str | None:
@@ -120,10 +111,8 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _SCALED = re.compile(rf"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})\b\}}?", re.I)
 # Words after a number that are no unit of it.
 _NO_UNITS = set(
-    "and are but by correct divided dozen equals half if incorrect is less minus more no nor not or over".split()
-)
-_NO_UNITS |= set(
-    "factorial pairs percent plus points score squared cubed than thirds times to true false wrong".split()
+    "and are but by correct divided dozen equals half if incorrect is less minus more no nor not or over"
+    " factorial pairs percent plus points score squared cubed than thirds times to true false wrong".split()
 )
 _WITH_UNIT = re.compile(
     r"([-+]?[$€£¥]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*([A-Za-z]+(?:[ ./][A-Za-z]+){0,2})\.?(?:\^\{?\d\}?)?"
@@ -140,10 +129,7 @@ def _is_right(given: str | None, answer: str, finished: bool) -> bool:
     Args:
         finished: where the true answer is a number, only a number will do.
     """
-    if given is None:
-        return False
-    gold = _plain(boxed(answer) or answer)
-    given = _plain(given)
+    gold, given = _plain(boxed(answer) or answer), _plain(given or "")
     if not given:
         return False
     if re.fullmatch(r"(?=.*[A-Za-z]{4})[A-Za-z]+(?: [A-Za-z]+)*", _words(gold)):

@@ -6,17 +6,16 @@ input: however the training process went, nothing stays behind.
 """
 
 import contextlib
-import functools
-import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import queue
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, BinaryIO
@@ -42,11 +41,12 @@ def main(function: str, workers: int, seconds: float) -> None:
     multiprocessing.set_forkserver_preload([function.partition(":")[0]])
     requests: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
-    pool = _new_pool(workers)
+    pool = None
     while True:
         rows = requests.get()
-        if not pool.active:
-            pool = _new_pool(workers)
+        if pool is None or not pool.active:
+            context = multiprocessing.get_context("forkserver")
+            pool = ProcessPool(workers, initializer=_limit_memory, context=context)
         pickle.dump(grade_rows(pool, function, rows, seconds), replies)
         replies.flush()
 
@@ -57,10 +57,6 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue) -> None:
             requests.put(pickle.load(stream))
     finally:
         os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def _new_pool(workers: int) -> ProcessPool:
-    return ProcessPool(workers, initializer=_limit_memory, context=multiprocessing.get_context("forkserver"))
 
 
 def _limit_memory() -> None:
@@ -86,13 +82,8 @@ def _outcome(future: ProcessFuture) -> Parts | str:
 
 
 def _grade(function: str, completion: str, answer: str, columns: Mapping[str, Any]) -> Parts:
-    return {name: float(value) for name, value in _function(function)(completion, answer, columns).items()}
-
-
-@functools.cache
-def _function(name: str) -> Callable[[str, str, Mapping[str, Any]], Parts]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+    parts = pkgutil.resolve_name(function)(completion, answer, columns)
+    return {name: float(value) for name, value in parts.items()}
 
 
 if __name__ == "__main__":

@@ -53,19 +53,14 @@ def _calls(text: str) -> list[str] | None:
         parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_number)
     except ValueError:
         return None
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    if not all(_is_call(call) for call in calls):
-        return None
-    return [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
-
-
-def _is_call(call: Any) -> bool:
-    return (
-        isinstance(call, dict)
-        and call.keys() == {"name", "arguments"}
-        and isinstance(call["name"], str)
-        and isinstance(call["arguments"], dict)
-    )
+    calls = []
+    for call in parsed if isinstance(parsed, list) else [parsed]:
+        match call:
+            case {"name": str(name), "arguments": dict(arguments)} if len(call) == 2:
+                calls.append(json.dumps([name, arguments], sort_keys=True))
+            case _:
+                return None
+    return calls
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
