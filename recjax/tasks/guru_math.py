@@ -42,16 +42,7 @@ def _problem(row: Row, system_prompt: str) -> Problem:
         raise row.error("prompt", "begins with a system message of its own; remove it or task.system_prompt")
     if prompt[0]["role"] != "system" and system_prompt:
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
-    return Problem(
-        prompt,
-        str(answer),
-        columns={"data_source": row.values.get("data_source")},
-        difficulty=_difficulty(row.values.get("qwen2.5_7b_pass_rate")),
-    )
-
-
-def _difficulty(pass_rate: float | None) -> str | None:
-    if pass_rate is None:
-        return None
-    fifth = min(int(pass_rate * 5), 4)
-    return f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
+    rate, columns = row.values.get("qwen2.5_7b_pass_rate"), {"data_source": row.values.get("data_source")}
+    fifth = min(int((rate or 0) * 5), 4)
+    difficulty = None if rate is None else f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
+    return Problem(prompt, str(answer), columns=columns, difficulty=difficulty)

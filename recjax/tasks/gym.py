@@ -59,16 +59,11 @@ def gym_problems(
     shots, entries = entries[: config.examples], entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
-    labels = _difficulties(entries)
-    problems = [
-        Problem(
-            _prompt(config, shots, entry, system_prompt),
-            entry["answer"] or "",
-            columns={"generator": config.name, "options": dict(config.options), "entry": entry},
-            difficulty=label,
-        )
-        for entry, label in zip(entries, labels, strict=True)
-    ]
+    problems = []
+    for entry, label in zip(entries, _difficulties(entries), strict=True):
+        columns = {"generator": config.name, "options": dict(config.options), "entry": entry}
+        prompt = _prompt(config, shots, entry, system_prompt)
+        problems.append(Problem(prompt, entry["answer"] or "", columns=columns, difficulty=label))
     return problems[held_out:], problems[:held_out]
 
 

@@ -47,20 +47,20 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
     Raises:
         ValueError: a row without system text or turns, or a turn without a known speaker and text.
     """
-    problems, unreadable = [], 0
+    found, unreadable = [], 0
     for row in rows:
         messages = [{"role": "system", "content": f"{_functions(row.text('system'))}\n\n{system_prompt}".strip()}]
         for speaker, text in _turns(row):
             calls = parse_calls(text) if speaker == "assistant" else None
             if calls is not None:
                 text = json.dumps(calls, ensure_ascii=False)
-                columns = {CONVERSATION: row.place}
-                problems.append(Problem(list(messages), text, columns=columns, difficulty=_difficulty(len(calls))))
+                difficulty = {1: "1 call", 2: "2 calls", 3: "3 calls"}.get(len(calls), "4 or more calls")
+                found.append(Problem(list(messages), text, columns={CONVERSATION: row.place}, difficulty=difficulty))
             elif speaker == "assistant" and _looks_like_calls(text):
                 unreadable += 1
             messages.append({"role": speaker, "content": text})
-    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(problems), unreadable)
-    return problems
+    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(found), unreadable)
+    return found
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
@@ -101,10 +101,6 @@ def _turns(row: Row) -> list[tuple[str, str]]:
             reason = f"has a turn that is not {{'from': {' or '.join(_SPEAKERS)}, 'value': text}}"
             raise row.error("conversations", f"{reason}; got {turn!r:.80}")
     return [(turn["from"], turn["value"]) for turn in turns]
-
-
-def _difficulty(calls: int) -> str:
-    return "1 call" if calls == 1 else f"{calls} calls" if calls < 4 else "4 or more calls"
 
 
 def _looks_like_calls(text: str) -> bool:

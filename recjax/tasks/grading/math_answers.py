@@ -18,9 +18,7 @@ from sympy.core.function import AppliedUndef
 
 from recjax.tasks.grading.braces import braced
 
-# What `format` of gsm8k asks for; a prompt can quote it.
-GSM8K_FORMAT = "<think>your reasoning</think> <answer>the number</answer>"
-
+# <think>your reasoning</think> <answer>the number</answer>
 _TAGGED = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>[^<>]*[^<>\s][^<>]*</answer>\s*", re.S
 )
@@ -33,7 +31,7 @@ _EXTRACTION = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_v
 
 
 def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """accuracy: 1 where the marked answer is the true number, else 0. format: 1 where all is GSM8K_FORMAT, else −1."""
+    """accuracy: 1 where the marked answer is the true number, else 0. format: 1 for `_TAGGED` and no more, else −1."""
     accuracy = _is_right(tagged(completion), answer, finished=True)
     return {"accuracy": float(accuracy), "format": 1.0 if _TAGGED.fullmatch(completion) else -1.0}
 
@@ -164,16 +162,16 @@ def _parsed(text: str) -> list:
 
 def _is_number(parsed: Any) -> bool:
     """A number as it is written down: digits, a fraction, a percentage, a power of ten or a multiple of one."""
-    if isinstance(parsed, Mul):
-        return all(_is_number(factor) for factor in parsed.args) and any(
-            isinstance(factor, UnevaluatedExpr | Pow) for factor in parsed.args
-        )
-    if isinstance(parsed, UnevaluatedExpr):
-        return parsed.args[0] == Rational(1, 100)
-    if isinstance(parsed, Pow):
-        return parsed.base == 10 and isinstance(parsed.exp, Integer)
-    if isinstance(parsed, Symbol):
-        return bool(re.fullmatch(r"-?\d+(\.\d+)?", parsed.name))
+    match parsed:
+        case Mul(args=factors):
+            powers = any(isinstance(factor, UnevaluatedExpr | Pow) for factor in factors)
+            return powers and all(map(_is_number, factors))
+        case UnevaluatedExpr(args=(inner,)):
+            return inner == Rational(1, 100)
+        case Pow(base=base, exp=exponent):
+            return base == 10 and isinstance(exponent, Integer)
+        case Symbol(name=name):
+            return bool(re.fullmatch(r"-?\d+(\.\d+)?", name))
     return isinstance(parsed, Number)
 
 

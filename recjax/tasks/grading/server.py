@@ -16,16 +16,16 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, BinaryIO
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 Row = tuple[str, str, Mapping[str, Any]]
 Parts = dict[str, float]
 
 _WORKER_MEMORY_BYTES = 4 * 2**30
+_FAILURES = {TimeoutError: "timeout", ProcessExpired: "crash", BrokenProcessPool: "crash"}
 
 
 def main(function: str, workers: int, seconds: float) -> None:
@@ -67,18 +67,11 @@ def _limit_memory() -> None:
 def grade_rows(pool: ProcessPool, function: str, rows: Sequence[Row], seconds: float) -> list[Parts | str]:
     """For each row its parts, or why it has none: timeout, crash or error; a row's failure costs that row alone."""
     futures = [pool.schedule(_grade, (function, *row), timeout=seconds) for row in rows]
-    return [_outcome(future) for future in futures]
-
-
-def _outcome(future: ProcessFuture) -> Parts | str:
-    try:
-        return future.result()
-    except TimeoutError:
-        return "timeout"
-    except (ProcessExpired, BrokenProcessPool):
-        return "crash"
-    except Exception:
-        return "error"
+    errors = [future.exception() for future in futures]
+    return [
+        _FAILURES.get(type(error), "error") if error else future.result()
+        for future, error in zip(futures, errors, strict=True)
+    ]
 
 
 def _grade(function: str, completion: str, answer: str, columns: Mapping[str, Any]) -> Parts:
