@@ -67,8 +67,7 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
 
 def _slips(a: int, b: int) -> tuple[str, ...]:
     """Worked sums with one column off by one or two."""
-    right = worked_sum(a, b)
-    columns = range(len(str(max(a, b))))
+    right, columns = worked_sum(a, b), range(len(str(max(a, b))))
     wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
     # A column's sum below zero is nothing that anyone would write.
     return tuple(text for text in wrong if text != right and "-" not in text)

@@ -38,12 +38,9 @@ def _problem(row: Row, system_prompt: str) -> Problem:
         raise row.error("solution", f"holds no \\boxed answer; it ends in {row.values['solution'][-80:]!r}")
     level = str(row.values.get("level") or "")
     subject = row.values.get("subject") or row.values.get("type")
-    return Problem(
-        chat(system_prompt, row.text("problem")),
-        answer,
-        columns={"subject": subject} if subject else {},
-        difficulty=f"level {level.removeprefix('Level').strip()}" if level else None,
-    )
+    columns = {"subject": subject} if subject else {}
+    difficulty = f"level {level.removeprefix('Level').strip()}" if level else None
+    return Problem(chat(system_prompt, row.text("problem")), answer, columns=columns, difficulty=difficulty)
 
 
 def last_boxed(text: str) -> str | None:

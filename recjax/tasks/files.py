@@ -13,7 +13,7 @@ def file_problems(path: str, config: FileTask, system_prompt: str | None = None)
     Prompts are text or lists of {"role", "content"} messages; answers are text or numbers.
 
     Args:
-        system_prompt: a system message to put before every prompt, all of which are then chats without one.
+        system_prompt: goes before every prompt, each of which must then be a chat without a system message.
     Raises:
         ValueError: a file that cannot be read or a row that cannot be used, with file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason; a prompt before which the system prompt cannot go.

@@ -16,7 +16,6 @@ from recjax.tasks.reading import read_split
 
 logger = logging.getLogger(__name__)
 
-
 # Tasks whose data the Hugging Face hub has: each file says where a repository has them, and how rows become problems.
 _HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
 

@@ -18,11 +18,11 @@ from sympy.core.function import AppliedUndef
 
 from recjax.tasks.grading.braces import braced
 
-# <think>your reasoning</think> <answer>the number</answer>
 _TAGGED = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>[^<>]*[^<>\s][^<>]*</answer>\s*", re.S
 )
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
+_NUMBER = re.compile(r"[-+]?(\d{1,50}(\.\d{1,50})?|\.\d{1,50}|\d{1,50}/0*[1-9]\d{0,49})", re.A)
 _HASHES = re.compile(r"^#### *(.+)$", re.M)
 
 # math-verify warns once that its own time limits are off; those of the worker pool are on.
@@ -31,7 +31,10 @@ _EXTRACTION = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_v
 
 
 def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """accuracy: 1 where the marked answer is the true number, else 0. format: 1 for `_TAGGED` and no more, else −1."""
+    """accuracy: 1 where the marked answer is the true number, else 0.
+
+    format: 1 where all is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
+    """
     accuracy = _is_right(tagged(completion), answer, finished=True)
     return {"accuracy": float(accuracy), "format": 1.0 if _TAGGED.fullmatch(completion) else -1.0}
 
@@ -91,16 +94,9 @@ def _spelling(given: str | None) -> str | None:
         return None
     text = re.sub(r"\s", "", _plain(given)).replace("\\left", "").replace("\\right", "")
     text = re.sub(r"^[A-Za-z]=", "", text)
-    number = _as_fraction(text)
-    return text if number is None else str(number)
-
-
-def _as_fraction(text: str) -> Fraction | None:
-    match = re.fullmatch(r"(-?)\\frac\{(\d{1,50})\}\{(\d{1,50})\}", text)
-    text = match.expand(r"\1\2/\3") if match else re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    if not re.fullmatch(r"[-+]?(\d{1,50}(\.\d{1,50})?|\.\d{1,50}|\d{1,50}/0*[1-9]\d{0,49})", text, re.A):
-        return None
-    return Fraction(text)
+    number = re.sub(r"^(-?)\\frac\{(\d{1,50})\}\{(\d{1,50})\}$", r"\1\2/\3", text)
+    number = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", number)
+    return str(Fraction(number)) if _NUMBER.fullmatch(number) else text
 
 
 # --- Whether an answer is right.

@@ -69,7 +69,7 @@ def grade_rows(pool: ProcessPool, function: str, rows: Sequence[Row], seconds: f
     futures = [pool.schedule(_grade, (function, *row), timeout=seconds) for row in rows]
     errors = [future.exception() for future in futures]
     return [
-        _FAILURES.get(type(error), "error") if error else future.result()
+        future.result() if error is None else _FAILURES.get(type(error), "error")
         for future, error in zip(futures, errors, strict=True)
     ]
 

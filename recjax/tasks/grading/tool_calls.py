@@ -50,7 +50,7 @@ def _given(completion: str) -> list[str] | None:
 def _calls(text: str) -> list[str] | None:
     """Each call in one spelling; None where the text is not JSON of calls."""
     try:
-        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_number)
+        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
     except ValueError:
         return None
     calls = []
@@ -71,10 +71,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _number(text: str) -> int | float:
     value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large to be told from other numbers")
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not JSON, or too large to be told from other numbers")
     return int(value) if value.is_integer() else value
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
