@@ -35,9 +35,8 @@ def _problem(row: Row, system_prompt: str) -> Problem:
         raise row.error("prompt", f"must hold a list of messages with role and content; got {prompt!r:.80}")
     answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise row.error(
-            "reward_model", f"must hold an object with the answer as ground_truth; got {reward_model!r:.80}"
-        )
+        reason = "must hold an object with the answer as ground_truth"
+        raise row.error("reward_model", f"{reason}; got {reward_model!r:.80}")
     if prompt[0]["role"] == "system" and system_prompt != SYSTEM_PROMPT:
         raise row.error("prompt", "begins with a system message of its own; remove it or task.system_prompt")
     if prompt[0]["role"] != "system" and system_prompt:

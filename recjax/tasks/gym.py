@@ -85,7 +85,7 @@ def _in_a_process(*order: Any) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "recjax.tasks.gym", json.dumps(order)]
     done = subprocess.run(command, env=environment, capture_output=True)
     if done.returncode:
-        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr.decode()[-2000:]}")
+        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
     return pickle.loads(done.stdout)
 
 
