@@ -1,5 +1,6 @@
 """The embedded task: whole-number sums, differences and products over chosen ranges, every question once."""
 
+import itertools
 import operator
 import re
 
@@ -34,16 +35,16 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     if len(questions) <= config.examples + 1:
         raise ValueError(f"task.arithmetic.problems = {config.problems!r} gives only {len(questions)} questions")
     generator = np.random.default_rng([seed, 0])
-    order = generator.permutation(len(questions))
+    asked = [config.template.format(a=a, op=symbol, b=b) for a, symbol, b in questions]
+    answers = [worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b)) for a, symbol, b in questions]
     problems = []
-    for index in order:
+    for index in generator.permutation(len(questions)):
         others = generator.choice(len(questions) - 1, config.examples, replace=False)
-        shots = [questions[other + (other >= index)] for other in others]
-        lines = [f"{_ask(config, shot)} {_answer(config, shot)}\n" for shot in shots]
-        question = questions[index]
-        mistakes = _slips(question[0], question[2]) if config.worked else ()
-        prompt = "".join(lines) + _ask(config, question)
-        problems.append(Problem(prompt, _answer(config, question), mistakes, difficulty=kinds[question]))
+        shots = [other + (other >= index) for other in others]
+        prompt = "".join(f"{asked[shot]} {answers[shot]}\n" for shot in shots) + asked[index]
+        a, _, b = question = questions[index]
+        mistakes = _slips(a, b) if config.worked else ()
+        problems.append(Problem(prompt, answers[index], mistakes, difficulty=kinds[question]))
     return problems
 
 
@@ -66,8 +67,7 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
 
 def _slips(a: int, b: int) -> tuple[str, ...]:
     """Worked sums with one column off by one or two."""
-    right = worked_sum(a, b)
-    columns = range(len(str(max(a, b))))
+    right, columns = worked_sum(a, b), range(len(str(max(a, b))))
     wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
     # A column's sum below zero is nothing that anyone would write.
     return tuple(text for text in wrong if text != right and "-" not in text)
@@ -91,14 +91,4 @@ def _questions(kind: str) -> list[tuple[int, str, int]]:
     left, right = range(int(first), int(last) + 1), range(int(other_first), int(other_last) + 1)
     if not 0 < len(left) * len(right) <= _LIMIT:
         raise ValueError(f"task.arithmetic.problems: {kind!r} spans {len(left) * len(right)} questions; 1 to {_LIMIT}")
-    return [(a, symbol, b) for a in left for b in right]
-
-
-def _ask(config: ArithmeticTask, question: tuple[int, str, int]) -> str:
-    a, symbol, b = question
-    return config.template.format(a=a, op=symbol, b=b)
-
-
-def _answer(config: ArithmeticTask, question: tuple[int, str, int]) -> str:
-    a, symbol, b = question
-    return worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b))
+    return list(itertools.product(left, symbol, right))

@@ -12,6 +12,7 @@ Reward: `math`, 1 where the completion's last \boxed equals the answer after nor
 import re
 from collections.abc import Sequence
 
+from recjax.tasks.grading.braces import braced
 from recjax.tasks.problems import Problem, chat
 from recjax.tasks.reading import Row
 
@@ -22,7 +23,7 @@ SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the 
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
 
-def math_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     r"""A problem a row.
 
     Raises:
@@ -37,32 +38,13 @@ def _problem(row: Row, system_prompt: str) -> Problem:
         raise row.error("solution", f"holds no \\boxed answer; it ends in {row.values['solution'][-80:]!r}")
     level = str(row.values.get("level") or "")
     subject = row.values.get("subject") or row.values.get("type")
-    return Problem(
-        chat(system_prompt, row.text("problem")),
-        answer,
-        columns={"subject": subject} if subject else {},
-        difficulty=f"level {level.removeprefix('Level').strip()}" if level else None,
-    )
+    columns = {"subject": subject} if subject else {}
+    difficulty = f"level {level.removeprefix('Level').strip()}" if level else None
+    return Problem(chat(system_prompt, row.text("problem")), answer, columns=columns, difficulty=difficulty)
 
 
 def last_boxed(text: str) -> str | None:
     r"""What the last \boxed or \fbox of a text holds: its balanced braces, or the word after it; None without one."""
-    found = None
-    for match in _BOXED.finditer(text):
-        rest = text[match.end() :]
-        if rest.startswith("{"):
-            content = _braced(rest)
-        else:
-            content = re.match(r"[^\s$.]*", rest).group()
-        found = content.strip() if content and content.strip() else found
-    return found
-
-
-def _braced(text: str) -> str | None:
-    """What stands between a text's first character, an opening brace, and the brace that closes it."""
-    depth = 0
-    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return text[1 : match.start()]
-    return None
+    rests = [text[match.end() :] for match in _BOXED.finditer(text)]
+    contents = [braced(rest) if rest.startswith("{") else re.match(r"[^\s$.]*", rest).group() for rest in rests]
+    return next((content.strip() for content in reversed(contents) if content and content.strip()), None)

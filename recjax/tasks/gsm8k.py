@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
 _NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+")
 
 
-def gsm8k_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """A problem a row.
 
     Raises:

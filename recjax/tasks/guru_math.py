@@ -20,7 +20,7 @@ TRAIN, EVALUATION = "train/math__combined_54.4k.parquet", "online_eval/math__mat
 SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the final answer inside \\boxed{}."
 
 
-def guru_math_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """A problem a row.
 
     Raises:
@@ -35,23 +35,13 @@ def _problem(row: Row, system_prompt: str) -> Problem:
         raise row.error("prompt", f"must hold a list of messages with role and content; got {prompt!r:.80}")
     answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise row.error(
-            "reward_model", f"must hold an object with the answer as ground_truth; got {reward_model!r:.80}"
-        )
+        reason = "must hold an object with the answer as ground_truth"
+        raise row.error("reward_model", f"{reason}; got {reward_model!r:.80}")
     if prompt[0]["role"] == "system" and system_prompt != SYSTEM_PROMPT:
         raise row.error("prompt", "begins with a system message of its own; remove it or task.system_prompt")
     if prompt[0]["role"] != "system" and system_prompt:
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
-    return Problem(
-        prompt,
-        str(answer),
-        columns={"data_source": row.values.get("data_source")},
-        difficulty=_difficulty(row.values.get("qwen2.5_7b_pass_rate")),
-    )
-
-
-def _difficulty(pass_rate: float | None) -> str | None:
-    if pass_rate is None:
-        return None
-    fifth = min(int(pass_rate * 5), 4)
-    return f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
+    rate, columns = row.values.get("qwen2.5_7b_pass_rate"), {"data_source": row.values.get("data_source")}
+    fifth = min(int((rate or 0) * 5), 4)
+    difficulty = None if rate is None else f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
+    return Problem(prompt, str(answer), columns=columns, difficulty=difficulty)

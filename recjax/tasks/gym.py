@@ -13,15 +13,14 @@ score, what it gives. A completion's answer is what follows its last <answer>, u
 the tag it is the whole completion, since a model shown plain examples answers as they do.
 """
 
+import contextlib
 import json
 import logging
 import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from recjax.config_tasks import ReasoningGymTask
@@ -60,16 +59,11 @@ def gym_problems(
     shots, entries = entries[: config.examples], entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
-    labels = _difficulties(entries)
-    problems = [
-        Problem(
-            _prompt(config, shots, entry, system_prompt),
-            entry["answer"] or "",
-            columns={"generator": config.name, "options": dict(config.options), "entry": entry},
-            difficulty=label,
-        )
-        for entry, label in zip(entries, labels, strict=True)
-    ]
+    problems = []
+    for entry, label in zip(entries, _difficulties(entries), strict=True):
+        columns = {"generator": config.name, "options": dict(config.options), "entry": entry}
+        prompt = _prompt(config, shots, entry, system_prompt)
+        problems.append(Problem(prompt, entry["answer"] or "", columns=columns, difficulty=label))
     return problems[held_out:], problems[:held_out]
 
 
@@ -79,29 +73,25 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
     Frequent questions so stand early: among those held out, which are then as the generator asks and not what it rarely
     does.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        order, made = Path(folder) / "order", Path(folder) / "made"
-        order.write_text(json.dumps([config.name, config.options, count, seed]), encoding="utf-8")
-        _in_a_process(str(order), str(made))
-        entries = pickle.loads(made.read_bytes())
     different: dict[str, dict[str, Any]] = {}
-    for entry in entries:
+    for entry in _in_a_process(config.name, config.options, count, seed):
         different.setdefault(entry["question"], entry)
     return list(different.values())
 
 
-def _in_a_process(order: str, made: str) -> None:
+def _in_a_process(*order: Any) -> list[dict[str, Any]]:
+    """What `_make` returns."""
     environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "recjax.tasks.gym", order, made]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "recjax.tasks.gym", json.dumps(order)]
+    done = subprocess.run(command, env=environment, capture_output=True)
     if done.returncode:
-        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr[-2000:]}")
+        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+    return pickle.loads(done.stdout)
 
 
-def _make(order: str, made: str) -> None:
-    name, options, count, seed = json.loads(Path(order).read_text(encoding="utf-8"))
+def _make(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
     data = generator(name, options, size=count, seed=seed)
-    Path(made).write_bytes(pickle.dumps([data[index] for index in range(count)]))
+    return [data[index] for index in range(count)]
 
 
 def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
@@ -123,18 +113,15 @@ def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
 def _prompt(
     config: ReasoningGymTask, shots: Sequence[Mapping], entry: Mapping, system_prompt: str
 ) -> str | list[dict[str, str]]:
-    asked = [config.template.replace("{question}", each["question"]) for each in (*shots, entry)]
+    *asked, question = [config.template.replace("{question}", each["question"]) for each in (*shots, entry)]
+    shown = [(text, shot["answer"]) for text, shot in zip(asked, shots, strict=True)]
     if not config.chat:
-        return "".join(f"{text} {shot['answer']}\n" for text, shot in zip(asked[:-1], shots, strict=True)) + asked[-1]
-    answers = [f"<answer>{shot['answer']}</answer>" for shot in shots]
-    *system, question = chat(system_prompt, asked[-1])
-    turns = [
-        {"role": role, "content": text}
-        for pair in zip(asked[:-1], answers, strict=True)
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-    return [*system, *turns, question]
+        return "".join(f"{text} {answer}\n" for text, answer in shown) + question
+    turns = [turn for text, answer in shown for turn in (text, f"<answer>{answer}</answer>")]
+    return chat(system_prompt, *turns, question)
 
 
 if __name__ == "__main__":
-    _make(*sys.argv[1:])
+    with contextlib.redirect_stdout(sys.stderr):  # what a generator prints is not among what is asked for
+        made = _make(*json.loads(sys.argv[1]))
+    sys.stdout.buffer.write(pickle.dumps(made))

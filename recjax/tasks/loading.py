@@ -2,8 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,31 +11,12 @@ from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.reward import answer_parser, load_reward
 from recjax.tasks.problems import Problem, Task
-from recjax.tasks.reading import Row, read_split
+from recjax.tasks.reading import read_split
 
 logger = logging.getLogger(__name__)
 
-
-class _HubTask(NamedTuple):
-    """A task whose data the Hugging Face hub has: how rows become problems, and where a repository has them."""
-
-    problems: Callable[[Sequence[Row], str], list[Problem]]
-    system_prompt: str
-    train_files: str
-    evaluation_files: str
-
-
-_HUB_TASKS = {
-    "gsm8k": _HubTask(gsm8k.gsm8k_problems, gsm8k.SYSTEM_PROMPT, gsm8k.TRAIN, gsm8k.EVALUATION),
-    "math": _HubTask(
-        competition_math.math_problems,
-        competition_math.SYSTEM_PROMPT,
-        competition_math.TRAIN,
-        competition_math.EVALUATION,
-    ),
-    "guru_math": _HubTask(guru_math.guru_math_problems, guru_math.SYSTEM_PROMPT, guru_math.TRAIN, guru_math.EVALUATION),
-    "toolace": _HubTask(toolace.toolace_problems, toolace.SYSTEM_PROMPT, toolace.TRAIN, toolace.EVALUATION),
-}
+# Tasks whose data the Hugging Face hub has: each file says where a repository has them, and how rows become problems.
+_HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
 
 
 def load_task(config: Config) -> Task:
@@ -68,50 +47,20 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     if name == "arithmetic":
         return _hold_out(arithmetic_problems(task, config.seed), count)
     if name == "reasoning_gym":
-        system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        return gym.gym_problems(task, count, config.seed, system_prompt)
+        return gym.gym_problems(task, count, config.seed, gym.SYSTEM_PROMPT if system_prompt is None else system_prompt)
     if name == "file":
-        train = _from_file(task.train, task, system_prompt)
-        evaluation = task.evaluation and _from_file(task.evaluation, task, system_prompt)
+        train = file_problems(task.train, task, system_prompt)
+        evaluation = task.evaluation and file_problems(task.evaluation, task, system_prompt)
     else:
-        train, evaluation = _from_hub(name, task, system_prompt)
+        hub = _HUB_TASKS[name]
+        system_prompt = hub.SYSTEM_PROMPT if system_prompt is None else system_prompt
+        rows = read_split(task.train, hub.TRAIN, "train", f"task.{name}.train")
+        held_out = task.evaluation and read_split(task.evaluation, hub.EVALUATION, "test", f"task.{name}.evaluation")
+        train, evaluation = hub.problems(rows, system_prompt), hub.problems(held_out or [], system_prompt)
     if evaluation:
         return train, evaluation[:count]
     order = np.random.default_rng([config.seed, 0]).permutation(len(train))
     return _hold_out([train[index] for index in order], count)
-
-
-def _from_hub(name: str, task: Any, system_prompt: str | None) -> tuple[list[Problem], list[Problem]]:
-    """Train and evaluation problems; of the latter none where they are to be held out."""
-    hub = _HUB_TASKS[name]
-    system_prompt = hub.system_prompt if system_prompt is None else system_prompt
-    rows = read_split(task.train, hub.train_files, "train", f"task.{name}.train")
-    held_out = []
-    if task.evaluation is not None:
-        held_out = read_split(task.evaluation, hub.evaluation_files, "test", f"task.{name}.evaluation")
-    return hub.problems(rows, system_prompt), hub.problems(held_out, system_prompt)
-
-
-def _from_file(path: str, task: Any, system_prompt: str | None) -> list[Problem]:
-    problems = file_problems(path, task)
-    if system_prompt is None:
-        return problems
-    return [_with_system_prompt(problem, system_prompt) for problem in problems]
-
-
-def _with_system_prompt(problem: Problem, system_prompt: str) -> Problem:
-    """The problem with a system message first; which of two would count is not for the program to choose."""
-    if isinstance(problem.prompt, str):
-        raise ValueError(
-            f"task.system_prompt is not read by plain text such as {problem.prompt!r:.80}; remove it, or make the"
-            " prompts chats: task.file.chat=true, or lists of messages in the file"
-        )
-    if problem.prompt[0]["role"] == "system":
-        raise ValueError(
-            f"task.system_prompt is given, but the messages {problem.prompt!r:.80}… begin with a system message of"
-            " their own; remove one of the two"
-        )
-    return problem._replace(prompt=[{"role": "system", "content": system_prompt}, *problem.prompt])
 
 
 def _origins(problem: Problem) -> set[str]:

@@ -33,10 +33,10 @@ class Task(NamedTuple):
     parse: Callable[[str], str | None] = str.strip
 
 
-def chat(system_prompt: str, question: str) -> list[dict[str, str]]:
-    """A system message, where it says something, and a user's message."""
+def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
+    """A system message, where it says something, and the turns of user and assistant, of whom the user begins."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": question}]
+    return system + [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
 
 
 def is_chat(prompt: Any) -> bool:
@@ -44,6 +44,6 @@ def is_chat(prompt: Any) -> bool:
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in prompt)
-        and all(isinstance(turn["role"], str) and isinstance(turn["content"], str) for turn in prompt)
+        and all(isinstance(turn, dict) for turn in prompt)
+        and all(isinstance(turn.get(key), str) for turn in prompt for key in ("role", "content"))
     )

@@ -53,14 +53,12 @@ def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerB
     for text, ids in zip(texts, encoded, strict=True):
         if max_tokens is not None and len(ids) > max_tokens:
             raise ValueError(
-                f"prompt {text!r:.80} has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens};"
-                f" the longest has {longest}: raise the limit, or leave such prompts out with"
-                " rollout.long_prompts=drop"
+                f"prompt {text!r:.80} has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens}; the"
+                f" longest has {longest}: raise the limit, or leave such prompts out with rollout.long_prompts=drop"
             )
-    tokens = np.zeros((len(encoded), max_tokens or longest), np.int32)
-    mask = np.zeros(tokens.shape, bool)
-    for row, ids in enumerate(encoded):
-        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+    mask = np.arange(max_tokens or longest) < np.array([[len(ids)] for ids in encoded])
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate(encoded)
     return Prompts(tokens, mask, texts, list(problems))
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import huggingface_hub
+import pyarrow.parquet as pq
 
 
 class Row(NamedTuple):
@@ -40,22 +40,25 @@ def read_file(file: Path, key: str) -> list[Row]:
         ValueError: the file is missing, empty or damaged, or a row has no named columns; the message names file and
             line (JSON Lines, from 1) or row (from 0).
     """
+    where = f"{key}: {file}"
     if not file.is_file():
-        raise ValueError(f"{key}: {file}: there is no such file")
+        raise ValueError(f"{where}: there is no such file")
     if file.suffix == ".jsonl":
-        rows = _json_lines(file, key)
-    elif file.suffix == ".json":
-        rows = [(f"row {index}", row) for index, row in enumerate(_json_list(file, key))]
-    elif file.suffix == ".parquet":
-        rows = [(f"row {index}", row) for index, row in enumerate(_parquet(file, key))]
+        # By line and not by a library, which names neither the line of a syntax error nor a column whose type changes.
+        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
+        texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
+        rows = [Row(_parsed(line, place), place) for place, line in texts.items()]
+    elif file.suffix in (".json", ".parquet"):
+        values = _json_list(file, where) if file.suffix == ".json" else _parquet(file, where)
+        rows = [Row(value, f"{where}: row {index}") for index, value in enumerate(values)]
     else:
-        raise ValueError(f"{key}: {file}: give a .jsonl or a .parquet file")
+        raise ValueError(f"{where}: give a .jsonl or a .parquet file")
     if not rows:
-        raise ValueError(f"{key}: {file}: the file holds no rows")
-    for place, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{key}: {file}: {place}: a row must be an object with named columns; got {row!r:.80}")
-    return [Row(row, f"{key}: {file}: {place}") for place, row in rows]
+        raise ValueError(f"{where}: the file holds no rows")
+    for values, place in rows:
+        if not isinstance(values, dict):
+            raise ValueError(f"{place}: a row must be an object with named columns; got {values!r:.80}")
+    return rows
 
 
 def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
@@ -92,32 +95,22 @@ def _from_hub(name: str, files: str, key: str) -> Path:
         ) from error
 
 
-def _parquet(file: Path, key: str) -> datasets.Dataset:
+def _parquet(file: Path, where: str) -> list[dict[str, Any]]:
     try:
-        return datasets.load_dataset("parquet", data_files=str(file), split="train")
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{key}: {file}: {error.__cause__ or error}") from error
+        return pq.read_table(file, partitioning=None).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
-def _json_lines(file: Path, key: str) -> list[tuple[str, Any]]:
-    # Read line by line and not through `datasets`, which reports neither the line of a syntax error nor a column
-    # whose type changes from row to row.
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append((f"line {number}", json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{key}: {file}: line {number}: not valid JSON ({error})") from error
-    return rows
-
-
-def _json_list(file: Path, key: str) -> list[Any]:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{key}: {file}: not valid JSON ({error})") from error
+def _json_list(file: Path, where: str) -> list[Any]:
+    rows = _parsed(file.read_text(encoding="utf-8"), where)
     if not isinstance(rows, list):
-        raise ValueError(f"{key}: {file}: must hold one list of rows; got {rows!r:.80}")
+        raise ValueError(f"{where}: must hold one list of rows; got {rows!r:.80}")
     return rows
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not valid JSON ({error})") from error

@@ -1,7 +1,7 @@
 """Rewards that need no library: 1 for a right answer, 0 for any other. Named in `task.reward` as module:function."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 _NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?", re.ASCII)
@@ -18,13 +18,7 @@ def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Se
     Raises:
         ValueError: an answer is not a number.
     """
-    rewards = []
-    for text, answer in zip(completions, answers, strict=True):
-        expected = _number(answer)
-        if expected is None:
-            raise ValueError(f"number_match needs answers that are numbers; got {answer!r}")
-        rewards.append(float(_number(text) == expected))
-    return rewards
+    return _compared(_number, "number_match needs answers that are numbers", completions, answers)
 
 
 def last_number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -33,13 +27,16 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
     Raises:
         ValueError: an answer holds no number.
     """
-    rewards = []
-    for text, answer in zip(completions, answers, strict=True):
-        expected, found = _last_number(answer), _last_number(text)
-        if expected is None:
-            raise ValueError(f"last_number_match needs answers that hold a number; got {answer!r}")
-        rewards.append(float(found == expected))
-    return rewards
+    return _compared(_last_number, "last_number_match needs answers that hold a number", completions, answers)
+
+
+def _compared(
+    read: Callable[[str], Fraction | None], need: str, completions: Sequence[str], answers: Sequence[str]
+) -> list[float]:
+    expected = [read(answer) for answer in answers]
+    if None in expected:
+        raise ValueError(f"{need}; got {answers[expected.index(None)]!r}")
+    return [float(read(text) == number) for text, number in zip(completions, expected, strict=True)]
 
 
 def _last_number(text: str) -> Fraction | None:

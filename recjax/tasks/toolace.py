@@ -37,29 +37,30 @@ SYSTEM_PROMPT = (
 CONVERSATION = "toolace_conversation"  # the column that says where a problem is from
 
 _SPEAKERS = ("user", "assistant", "tool")
+_QUOTED_OR_CHARACTER = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1|.""", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def toolace_problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """A problem for every turn of calls.
 
     Raises:
         ValueError: a row without system text or turns, or a turn without a known speaker and text.
     """
-    problems, unreadable = [], 0
+    found, unreadable = [], 0
     for row in rows:
         messages = [{"role": "system", "content": f"{_functions(row.text('system'))}\n\n{system_prompt}".strip()}]
         for speaker, text in _turns(row):
             calls = parse_calls(text) if speaker == "assistant" else None
             if calls is not None:
                 text = json.dumps(calls, ensure_ascii=False)
-                columns = {CONVERSATION: row.place}
-                problems.append(Problem(list(messages), text, columns=columns, difficulty=_difficulty(len(calls))))
+                difficulty = {1: "1 call", 2: "2 calls", 3: "3 calls"}.get(len(calls), "4 or more calls")
+                found.append(Problem(list(messages), text, columns={CONVERSATION: row.place}, difficulty=difficulty))
             elif speaker == "assistant" and _looks_like_calls(text):
                 unreadable += 1
             messages.append({"role": speaker, "content": text})
-    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(problems), unreadable)
-    return problems
+    logger.info("ToolACE: %d turns of calls; %d more could not be parsed and are left out", len(found), unreadable)
+    return found
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
@@ -102,10 +103,6 @@ def _turns(row: Row) -> list[tuple[str, str]]:
     return [(turn["from"], turn["value"]) for turn in turns]
 
 
-def _difficulty(calls: int) -> str:
-    return "1 call" if calls == 1 else f"{calls} calls" if calls < 4 else "4 or more calls"
-
-
 def _looks_like_calls(text: str) -> bool:
     return bool(re.fullmatch(r"\s*\[[^\[\]{}()]+\(.*\)\s*\]\s*", text, re.DOTALL))
 
@@ -127,11 +124,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal as JSON has it.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A literal as JSON has it; a ValueError of anything else."""
     match node:
         case ast.Constant(value=str() | int() | float() | None) if node.value != math.inf:
             return node.value
@@ -148,18 +141,10 @@ def _literal(node: ast.expr) -> Any:
 
 def _split(text: str) -> list[str]:
     """The parts of a text between its commas, those inside quotes and brackets left alone."""
-    parts, start, depth, quote, index = [], 0, 0, "", 0
-    while index < len(text):
-        character = text[index]
-        if quote:
-            index += character == "\\"
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character == "," and depth == 0:
-            parts.append(text[start:index].strip())
-            start = index + 1
-        else:
-            depth += (character in "([{") - (character in ")]}")
-        index += 1
+    parts, start, depth = [], 0, 0
+    for match in _QUOTED_OR_CHARACTER.finditer(text):
+        if match.group() == "," and depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+        depth += (match.group() in "([{") - (match.group() in ")]}")
     return [*parts, text[start:].strip()]

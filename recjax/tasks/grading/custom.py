@@ -11,15 +11,10 @@ import numpy as np
 from recjax.tasks.grading.reward import Reward
 
 SCORE = "score"  # the part of a function that returns plain numbers
+Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
 
 
-def custom_parts(
-    reward: Reward,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    answers: Sequence[str],
-    columns: Sequence[Mapping[str, Any]],
-) -> dict[str, np.ndarray]:
+def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """The named parts that a user's function gives to a batch, checked.
 
     It is called as function(prompts, completions, answers), with equally long lists of strings (prompts as the model
@@ -31,7 +26,6 @@ def custom_parts(
         ValueError: the function raised, or returned the wrong number of values or one that is not a finite number;
             the message names the function and, where one is at fault, row and completion.
     """
-    rows = list(zip(prompts, completions, answers, columns, strict=True))
     try:
         result = _call(reward.function, rows)
     except Exception as error:
@@ -40,7 +34,7 @@ def custom_parts(
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
 
 
-def _call(function: Callable[..., Any], rows: Sequence[tuple]) -> Any:
+def _call(function: Callable[..., Any], rows: Sequence[Row]) -> Any:
     prompts, completions, answers, columns = (list(column) for column in zip(*rows, strict=True))
     arguments = [prompts, completions, answers]
     if _takes_columns(function):
@@ -58,7 +52,7 @@ def _takes_columns(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _culprit(function: Callable[..., Any], rows: Sequence[tuple], error: Exception) -> str:
+def _culprit(function: Callable[..., Any], rows: Sequence[Row], error: Exception) -> str:
     """Which row the function fails on when given one at a time, and how; none where the failure is of the batch."""
     for index, row in enumerate(rows):
         try:
@@ -68,7 +62,7 @@ def _culprit(function: Callable[..., Any], rows: Sequence[tuple], error: Excepti
     return f" with {type(error).__name__}: {error}; each row by itself passes"
 
 
-def _checked(reward: Reward, part: str, values: Any, rows: Sequence[tuple]) -> np.ndarray:
+def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.ndarray:
     name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
     try:
         numbers = [float(value) for value in values]

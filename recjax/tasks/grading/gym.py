@@ -38,32 +38,24 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
         scorer = _cached_generator(columns["generator"], json.dumps(columns["options"]))
         # Some scorers raise at an answer that they cannot read.
         with contextlib.suppress(Exception):
-            if _TOO_KIND.get(generator, _no_check)(given, answer):
+            if generator not in _TOO_KIND or _TOO_KIND[generator](given, answer):
                 score = float(scorer.score_answer(given, entry))
     return {"accuracy": float(score >= 1), "score": score}
 
 
 # Scorers that run an answer as Python: as a list, or as a formula.
-_RUN_AS_LIST = set("binary_matrix n_queens spiral_matrix string_insertion".split())
-_RUN_AS_FORMULA = set(
-    "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split()
-)
-_FORMULA_WORDS = set(
-    "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split()
-)
+_LISTS = set("binary_matrix n_queens spiral_matrix string_insertion".split())
+_FORMULAS = set("countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration".split())
+_WORDS = set("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs Rational Integral".split())
 
 
 def _may_be_run(answer: str, generator: str) -> bool:
     """False where the package would run the answer as Python, and it is more than a list or a formula."""
-    if generator in _RUN_AS_LIST:
+    if generator in _LISTS:
         return "(" not in answer
-    if generator in _RUN_AS_FORMULA:
+    if generator in _FORMULAS:
         words = set(re.findall(r"[^\W\d]\w+", answer))
-        return words <= _FORMULA_WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
-    return True
-
-
-def _no_check(given: str, answer: str) -> bool:
+        return words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", answer)
     return True
 
 

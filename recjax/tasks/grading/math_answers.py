@@ -16,13 +16,13 @@ import math_verify
 from sympy import Equality, Integer, Mul, Number, Pow, Rational, Symbol, UnevaluatedExpr
 from sympy.core.function import AppliedUndef
 
-# What `format` of gsm8k asks for; a prompt can quote it.
-GSM8K_FORMAT = "<think>your reasoning</think> <answer>the number</answer>"
+from recjax.tasks.grading.braces import braced
 
 _TAGGED = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>[^<>]*[^<>\s][^<>]*</answer>\s*", re.S
 )
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
+_NUMBER = re.compile(r"[-+]?(\d{1,50}(\.\d{1,50})?|\.\d{1,50}|\d{1,50}/0*[1-9]\d{0,49})", re.A)
 _HASHES = re.compile(r"^#### *(.+)$", re.M)
 
 # math-verify warns once that its own time limits are off; those of the worker pool are on.
@@ -31,7 +31,10 @@ _EXTRACTION = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_v
 
 
 def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """accuracy: 1 where the marked answer is the true number, else 0. format: 1 where all is GSM8K_FORMAT, else −1."""
+    """accuracy: 1 where the marked answer is the true number, else 0.
+
+    format: 1 where all is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
+    """
     accuracy = _is_right(tagged(completion), answer, finished=True)
     return {"accuracy": float(accuracy), "format": 1.0 if _TAGGED.fullmatch(completion) else -1.0}
 
@@ -65,19 +68,8 @@ def boxed(completion: str) -> str | None:
 
     The text up to `</think>` is no answer, nor is anything after a `<think>` that is never closed.
     """
-    text = _after_thinking(completion)
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
-    content = re.match(r"\s*\{", text[start + 6 :])
-    if not content:
-        return None
-    depth, begin = 1, start + 6 + content.end()
-    for match in re.compile(r"\\.|[{}]", re.S).finditer(text, begin):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return text[begin : match.start()].strip() or None
-    return None
+    _, mark, rest = _after_thinking(completion).rpartition("\\boxed")
+    return (braced(rest.lstrip()) or "").strip() or None if mark else None
 
 
 def tagged(completion: str) -> str | None:
@@ -102,16 +94,9 @@ def _spelling(given: str | None) -> str | None:
         return None
     text = re.sub(r"\s", "", _plain(given)).replace("\\left", "").replace("\\right", "")
     text = re.sub(r"^[A-Za-z]=", "", text)
-    number = _as_fraction(text)
-    return text if number is None else str(number)
-
-
-def _as_fraction(text: str) -> Fraction | None:
-    match = re.fullmatch(r"(-?)\\frac\{(\d{1,50})\}\{(\d{1,50})\}", text)
-    text = match.expand(r"\1\2/\3") if match else re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    if not re.fullmatch(r"[-+]?(\d{1,50}(\.\d{1,50})?|\.\d{1,50}|\d{1,50}/0*[1-9]\d{0,49})", text, re.A):
-        return None
-    return Fraction(text)
+    number = re.sub(r"^(-?)\\frac\{(\d{1,50})\}\{(\d{1,50})\}$", r"\1\2/\3", text)
+    number = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", number)
+    return str(Fraction(number)) if _NUMBER.fullmatch(number) else text
 
 
 # --- Whether an answer is right.
@@ -120,10 +105,8 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _SCALED = re.compile(rf"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})\b\}}?", re.I)
 # Words after a number that are no unit of it.
 _NO_UNITS = set(
-    "and are but by correct divided dozen equals half if incorrect is less minus more no nor not or over".split()
-)
-_NO_UNITS |= set(
-    "factorial pairs percent plus points score squared cubed than thirds times to true false wrong".split()
+    "and are but by correct divided dozen equals half if incorrect is less minus more no nor not or over"
+    " factorial pairs percent plus points score squared cubed than thirds times to true false wrong".split()
 )
 _WITH_UNIT = re.compile(
     r"([-+]?[$€£¥]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*([A-Za-z]+(?:[ ./][A-Za-z]+){0,2})\.?(?:\^\{?\d\}?)?"
@@ -140,10 +123,7 @@ def _is_right(given: str | None, answer: str, finished: bool) -> bool:
     Args:
         finished: where the true answer is a number, only a number will do.
     """
-    if given is None:
-        return False
-    gold = _plain(boxed(answer) or answer)
-    given = _plain(given)
+    gold, given = _plain(boxed(answer) or answer), _plain(given or "")
     if not given:
         return False
     if re.fullmatch(r"(?=.*[A-Za-z]{4})[A-Za-z]+(?: [A-Za-z]+)*", _words(gold)):
@@ -178,16 +158,16 @@ def _parsed(text: str) -> list:
 
 def _is_number(parsed: Any) -> bool:
     """A number as it is written down: digits, a fraction, a percentage, a power of ten or a multiple of one."""
-    if isinstance(parsed, Mul):
-        return all(_is_number(factor) for factor in parsed.args) and any(
-            isinstance(factor, UnevaluatedExpr | Pow) for factor in parsed.args
-        )
-    if isinstance(parsed, UnevaluatedExpr):
-        return parsed.args[0] == Rational(1, 100)
-    if isinstance(parsed, Pow):
-        return parsed.base == 10 and isinstance(parsed.exp, Integer)
-    if isinstance(parsed, Symbol):
-        return bool(re.fullmatch(r"-?\d+(\.\d+)?", parsed.name))
+    match parsed:
+        case Mul(args=factors):
+            powers = any(isinstance(factor, UnevaluatedExpr | Pow) for factor in factors)
+            return powers and all(map(_is_number, factors))
+        case UnevaluatedExpr(args=(inner,)):
+            return inner == Rational(1, 100)
+        case Pow(base=base, exp=exponent):
+            return base == 10 and isinstance(exponent, Integer)
+        case Symbol(name=name):
+            return bool(re.fullmatch(r"-?\d+(\.\d+)?", name))
     return isinstance(parsed, Number)
 
 

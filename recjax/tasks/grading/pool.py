@@ -1,5 +1,6 @@
 """Grading beside training: batches go in, futures of scores come out; built-in rewards run in worker processes."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.grading.custom import custom_parts
+from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.reward import LENGTH, Reward, check_parts
 
@@ -47,14 +48,24 @@ class Grading:
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
         if self.reward.per_row:
-            self._server = _start_server(self.reward.name, self._config.grading.workers, self._config.grading.seconds)
+            limits = [str(self._config.grading.workers), str(self._config.grading.seconds)]
+            # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "recjax.tasks.grading.server", GRADERS[self.reward.name].grade, *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                start_new_session=True,
+            )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the worker processes, whatever they are at; a user's function that is at work ends by itself."""
         if self._server:
-            _kill_group(self._server)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(
@@ -72,13 +83,11 @@ class Grading:
             columns: further columns of each row's problem.
             lengths: tokens of each completion.
         """
-        return self._thread.submit(self._scores, prompts, completions, answers, columns, lengths)
+        rows = list(zip(prompts, completions, answers, columns, strict=True))
+        return self._thread.submit(self._scores, rows, lengths)
 
-    def _scores(self, prompts, completions, answers, columns, lengths) -> Scores:
-        if self._server:
-            parts, failures = self._graded(completions, answers, columns)
-        else:
-            parts, failures = custom_parts(self.reward, prompts, completions, answers, columns), None
+    def _scores(self, rows: Sequence[Row], lengths: np.ndarray) -> Scores:
+        parts, failures = self._graded(rows) if self._server else (custom_parts(self.reward, rows), None)
         parts[LENGTH] = lengths / self._config.rollout.max_completion_tokens
         weights = self.reward.weights
         check_parts(self.reward.name, weights, parts)
@@ -89,39 +98,18 @@ class Grading:
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, success, failures)
 
-    def _graded(self, completions, answers, columns) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def _graded(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row and how its grading failed, from the worker processes."""
         limit = self._config.grading.max_characters
-        rows = zip(completions, answers, columns, strict=True)
-        asked = [(text, answer, dict(extra)) for text, answer, extra in rows if len(text) <= limit]
+        asked = [(text, answer, dict(columns)) for _, text, answer, columns in rows if len(text) <= limit]
         try:
             pickle.dump(asked, self._server.stdin)
             self._server.stdin.flush()
             replies = iter(pickle.load(self._server.stdout))
         except (EOFError, OSError) as error:
             raise RuntimeError("the grading process ended by itself; standard error has its last words") from error
-        outcomes = [next(replies) if len(text) <= limit else "too_long" for text in completions]
+        outcomes = [next(replies) if len(text) <= limit else "too_long" for _, text, *_ in rows]
         names = GRADERS[self.reward.name].weights
         parts = {name: np.array([0.0 if isinstance(row, str) else row[name] for row in outcomes]) for name in names}
         failures = [FAILURES.index(row) if isinstance(row, str) else 0 for row in outcomes]
         return parts, np.array(failures, np.int32)
-
-
-def _start_server(reward: str, workers: int, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-m", "recjax.tasks.grading.server", GRADERS[reward].grade, str(workers), str(seconds)]
-    # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        start_new_session=True,
-    )
-
-
-def _kill_group(server: subprocess.Popen) -> None:
-    try:
-        os.killpg(server.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it ended by itself
-        pass
-    server.wait()

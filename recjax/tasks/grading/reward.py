@@ -44,9 +44,8 @@ def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -
     """Refuses weights of parts that the reward `name` does not have."""
     for part in weights:
         if part not in known:
-            raise ValueError(
-                f"task.reward_weights.{part}: the reward {name} has the parts {', '.join(known)}; name one of them"
-            )
+            parts = ", ".join(known)
+            raise ValueError(f"task.reward_weights.{part}: the reward {name} has the parts {parts}; name one of them")
 
 
 def answer_parser(name: str) -> Callable[[str], str | None]:

@@ -6,27 +6,26 @@ input: however the training process went, nothing stays behind.
 """
 
 import contextlib
-import functools
-import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import queue
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, BinaryIO
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 Row = tuple[str, str, Mapping[str, Any]]
 Parts = dict[str, float]
 
 _WORKER_MEMORY_BYTES = 4 * 2**30
+_FAILURES = {TimeoutError: "timeout", ProcessExpired: "crash", BrokenProcessPool: "crash"}
 
 
 def main(function: str, workers: int, seconds: float) -> None:
@@ -42,11 +41,12 @@ def main(function: str, workers: int, seconds: float) -> None:
     multiprocessing.set_forkserver_preload([function.partition(":")[0]])
     requests: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
-    pool = _new_pool(workers)
+    pool = None
     while True:
         rows = requests.get()
-        if not pool.active:
-            pool = _new_pool(workers)
+        if pool is None or not pool.active:
+            context = multiprocessing.get_context("forkserver")
+            pool = ProcessPool(workers, initializer=_limit_memory, context=context)
         pickle.dump(grade_rows(pool, function, rows, seconds), replies)
         replies.flush()
 
@@ -59,10 +59,6 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue) -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _new_pool(workers: int) -> ProcessPool:
-    return ProcessPool(workers, initializer=_limit_memory, context=multiprocessing.get_context("forkserver"))
-
-
 def _limit_memory() -> None:
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
@@ -71,28 +67,16 @@ def _limit_memory() -> None:
 def grade_rows(pool: ProcessPool, function: str, rows: Sequence[Row], seconds: float) -> list[Parts | str]:
     """For each row its parts, or why it has none: timeout, crash or error; a row's failure costs that row alone."""
     futures = [pool.schedule(_grade, (function, *row), timeout=seconds) for row in rows]
-    return [_outcome(future) for future in futures]
-
-
-def _outcome(future: ProcessFuture) -> Parts | str:
-    try:
-        return future.result()
-    except TimeoutError:
-        return "timeout"
-    except (ProcessExpired, BrokenProcessPool):
-        return "crash"
-    except Exception:
-        return "error"
+    errors = [future.exception() for future in futures]
+    return [
+        future.result() if error is None else _FAILURES.get(type(error), "error")
+        for future, error in zip(futures, errors, strict=True)
+    ]
 
 
 def _grade(function: str, completion: str, answer: str, columns: Mapping[str, Any]) -> Parts:
-    return {name: float(value) for name, value in _function(function)(completion, answer, columns).items()}
-
-
-@functools.cache
-def _function(name: str) -> Callable[[str, str, Mapping[str, Any]], Parts]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+    parts = pkgutil.resolve_name(function)(completion, answer, columns)
+    return {name: float(value) for name, value in parts.items()}
 
 
 if __name__ == "__main__":

@@ -50,22 +50,17 @@ def _given(completion: str) -> list[str] | None:
 def _calls(text: str) -> list[str] | None:
     """Each call in one spelling; None where the text is not JSON of calls."""
     try:
-        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_number)
+        parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
     except ValueError:
         return None
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    if not all(_is_call(call) for call in calls):
-        return None
-    return [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
-
-
-def _is_call(call: Any) -> bool:
-    return (
-        isinstance(call, dict)
-        and call.keys() == {"name", "arguments"}
-        and isinstance(call["name"], str)
-        and isinstance(call["arguments"], dict)
-    )
+    calls = []
+    for call in parsed if isinstance(parsed, list) else [parsed]:
+        match call:
+            case {"name": str(name), "arguments": dict(arguments)} if len(call) == 2:
+                calls.append(json.dumps([name, arguments], sort_keys=True))
+            case _:
+                return None
+    return calls
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -76,10 +71,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _number(text: str) -> int | float:
     value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large to be told from other numbers")
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not JSON, or too large to be told from other numbers")
     return int(value) if value.is_integer() else value
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
