@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import huggingface_hub
-import pyarrow.parquet as pq
 
 
 class Row(NamedTuple):
@@ -95,11 +95,11 @@ def _from_hub(name: str, files: str, key: str) -> Path:
         ) from error
 
 
-def _parquet(file: Path, where: str) -> list[dict[str, Any]]:
+def _parquet(file: Path, where: str) -> datasets.Dataset:
     try:
-        return pq.read_table(file, partitioning=None).to_pylist()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
+        return datasets.load_dataset("parquet", data_files=str(file), split="train")
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{where}: {error.__cause__ or error}") from error
 
 
 def _json_list(file: Path, where: str) -> list[Any]:
