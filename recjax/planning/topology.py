@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -74,9 +73,7 @@ def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Compiling must not take a TPU away from other processes.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    options = dict(chip.options)
-    if set(re.findall(r"\d+", shape)) == {"1"}:
-        options["chips_per_host_bounds"] = (1, 1, 1)
+    options = chip.options | ({"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {})
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except RuntimeError as error:
