@@ -46,19 +46,10 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
         unit: what is counted, in the singular.
         shown: False for a bar that takes everything and shows nothing.
     """
-    if sys.stderr.isatty():
-        return tqdm(desc=description, total=total, initial=initial, unit=unit, mininterval=0.2, disable=not shown)
-    return tqdm(
-        desc=description,
-        total=total,
-        initial=initial,
-        unit=unit,
-        file=_Lines(),
-        bar_format="{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}",
-        mininterval=LINE_SECONDS,
-        miniters=1,
-        disable=not shown,
-    )
+    state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
+    lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
+    style = {"mininterval": 0.2} if sys.stderr.isatty() else lines
+    return tqdm(desc=description, total=total, initial=initial, unit=unit, disable=not shown, **style)
 
 
 class _Lines:

@@ -39,16 +39,14 @@ def collect(runs: Sequence[SweepRun], window: int = WINDOW) -> pd.DataFrame:
     """
     tables = []
     for run in runs:
-        rows = read_metrics(Path(run.config.output) / "metrics.jsonl")
-        if rows:
+        if rows := read_metrics(Path(run.config.output) / "metrics.jsonl"):
             table = pd.DataFrame(rows)
             places = (table["step"] + window - 1) // window * window
             table = table.reindex(columns=list(COLUMNS)).groupby(places).mean().reset_index()
             tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
     if not tables:
         raise ValueError(f"none of the {len(runs)} runs has metrics yet; start them with python -m recjax.sweep")
-    whole = pd.concat(tables, ignore_index=True)
-    return whole.astype(dict.fromkeys(COLUMNS, "float32"))
+    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:

@@ -59,8 +59,8 @@ def draw_curves(
     handles = {
         label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    entries = list(handles.values()), list(handles)
-    add_legend(figure, *entries, loc="outside lower center", ncols=max(2, min(5, width + 1)))
+    place = {"loc": "outside lower center", "ncols": max(2, min(5, width + 1))}
+    add_legend(figure, [*handles.values()], [*handles], **place)
     return finish(figure)
 
 
