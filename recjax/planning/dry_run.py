@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
 from recjax.hub.policy import compute_dtype, scratch_config
@@ -25,6 +24,7 @@ from recjax.planning.topology import GIB
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
+from recjax.training.run import characters
 from recjax.training.schedule import expected_staleness
 
 
@@ -151,9 +151,8 @@ def show(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = Console(soft_wrap=True, highlight=False)
     print_line, rollout, steps = console.print, config.rollout, config.training.steps
-    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
     print_line(f"algorithm {config.algorithm.preset}")
-    for axis, options in resolved.items():
+    for axis, options in config.algorithm.resolved().items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")
         print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
     if result.model:
