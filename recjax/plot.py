@@ -83,5 +83,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")
     flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
     flags.DEFINE_bool("smoke", False, "The runs of the sweep file's smoke block.")
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

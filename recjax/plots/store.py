@@ -38,13 +38,10 @@ def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
         """A place on the last panel's axis."""
         return 0 if row.reward is None else 1 if row.behaviour_logprobs is None else 2
 
-    spreads, numbers = (
-        [reward_spread(group) for group in groups if is_whole(group)],
-        [len(group.completions) for group in groups],
-    )
+    spreads = [reward_spread(group) for group in groups if is_whole(group)]
     _histogram(rewards, "reward", per_source(lambda row: row.reward), colours, whole=False)
     _histogram(signal, "highest − lowest reward of whole groups", [spreads], [GREY], whole=False)
-    _histogram(sizes, "rows in a group", [numbers], [GREY])
+    _histogram(sizes, "rows in a group", [[len(group.completions) for group in groups]], [GREY])
     _histogram(versions, "policy version (updates)", per_source(lambda row: row.policy_version), colours)
     _histogram(lengths, "completion tokens", per_source(length), colours)
     known.hist(
