@@ -29,8 +29,8 @@ COLUMNS = (
 WINDOW = 5  # optimiser steps that one row of the table averages
 
 
-def collect(runs: Sequence[SweepRun], window: int = WINDOW) -> pd.DataFrame:
-    """One row for every `window` steps of every run: its settings, the window's last step, means of COLUMNS.
+def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
+    """One row for every WINDOW steps of every run: its settings, the window's last step, means of COLUMNS.
 
     Evaluations keep the step they were made at, the one before training being step 0; rows without one hold NaN.
 
@@ -41,7 +41,7 @@ def collect(runs: Sequence[SweepRun], window: int = WINDOW) -> pd.DataFrame:
     for run in runs:
         if rows := read_metrics(Path(run.config.output) / "metrics.jsonl"):
             table = pd.DataFrame(rows)
-            places = (table["step"] + window - 1) // window * window
+            places = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
             table = table.reindex(columns=list(COLUMNS)).groupby(places).mean().reset_index()
             tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
     if not tables:

@@ -22,14 +22,14 @@ def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Seri
     return _evaluations(table, metric).apply(lambda values: values.tail(last).mean())
 
 
-def whole(table: pd.DataFrame, metric: str = ACCURACY) -> pd.Series:
+def whole(table: pd.DataFrame) -> pd.Series:
     """The mean of each run's evaluations after step 0, by its settings: higher where it learns sooner."""
-    return _evaluations(table[table["step"] > 0], metric).mean()
+    return _evaluations(table[table["step"] > 0], ACCURACY).mean()
 
 
-def fallen(table: pd.DataFrame, metric: str = ACCURACY) -> pd.Series:
+def fallen(table: pd.DataFrame) -> pd.Series:
     """How far each run ends below its best evaluation, by its settings; 0 for one that ends at its best."""
-    return _evaluations(table, metric).max() - final(table, metric, last=1)
+    return _evaluations(table, ACCURACY).max() - final(table, last=1)
 
 
 class Estimate(NamedTuple):

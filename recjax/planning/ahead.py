@@ -85,8 +85,7 @@ def plan(config: Config, target: Target) -> Plan:
 
 def _placed(mesh: Mesh, tree: Any) -> Any:
     """Shapes of a tree as they lie on a mesh."""
-    shardings = param_shardings(mesh, tree)
-    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
+    return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, param_shardings(mesh, tree))
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:

@@ -150,10 +150,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
     """
     decoder = model.decoder.clone(remat=remat)
     logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
-    options = {
-        "sampling": config.rollout.sampling(),
-        "chunk": config.model.logprob_chunk,
-    }
+    options = {"sampling": config.rollout.sampling(), "chunk": config.model.logprob_chunk}
     frozen = _to_compute_with(decoder, model.frozen)
 
     def residuals(trained, frozen, *inputs):

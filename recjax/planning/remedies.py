@@ -22,7 +22,16 @@ def changes(plan: Plan, too_large: set[str]) -> Iterator[Change]:
     Args:
         too_large: names of programs, out of `recjax.planning.ahead.PROGRAMS`.
     """
-    kinds = _more_fsdp(plan), _remat(plan), _smaller_parts(plan), _shorter_cache(plan)
+    policies, now, tokens = list(REMAT), plan.config.model.remat, plan.config.rollout.max_completion_tokens // 2
+    costs = {"dots": "the backward pass repeats all but projections", "full": "the backward pass repeats every layer"}
+    later = policies[policies.index(now) + 1 :]
+    shorter = (f"rollout.max_completion_tokens={tokens}",), "completions end earlier, which is another experiment"
+    kinds = (
+        _more_fsdp(plan),
+        [Change((f"model.remat={name}",), costs[name], ("update",)) for name in later],
+        _smaller_parts(plan),
+        [Change(*shorter, PROGRAMS)] if tokens else [],
+    )
     strongest = [kind[-1] for kind in kinds if kind]
     together = [strongest[:number] for number in range(2, len(strongest) + 1)]
     for change in (*itertools.chain(*kinds), *map(_combined, together)):
@@ -44,13 +53,6 @@ def _more_fsdp(plan: Plan) -> list[Change]:
     return [Change(each, "weights travel between more devices", PROGRAMS) for each in overrides]
 
 
-def _remat(plan: Plan) -> list[Change]:
-    policies = list(REMAT)
-    costs = {"dots": "the backward pass repeats all but projections", "full": "the backward pass repeats every layer"}
-    later = policies[policies.index(plan.config.model.remat) + 1 :]
-    return [Change((f"model.remat={name}",), costs[name], ("update",)) for name in later]
-
-
 def _smaller_parts(plan: Plan) -> list[Change]:
     """Micro-batches of fewer prompts: half as many, and the fewest that still give every device a prompt."""
     rollout, training = plan.config.rollout, plan.config.training
@@ -64,9 +66,3 @@ def _smaller_parts(plan: Plan) -> list[Change]:
         sizes = dict.fromkeys((*even[:1], *even[-1:]))
     cost = "a batch is cut into more parts, and weights travel for each"
     return [Change((f"training.{key}={size}",), cost, ("update",)) for size in sizes]
-
-
-def _shorter_cache(plan: Plan) -> list[Change]:
-    tokens = plan.config.rollout.max_completion_tokens // 2
-    overrides = (f"rollout.max_completion_tokens={tokens}",)
-    return [Change(overrides, "completions end earlier, which is another experiment", PROGRAMS)] if tokens else []
