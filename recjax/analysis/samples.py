@@ -111,38 +111,32 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
 
     difficulty = by_problem("difficulty")[:, 0]
     labels = sorted({label for label in difficulty if not pd.isna(label)}, key=_natural)
+    parts = {label: values["accuracy"][difficulty == label] for label in labels}
     constant, count = Counter(by_problem("answer")[:, 0]).most_common(1)[0]
     return {
         "problems": problems,
         "samples": samples,
         "metrics": metrics,
-        "difficulty": {
-            label: _with_interval(values["accuracy"][difficulty == label])
-            | {"problems": int((difficulty == label).sum())}
-            for label in labels
-        },
+        "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},
     }
 
 
 def _with_interval(values: np.ndarray) -> dict[str, float | None]:
-    if len(values) < 2:
-        return {"value": float(values.mean()), "low": None, "high": None}
-    mean, low, high, _ = estimate(values.astype(np.float64))
-    return {"value": mean, "low": low, "high": high}
+    alone = float(values.mean()), None, None, 1
+    value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else alone
+    return {"value": value, "low": low, "high": high}
 
 
 def _quantile(lengths: np.ndarray, share: float) -> dict[str, float | None]:
     """A quantile of all lengths [problems, samples], problems resampled whole."""
-    value = float(np.quantile(lengths, share))
-    if len(lengths) < 2:
-        return {"value": value, "low": None, "high": None}
 
     def statistic(places: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
 
-    low, high = interval(np.arange(len(lengths)), statistic, lengths.size, resamples=999)
-    return {"value": value, "low": low, "high": high}
+    problems = np.arange(len(lengths))
+    low, high = interval(problems, statistic, lengths.size, resamples=999) if len(lengths) > 1 else (None, None)
+    return {"value": float(np.quantile(lengths, share)), "low": low, "high": high}
 
 
 def _natural(label: str) -> list[int | str]:
