@@ -78,12 +78,11 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         return 0
     console.print(f"does not fit {topology}: {' and '.join(sorted(checked.too_large))}")
     change = fitting_change(console, path, overrides, checked, tries)
-    if change is None:
-        larger = larger_slices(topology)
-        next_one = f"; the next larger topology is {larger[0]}, not tried" if larger else ""
-        console.print(f"none of the changes tried makes it fit{next_one}")
-    else:
+    if change:
         console.print(f"this makes it fit: {' '.join(change.overrides)} ({change.cost})")
+        return 1
+    larger = "".join(f"; the next larger topology is {name}, not tried" for name in larger_slices(topology)[:1])
+    console.print(f"none of the changes tried makes it fit{larger}")
     return 1
 
 

@@ -190,8 +190,7 @@ def _show_memory(console: Console, config: Config, result: DryRun) -> None:
     console.print(table)
     always = sum(item.bytes for item in result.memory if item.phase == "always")
     for phase in ("sample", "update"):
-        parts = [item.bytes for item in result.memory if item.phase == phase]
-        if parts:
+        if parts := [item.bytes for item in result.memory if item.phase == phase]:
             console.print(f"in all, {phase}: {(always + sum(parts)) / GIB:.2f} GiB")
     for remat, size in result.activations.items():
         if remat != config.model.remat:
