@@ -78,12 +78,11 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         return 0
     console.print(f"does not fit {topology}: {' and '.join(sorted(checked.too_large))}")
     change = fitting_change(console, path, overrides, checked, tries)
-    if change is None:
-        larger = larger_slices(topology)
-        next_one = f"; the next larger topology is {larger[0]}, not tried" if larger else ""
-        console.print(f"none of the changes tried makes it fit{next_one}")
-    else:
+    if change:
         console.print(f"this makes it fit: {' '.join(change.overrides)} ({change.cost})")
+        return 1
+    larger = "".join(f"; the next larger topology is {name}, not tried" for name in larger_slices(topology)[:1])
+    console.print(f"none of the changes tried makes it fit{larger}")
     return 1
 
 
@@ -96,7 +95,7 @@ def compile_all(console: Console, planned: Plan, known: dict[str, Program]) -> C
                 programs[name] = compiled(planned, name)
             console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
     peaks = {name: programs[name].needed + beside(planned, name) for name in PROGRAMS}
-    return Checked(planned, {name: programs[name] for name in PROGRAMS}, peaks)
+    return Checked(planned, programs, peaks)
 
 
 @contextlib.contextmanager
@@ -118,8 +117,8 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
             planned = plan(load_config(path, [*overrides, *change.overrides]), checked.plan.target)
         except ValueError:
             continue  # a change that the config or the model does not allow
-        if hopeless(planned):
-            continue
+        if bytes_on_device(planned.held) + cache_bytes(planned) > planned.target.memory:
+            continue  # what is always held, and the keys and values, are too much already
         if tries == 0:
             return None
         tries -= 1
@@ -131,11 +130,6 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
         if not tried.too_large:
             return change
     return None
-
-
-def hopeless(planned: Plan) -> bool:
-    """Whether what is always held, and the keys and values, already take more than there is."""
-    return bytes_on_device(planned.held) + cache_bytes(planned) > planned.target.memory
 
 
 def show_plan(console: Console, planned: Plan) -> None:
@@ -155,8 +149,7 @@ def show_memory(console: Console, checked: Checked) -> None:
     planned, programs = checked.plan, checked.programs
     table = Table("on each device", *PROGRAMS, title="GiB, and costs of a step")
     for name, tree in planned.held.items():
-        size = bytes_on_device(tree)
-        if size:
+        if size := bytes_on_device(tree):
             table.add_row(name, *(_gib(size) for _ in PROGRAMS))
     cache = cache_bytes(planned)
     table.add_row("keys and values", _gib(cache), "")

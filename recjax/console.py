@@ -1,5 +1,6 @@
 """What a command shows while it works: the package's own messages, and bars of progress."""
 
+import io
 import logging
 import sys
 
@@ -46,27 +47,16 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
         unit: what is counted, in the singular.
         shown: False for a bar that takes everything and shows nothing.
     """
-    if sys.stderr.isatty():
-        return tqdm(desc=description, total=total, initial=initial, unit=unit, mininterval=0.2, disable=not shown)
-    return tqdm(
-        desc=description,
-        total=total,
-        initial=initial,
-        unit=unit,
-        file=_Lines(),
-        bar_format="{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}",
-        mininterval=LINE_SECONDS,
-        miniters=1,
-        disable=not shown,
-    )
+    state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
+    lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
+    style = {"mininterval": 0.2} if sys.stderr.isatty() else lines
+    return tqdm(desc=description, total=total, initial=initial, unit=unit, disable=not shown, **style)
 
 
-class _Lines:
+class _Lines(io.TextIOBase):
     """A file for tqdm that makes a line of each state of a bar, which tqdm would write over the one before."""
 
-    def __init__(self):
-        """Has nothing to say yet."""
-        self._last = ""
+    _last = ""
 
     def write(self, text: str) -> None:
         """Writes a state to standard error, without what tqdm adds to overwrite it or to end it."""
@@ -74,6 +64,3 @@ class _Lines:
         if state and state != self._last:  # the end of a bar may be its last step, which has its line
             print(state, file=sys.stderr, flush=True)
             self._last = state
-
-    def flush(self) -> None:
-        """Does nothing: a line is flushed when it is written."""

@@ -87,23 +87,21 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     Raises:
         ValueError: bad data, no such checkpoint, or a folder that holds something else.
     """
-    task = load_task(config)
-    evaluated = subject(checkpoint, config)
+    task, evaluated, label = load_task(config), subject(checkpoint, config), task_label(config.task)
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, config.rollout.max_prompt_tokens)
-    name = re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{task_label(config.task)}")
-    folder = Path(output or f"runs/evaluations/{name}")
+    folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     open_folder(folder, what_decides(config, evaluated))
     if not (folder / "samples.parquet").is_file():
         sample_rounds(config, evaluated, prompts, task, folder)
     shutil.rmtree(folder / "rounds", ignore_errors=True)
     rows = pd.read_parquet(folder / "samples.parquet")
     warn_of_ungraded(rows["ungraded"])
-    numbers = {"model": evaluated.name, "task": task_label(config.task)} | results(rows)
+    numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
     (folder / "results.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    draw_evaluation(rows, numbers, f"{evaluated.name} on {task_label(config.task)}", folder / "evaluation.png")
+    draw_evaluation(rows, numbers, f"{evaluated.name} on {label}", folder / "evaluation.png")
     return folder, numbers
 
 
@@ -152,12 +150,8 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
     (folder / "rounds").mkdir(exist_ok=True)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
     begin = next((first for first, file in files.items() if not file.is_file()), count)
-    with (
-        Grading(config, task.reward) as grading,
-        progress_bar(evaluated.name, count, begin, unit="problem") as bar,
-    ):
-        parts = answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin)
-        for done in parts:
+    with Grading(config, task.reward) as grading, progress_bar(evaluated.name, count, begin, unit="problem") as bar:
+        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin):
             rows = pd.DataFrame(sample_rows(done))
             rows["parsed"] = [task.parse(text) for text in rows["completion"]]
             _write_whole(rows, files[done.first])
@@ -212,5 +206,4 @@ if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
     flags.DEFINE_string("config", None, "YAML file of a training run; its task and settings are used.", required=True)
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

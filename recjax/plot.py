@@ -33,8 +33,7 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
         axis, _, values = text.partition("=")
         if axis not in axes_of(table):
             raise ValueError(f"--only {text!r}: the axes are {', '.join(axes_of(table))}")
-        unknown = set(values.split(",")) - set(table[axis])
-        if unknown:
+        if set(values.split(",")) - set(table[axis]):
             raise ValueError(f"--only {text!r}: {axis} has {', '.join(dict.fromkeys(table[axis]))}")
         table = table[table[axis].isin(values.split(","))]
     return table
@@ -59,16 +58,15 @@ def main(argv: list[str]) -> None:
         table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
-    figure = draw_curves(table.assign(panel=panels), lines, "panel", FLAGS.metrics)
-    output = Path(FLAGS.output)
-    save(figure, output / "curves.png")
+    output = Path(FLAGS.output) / "curves.png"
+    save(draw_curves(table.assign(panel=panels), lines, "panel", FLAGS.metrics), output)
 
     finals = final(table)
     shown = Table(*axes, "runs", "held-out accuracy at the end", title=f"{len(finals)} runs")
     for settings, values in finals.groupby(axes, sort=False):
         shown.add_row(*settings, str(len(values)), f"{values.mean():.3f} ({values.min():.3f}–{values.max():.3f})")
     Console().print(shown)
-    print(f"figure: {output / 'curves.png'}")
+    print(f"figure: {output}")
 
 
 if __name__ == "__main__":
@@ -83,5 +81,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")
     flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
     flags.DEFINE_bool("smoke", False, "The runs of the sweep file's smoke block.")
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

@@ -66,10 +66,8 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
             lines = log.read_text(errors="replace").strip().splitlines()
             failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'nothing printed'} ({log})"
 
-    with (
-        ThreadPoolExecutor(workers) as pool,
-        progress_bar("sweep", len(runs), len(runs) - len(waiting), unit="run") as bar,
-    ):
+    bar = progress_bar("sweep", len(runs), len(runs) - len(waiting), unit="run")
+    with ThreadPoolExecutor(workers) as pool, bar:
         futures = [pool.submit(start, run) for run in waiting]
         try:
             for future in as_completed(futures):
@@ -115,5 +113,4 @@ if __name__ == "__main__":
         "workers", None, "Runs at one time; default: the number of cores. On one GPU, give 1.", lower_bound=1
     )
     flags.DEFINE_bool("dry_run", False, "Check and list the runs, and start none.")
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

@@ -29,8 +29,8 @@ COLUMNS = (
 WINDOW = 5  # optimiser steps that one row of the table averages
 
 
-def collect(runs: Sequence[SweepRun], window: int = WINDOW) -> pd.DataFrame:
-    """One row for every `window` steps of every run: its settings, the window's last step, means of COLUMNS.
+def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
+    """One row for every WINDOW steps of every run: its settings, the window's last step, means of COLUMNS.
 
     Evaluations keep the step they were made at, the one before training being step 0; rows without one hold NaN.
 
@@ -39,16 +39,14 @@ def collect(runs: Sequence[SweepRun], window: int = WINDOW) -> pd.DataFrame:
     """
     tables = []
     for run in runs:
-        rows = read_metrics(Path(run.config.output) / "metrics.jsonl")
-        if rows:
+        if rows := read_metrics(Path(run.config.output) / "metrics.jsonl"):
             table = pd.DataFrame(rows)
-            places = (table["step"] + window - 1) // window * window
+            places = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
             table = table.reindex(columns=list(COLUMNS)).groupby(places).mean().reset_index()
             tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
     if not tables:
         raise ValueError(f"none of the {len(runs)} runs has metrics yet; start them with python -m recjax.sweep")
-    whole = pd.concat(tables, ignore_index=True)
-    return whole.astype(dict.fromkeys(COLUMNS, "float32"))
+    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """What a run comes to in one number, and how far two kinds of runs differ in it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +22,14 @@ def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Seri
     return _evaluations(table, metric).apply(lambda values: values.tail(last).mean())
 
 
-def whole(table: pd.DataFrame, metric: str = ACCURACY) -> pd.Series:
+def whole(table: pd.DataFrame) -> pd.Series:
     """The mean of each run's evaluations after step 0, by its settings: higher where it learns sooner."""
-    return _evaluations(table[table["step"] > 0], metric).mean()
+    return _evaluations(table[table["step"] > 0], ACCURACY).mean()
 
 
-def fallen(table: pd.DataFrame, metric: str = ACCURACY) -> pd.Series:
+def fallen(table: pd.DataFrame) -> pd.Series:
     """How far each run ends below its best evaluation, by its settings; 0 for one that ends at its best."""
-    return _evaluations(table, metric).max() - final(table, metric, last=1)
+    return _evaluations(table, ACCURACY).max() - final(table, last=1)
 
 
 class Estimate(NamedTuple):
@@ -51,10 +51,19 @@ def estimate(values: np.ndarray) -> Estimate:
         raise ValueError(f"{len(values)} runs or pairs of runs; an interval needs at least 2")
     if np.ptp(values) == 0:
         return Estimate(float(values[0]), float(values[0]), float(values[0]), len(values))
+    return Estimate(float(np.mean(values)), *interval(values, np.mean, len(values)), len(values))
+
+
+def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: int = 9999) -> tuple[float, float]:
+    """The ends of the 95 % interval of a statistic's percentile bootstrap.
+
+    Args:
+        numbers: that the statistic reads in one resample.
+    """
     # Resampled in parts, which keeps the memory bounded and changes no number.
-    batch, generator = max(1, 10_000_000 // len(values)), np.random.default_rng(0)
-    interval = bootstrap((values,), np.mean, method="percentile", batch=batch, rng=generator).confidence_interval
-    return Estimate(float(np.mean(values)), float(interval.low), float(interval.high), len(values))
+    options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
+    found = bootstrap((values,), statistic, method="percentile", **options).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:

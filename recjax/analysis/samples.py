@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap
 
-from recjax.analysis.compare import estimate
+from recjax.analysis.compare import estimate, interval
 
 QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
-_NUMBERS_AT_ONCE = 10_000_000
 
 
 def pass_at_k(accurate: int, samples: int, k: int) -> float:
@@ -99,59 +97,46 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
     accurate, lengths = by_problem("accurate"), by_problem("tokens")
     votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed")).tolist()
     majority = np.array([majority_at_k(*row) for row in zip(votes, accurate.tolist(), strict=True)])
-    values = {"accuracy": accurate.mean(-1)}
-    for k in sizes(samples):
-        values[f"pass@{k}"] = np.array([pass_at_k(int(count), samples, k) for count in accurate.sum(-1)])
-    for k in sizes(samples):
-        values[f"majority@{k}"] = majority[:, k - 1]
+    counts, ks = accurate.sum(-1).tolist(), sizes(samples)
     rewards = [column for column in rows.columns if column == "reward" or column.startswith("reward/")]
-    values |= {column: by_problem(column).mean(-1) for column in rewards}
-    values |= {"truncated": by_problem("truncated").mean(-1), "completion_length": lengths.mean(-1)}
+    values = {
+        "accuracy": accurate.mean(-1),
+        **{f"pass@{k}": np.array([pass_at_k(count, samples, k) for count in counts]) for k in ks},
+        **{f"majority@{k}": majority[:, k - 1] for k in ks},
+        **{column: by_problem(column).mean(-1) for column in (*rewards, "truncated")},
+        "completion_length": lengths.mean(-1),
+    }
     metrics = {name: _with_interval(numbers) for name, numbers in values.items()}
-    for name, share in QUANTILES.items():
-        metrics[f"completion_length/{name}"] = _quantile(lengths, share)
+    metrics |= {f"completion_length/{name}": _quantile(lengths, share) for name, share in QUANTILES.items()}
 
     difficulty = by_problem("difficulty")[:, 0]
     labels = sorted({label for label in difficulty if not pd.isna(label)}, key=_natural)
+    parts = {label: values["accuracy"][difficulty == label] for label in labels}
     constant, count = Counter(by_problem("answer")[:, 0]).most_common(1)[0]
     return {
         "problems": problems,
         "samples": samples,
         "metrics": metrics,
-        "difficulty": {
-            label: _with_interval(values["accuracy"][difficulty == label])
-            | {"problems": int((difficulty == label).sum())}
-            for label in labels
-        },
+        "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},
     }
 
 
 def _with_interval(values: np.ndarray) -> dict[str, float | None]:
-    if len(values) < 2:
-        return {"value": float(values.mean()), "low": None, "high": None}
-    mean, low, high, _ = estimate(values.astype(np.float64))
-    return {"value": mean, "low": low, "high": high}
+    alone = float(values.mean()), None, None, 1
+    value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else alone
+    return {"value": value, "low": low, "high": high}
 
 
 def _quantile(lengths: np.ndarray, share: float) -> dict[str, float | None]:
     """A quantile of all lengths [problems, samples], problems resampled whole."""
-    value = float(np.quantile(lengths, share))
-    if len(lengths) < 2:
-        return {"value": value, "low": None, "high": None}
 
     def statistic(places: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
 
-    interval = bootstrap(
-        (np.arange(len(lengths)),),
-        statistic,
-        n_resamples=999,
-        batch=max(1, _NUMBERS_AT_ONCE // lengths.size),
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return {"value": value, "low": float(interval.low), "high": float(interval.high)}
+    problems = np.arange(len(lengths))
+    low, high = interval(problems, statistic, lengths.size, resamples=999) if len(lengths) > 1 else (None, None)
+    return {"value": float(np.quantile(lengths, share)), "low": low, "high": high}
 
 
 def _natural(label: str) -> list[int | str]:

@@ -1,6 +1,7 @@
 """Sweep files: a base config and the settings that its runs cross; `recjax.sweep` shows one."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ class SweepRun(NamedTuple):
         return "__".join(self.settings.values())
 
 
-def read_sweep(path: str | Path, smoke: bool = False, extra: list[str] | None = None) -> tuple[Path, list[SweepRun]]:
+def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ()) -> tuple[Path, list[SweepRun]]:
     """The base config's path and the runs of a sweep file, every one of them checked.
 
     Args:
@@ -43,19 +44,20 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: list[str] | None = 
     known, needed = {"config", "output", "settings", "grids", "smoke"}, {"config", "output", "settings", "grids"}
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
         raise ValueError(f"{path}: takes the keys {', '.join(sorted(known))}, of which only smoke may be left out")
-    part = content
-    if smoke:
-        part = content.get("smoke")
-        if not isinstance(part, dict) or "grids" not in part:
-            raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
+    part = content.get("smoke") if smoke else content
+    if not isinstance(part, dict) or "grids" not in part:
+        raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
     base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
-    common = _as_overrides(part.get("overrides", {}) if smoke else {}) + (extra or [])
+    # YAML may hold a name as a number.
+    settings = {
+        axis: {str(name): block or {} for name, block in names.items()} for axis, names in content["settings"].items()
+    }
     runs: dict[str, SweepRun] = {}
-    for chosen in itertools.chain.from_iterable(_cross(path, content["settings"], grid) for grid in part["grids"]):
+    for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
         if name not in runs:
-            changes = [_as_overrides(content["settings"][axis][key] or {}) for axis, key in _keys(content, chosen)]
-            overrides = [*itertools.chain.from_iterable(changes), *common, f"output={output}/{name}"]
+            blocks = [*(settings[axis][key] for axis, key in chosen.items()), part.get("overrides", {})]
+            overrides = [*itertools.chain(*map(_as_overrides, blocks)), *extra, f"output={output}/{name}"]
             try:
                 runs[name] = SweepRun(chosen, overrides, load_config(base, overrides))
             except ValueError as error:
@@ -68,23 +70,13 @@ def _cross(path: Path, settings: dict[str, dict], grid: dict[str, Any]) -> list[
     if not isinstance(grid, dict) or list(grid) != list(settings):
         raise ValueError(f"{path}: a grid must name the axes {', '.join(settings)} in this order; got {grid!r}")
     choices = []
-    for axis, names in grid.items():
-        defined = [str(name) for name in settings[axis]]
-        chosen = defined if names == "all" else [str(name) for name in names]
-        if unknown := [name for name in chosen if name not in defined]:
+    for axis, defined in settings.items():
+        choices.append([*defined] if grid[axis] == "all" else [str(name) for name in grid[axis]])
+        if unknown := [name for name in choices[-1] if name not in defined]:
             raise ValueError(f"{path}: {axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")
-        choices.append(chosen)
     return [dict(zip(settings, names, strict=True)) for names in itertools.product(*choices)]
 
 
-def _keys(content: dict, chosen: dict[str, str]) -> list[tuple[str, Any]]:
-    """Axis and key of each chosen name; YAML may hold a key as a number."""
-    by_text = {axis: {str(key): key for key in names} for axis, names in content["settings"].items()}
-    return [(axis, by_text[axis][name]) for axis, name in chosen.items()]
-
-
-def _as_overrides(changes: dict[str, Any]) -> list[str]:
-    def flow(value: Any) -> str:
-        return yaml.safe_dump(value, default_flow_style=True, width=10_000).splitlines()[0]
-
-    return [f"{key}={flow(value)}" for key, value in changes.items()]
+def _as_overrides(block: dict[str, Any]) -> list[str]:
+    texts = {key: yaml.safe_dump(value, default_flow_style=True, width=10_000) for key, value in block.items()}
+    return [f"{key}={text.splitlines()[0]}" for key, text in texts.items()]

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from recjax.config import Config
-from recjax.experience.batch import Batch
 from recjax.hub.policy import attention_kernel
 from recjax.models.placement import ROWS, laid_out, param_shardings
 from recjax.models.trainable import combine
@@ -26,7 +25,6 @@ from recjax.training.packing import Packed, RowShape, shape_for
 from recjax.training.update import TrainState, recipe_of, update
 
 PROGRAMS = ("sample", "update")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Plan(NamedTuple):
@@ -88,8 +86,7 @@ def plan(config: Config, target: Target) -> Plan:
 
 def _placed(mesh: Mesh, tree: Any) -> Any:
     """Shapes of a tree as they lie on a mesh."""
-    shardings = param_shardings(mesh, tree)
-    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
+    return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, param_shardings(mesh, tree))
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:
@@ -103,11 +100,8 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
 
 def bytes_on_device(tree: Any) -> int:
     """Bytes that a tree of laid-out shapes takes on one device."""
-    sizes = (
-        jnp.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-    )
-    return sum(sizes)
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 
 
 def beside(plan: Plan, program: str) -> int:
@@ -158,19 +152,14 @@ def compiled(plan: Plan, program: str) -> Program:
     if plan.target.devices[0].platform != "tpu":
         # Elsewhere that leaves temporaries out. A TPU's temporaries are more than it holds of them at any one time.
         needed = max(needed, lasting + memory.temp_size_in_bytes)
-    return Program(
-        needed=needed,
-        temporaries=needed - lasting,
-        flops=flops,
-        collectives=collectives(executable.as_text(), unknown_trips=turns),
-        seconds=time.perf_counter() - started,
-    )
+    traffic = collectives(executable.as_text(), unknown_trips=turns)
+    return Program(needed, needed - lasting, flops, traffic, time.perf_counter() - started)
 
 
 def _needed(refusal: str) -> int:
     """The bytes that the compiler says a program too large for the device would take."""
     found = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
 
 
 def _traced_sample(plan: Plan) -> jax.stages.Traced:
@@ -211,11 +200,12 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
 def _traced_update(plan: Plan) -> jax.stages.Traced:
     config, (params, optimizer_state, *reference, frozen) = plan.config, given(plan, "update").values()
     packed, micro_batches = _packed(plan), config.micro_batches()
+    shape = batch_shape(config, plan.prompt_tokens)._replace(prompts=_prompts(plan, micro_batches))
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
         reference[0] if reference else None,
-        _batch(plan, _prompts(plan, micro_batches)),
+        jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), batch_arrays(shape)),
         jax.eval_shape(lambda: jax.random.key(0)),
         packed,
         recipe=recipe_of(config, plan.model.decoder)._replace(decoder=plan.model.decoder),
@@ -223,22 +213,13 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
     )
 
 
-def _batch(plan: Plan, prompts: int) -> Batch:
-    """A batch of `prompts` prompts, laid out."""
-    shape = batch_shape(plan.config, plan.prompt_tokens)._replace(prompts=prompts)
-    return jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), batch_arrays(shape))
-
-
 def _packed(plan: Plan) -> Packed | None:
     """The batch in as many micro-batches of packed rows as there can be; None without a budget of tokens."""
     if plan.config.training.tokens_per_micro_batch is None:
         return None
-    batch, shape = _prompts(plan) * plan.config.rollout.group_size, _packed_shape(plan)
-    most = _turns(plan, "update")
-    rows = laid_out(plan.mesh, (most, *shape), jnp.int32)
-    return Packed(
-        rows, rows, rows, rows, laid_out(plan.mesh, (most, batch), jnp.int32), laid_out(plan.mesh, (), jnp.int32)
-    )
+    batch, most = _prompts(plan) * plan.config.rollout.group_size, _turns(plan, "update")
+    shapes = [(most, *_packed_shape(plan))] * 4 + [(most, batch), ()]
+    return Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
 
 
 def _packed_shape(plan: Plan) -> RowShape:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
@@ -63,7 +64,12 @@ def resolve(config: Config) -> DryRun:
     model = reached(lambda: _model(config, task)) if config.model.path or task else None
     prompt_tokens = config.rollout.max_prompt_tokens
     if model and task and prompt_tokens is None:
-        prompt_tokens = _longest_prompt(config, task, notes)
+        try:
+            tokenizer = _tokenizer(config, task)
+        except ValueError as error:
+            notes.append(f"length of prompts not known: {error}")
+        else:
+            prompt_tokens = encode_problems([*task.train, *task.evaluation], tokenizer, None).tokens.shape[1]
     return DryRun(model, task, prompt_tokens, notes)
 
 
@@ -74,7 +80,7 @@ def dry_run(config: Config) -> DryRun:
         ValueError: as `resolve`.
     """
     result = resolve(config)
-    model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
+    model, prompt_tokens, notes = result.model, result.prompt_tokens, [*result.notes]
     if model:
         memory = held_items(config, model)
         if prompt_tokens:
@@ -84,19 +90,16 @@ def dry_run(config: Config) -> DryRun:
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")
         result = result._replace(memory=memory, checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0))
-    experience, regime = config.experience, config.regime
+    experience, regime, staleness = config.experience, config.regime, []
     if regime.mode == "async":
         notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
-    if experience and (experience.store or experience.mix):
-        folder = experience.store or experience.mix.store
+    if experience and (folder := experience.store or experience.mix and experience.mix.store):
         notes.append(f"sizes of the groups in {folder}; those above are of rollout's groups")
-    if regime.mode == "async":
-        return result
-    if experience and (experience.store or experience.late or experience.replay):
+    if regime.mode == "sync" and experience and (experience.store or experience.late or experience.replay):
         notes.append("staleness, which comes of the rewards' delays, the buffer and the store: the run measures it")
-        return result
-    steps = range(1, config.training.steps + 1)
-    return result._replace(staleness=[expected_staleness(step, regime) for step in steps])
+    elif regime.mode == "sync":
+        staleness = [expected_staleness(step, regime) for step in range(1, config.training.steps + 1)]
+    return result._replace(notes=notes, staleness=staleness)
 
 
 def _model(config: Config, task: Task | None) -> Model:
@@ -104,38 +107,27 @@ def _model(config: Config, task: Task | None) -> Model:
     if config.model.path:
         decoder_config = read_config(model_folder(config.model.path, ("config.json",)))
     else:
-        alphabet = character_tokenizer(characters([*task.train, *task.evaluation]))
-        decoder_config = scratch_config(config.model.decoder, len(alphabet))
+        decoder_config = scratch_config(config.model.decoder, len(_tokenizer(config, task)))
     if config.model.lora:
         decoder_config = adapted(decoder_config, config.model.lora)
     decoder = Decoder(decoder_config, compute_dtype(config.model.dtype), config.model.remat)
     return Model(decoder, *split(abstract_params(decoder_config), config.model))
 
 
-def _longest_prompt(config: Config, task: Task, notes: list[str]) -> int | None:
-    problems = [*task.train, *task.evaluation]
-    try:
-        tokenizer = (
-            load_tokenizer(config.model.path) if config.model.path else character_tokenizer(characters(problems))
-        )
-    except ValueError as error:
-        notes.append(f"length of prompts not known: {error}")
-        return None
-    return encode_problems(problems, tokenizer, None).tokens.shape[1]
+def _tokenizer(config: Config, task: Task) -> PreTrainedTokenizerBase:
+    if config.model.path:
+        return load_tokenizer(config.model.path)
+    return character_tokenizer(characters([*task.train, *task.evaluation]))
 
 
 def compact(staleness: list[int]) -> str:
     """A schedule in few words: runs that rise by one as "0–19", equal runs next to each other counted."""
-    runs = []
-    for value in staleness:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], value)
-        else:
-            runs.append((value, value))
+    rising = itertools.groupby(enumerate(staleness), key=lambda pair: pair[1] - pair[0])
+    runs = [[value for _, value in pairs] for _, pairs in rising]
     words = []
-    for (first, last), equal in itertools.groupby(runs):
-        times = len(list(equal))
-        words.append((f"{first}–{last}" if last > first else f"{first}") + (f" ×{times}" if times > 1 else ""))
+    for run, equal in itertools.groupby(runs):
+        times = len([*equal])
+        words.append((f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}") + (f" ×{times}" if times > 1 else ""))
     return ", ".join(words)
 
 
@@ -158,10 +150,9 @@ def print_dry_run(path: str, overrides: list[str]) -> int:
 def show(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = Console(soft_wrap=True, highlight=False)
-    print_line = console.print
-    resolved = config.algorithm.resolved()
+    print_line, rollout, steps = console.print, config.rollout, config.training.steps
     print_line(f"algorithm {config.algorithm.preset}")
-    for axis, options in resolved.items():
+    for axis, options in config.algorithm.resolved().items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")
         print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
     if result.model:
@@ -170,7 +161,6 @@ def show(config: Config, result: DryRun) -> None:
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     _show_memory(console, config, result)
-    rollout, steps = config.rollout, config.training.steps
     rows = rollout.prompts_per_step * rollout.group_size
     prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number of"
     completions = rows * rollout.max_completion_tokens
@@ -200,12 +190,10 @@ def _show_memory(console: Console, config: Config, result: DryRun) -> None:
     console.print(table)
     always = sum(item.bytes for item in result.memory if item.phase == "always")
     for phase in ("sample", "update"):
-        parts = [item.bytes for item in result.memory if item.phase == phase]
-        if parts:
+        if parts := [item.bytes for item in result.memory if item.phase == phase]:
             console.print(f"in all, {phase}: {(always + sum(parts)) / GIB:.2f} GiB")
     for remat, size in result.activations.items():
         if remat != config.model.remat:
             console.print(f"activations with model.remat={remat}: {size / GIB:.3f} GiB")
-    checkpoints = config.training.keep_checkpoints
-    size = result.checkpoint_bytes / GIB
-    console.print(f"a checkpoint: {size:.2f} GiB on disk; {checkpoints} are kept, one more while it is written")
+    size, kept = result.checkpoint_bytes / GIB, config.training.keep_checkpoints
+    console.print(f"a checkpoint: {size:.2f} GiB on disk; {kept} are kept, one more while it is written")

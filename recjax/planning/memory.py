@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from recjax.config import Config
-from recjax.experience.batch import Batch, Shape
+from recjax.experience.batch import Batch, Shape, pad
 from recjax.models.decoder import REMAT, Decoder
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import combine, in_compute_dtype
@@ -111,14 +111,7 @@ def batch_shape(config: Config, prompt_tokens: int) -> Shape:
 
 def batch_arrays(shape: Shape) -> Batch:
     """The arrays of a batch, as shapes."""
-    batch = shape.prompts * shape.group
-    prompts, completions = (shape.prompts, shape.prompt_time), (batch, shape.time)
-    kinds = {name: ((batch,), jnp.int32) for name in Batch._fields if name not in ("reward_parts", "failures")}
-    kinds |= {"prompts": (prompts, jnp.int32), "prompt_mask": (prompts, bool)}
-    kinds |= {"completions": (completions, jnp.int32), "completion_mask": (completions, bool)}
-    kinds |= {"behaviour_logprobs": (completions, jnp.float32), "rewards": ((batch,), jnp.float32)}
-    kinds |= {"truncated": ((batch,), bool), "accurate": ((batch,), bool)}
-    return Batch(**{name: jax.ShapeDtypeStruct(*kind) for name, kind in kinds.items()}, reward_parts={})
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pad([], shape))
 
 
 def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
@@ -126,9 +119,8 @@ def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list
     inputs, tokens, contents = _micro_batch(config, prompt_tokens)
     chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
     activations = {remat: _activations(config, model, inputs, remat) for remat in REMAT}
-    for remat in REMAT:
-        if remat != "none":
-            activations[remat] += activations["none"] // model.decoder.config.num_layers
+    layer = activations["none"] // model.decoder.config.num_layers
+    activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
     kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * tree_bytes(model.trained)),
@@ -158,10 +150,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
     """
     decoder = model.decoder.clone(remat=remat)
     logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
-    options = {
-        "sampling": config.rollout.sampling(),
-        "chunk": config.model.logprob_chunk,
-    }
+    options = {"sampling": config.rollout.sampling(), "chunk": config.model.logprob_chunk}
     frozen = _to_compute_with(decoder, model.frozen)
 
     def residuals(trained, frozen, *inputs):

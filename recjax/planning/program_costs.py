@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(
     r"(calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
@@ -26,12 +26,6 @@ class Traffic(NamedTuple):
     bytes: int
 
 
-class _Collective(NamedTuple):
-    kind: str
-    bytes: int
-    channel: str
-
-
 def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     """The collectives that one run of a compiled program makes, by kind.
 
@@ -42,47 +36,27 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
         text: `compiled.as_text()`, HLO.
         unknown_trips: how often a loop runs whose number of turns the program does not state.
     """
-    bodies, entry = _computations(text)
+    computations = _COMPUTATION.findall(text)
+    bodies = {name: body.splitlines() for _, name, body in computations}
+    runs, pending = Counter(), [(name, 1) for is_entry, name, _ in computations if is_entry]
+    while pending:
+        name, times = pending.pop()
+        runs[name] += times
+        pending += [
+            (inner, times * trips) for line in bodies[name] for inner, trips in _called(line, bodies, unknown_trips)
+        ]
     found: dict[str, tuple[str, int, int]] = {}
-    for name, times in _runs(bodies, entry, unknown_trips).items():
-        for one in _collectives_of(name, bodies[name]):
+    for name, times in runs.items():
+        for kind, size, channel in _collectives_of(name, bodies[name]):
             # A TPU program shows the parts of one asynchronous collective, all with its channel.
-            key = one.channel or f"{name} {len(found)}"
-            if key not in found or times * one.bytes > found[key][1] * found[key][2]:
-                found[key] = (one.kind, times, one.bytes)
+            key = channel or f"{name} {len(found)}"
+            if key not in found or times * size > found[key][2]:
+                found[key] = (kind, times, times * size)
     counts, sent = Counter(), Counter()
     for kind, times, size in found.values():
         counts[kind] += times
-        sent[kind] += times * size
+        sent[kind] += size
     return {kind: Traffic(counts[kind], sent[kind]) for kind in KINDS if counts[kind]}
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Instructions of each computation, and the name of the one that is run."""
-    bodies, entry, current = {}, "", None
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            current = header[2]
-            bodies[current] = []
-            entry = current if header[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            bodies[current].append(line)
-    return bodies, entry
-
-
-def _runs(bodies: dict[str, list[str]], entry: str, unknown_trips: int) -> Counter:
-    """How often each computation runs."""
-    times: Counter = Counter()
-    pending = [(entry, 1)]
-    while pending:
-        name, count = pending.pop()
-        times[name] += count
-        for line in bodies[name]:
-            for called, trips in _called(line, bodies, unknown_trips):
-                pending.append((called, count * trips))
-    return times
 
 
 def _called(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> Iterator[tuple[str, int]]:
@@ -103,17 +77,17 @@ def _trips(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> int:
     # TPU programs do not state it: a scan's condition compares its counter, from zero, with a constant.
     condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
     root = next(instruction for instruction in condition if instruction.lstrip().startswith("ROOT"))
-    bounds = [re.search(r" = [su]32\[\]\S* constant\((\d+)\)", instruction) for instruction in condition]
-    bounds = [int(bound[1]) for bound in bounds if bound]
-    return bounds[0] if " compare(" in root and "direction=LT" in root and len(bounds) == 1 else unknown_trips
+    bounds = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition))
+    return int(bounds[0]) if " compare(" in root and "direction=LT" in root and len(bounds) == 1 else unknown_trips
 
 
-def _collectives_of(name: str, lines: list[str]) -> Iterator[_Collective]:
+def _collectives_of(name: str, lines: list[str]) -> Iterator[tuple[str, int, str]]:
+    """Kind, bytes sent and channel of each collective of a computation."""
     for line in lines:
         if not (match := _COLLECTIVE.search(line)):
             continue
         shape, kind, started = match.groups()
-        size = sum(_bytes(dtype, dimensions) for dtype, dimensions in _ARRAY.findall(shape))
+        size = sum(_bytes(*array) for array in _ARRAY.findall(shape))
         if kind == "collective-permute":
             sent = size // 2 if started else size
         elif (group := _group_size(line)) < 2:
@@ -127,7 +101,7 @@ def _collectives_of(name: str, lines: list[str]) -> Iterator[_Collective]:
                 kind = "reduce-scatter"  # a TPU's, written as a sum and the slice of it that is kept
             sent = size * (group - 1) // group * (2 if kind == "all-reduce" else 1)
         channel = re.search(r"channel_id=(\d+)", line)
-        yield _Collective(kind, sent, channel[1] if channel else "")
+        yield kind, sent, channel[1] if channel else ""
 
 
 def _bytes(dtype: str, dimensions: str) -> int:
@@ -135,7 +109,7 @@ def _bytes(dtype: str, dimensions: str) -> int:
     if not dimensions and dtype == "u32":
         return 0
     digits = re.search(r"\d+", dtype)
-    bits = BITS.get(dtype, int(digits[0]) if digits else 32)
+    bits = int(digits[0]) if digits else 8  # pred
     return math.prod(int(length) for length in dimensions.split(",") if length) * bits // 8
 
 
@@ -164,15 +138,8 @@ def matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, unknown_trips: int = 1) -> int:
             contracted = [equation.invars[0].aval.shape[axis] for axis in options["dimension_numbers"][0][0]]
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(contracted)
             continue
-        inner = [matmul_flops(part, unknown_trips) for part in _inner(options.values())]
+        parts = [part for part in jax.tree.leaves([*options.values()]) if isinstance(part, Jaxpr | ClosedJaxpr)]
+        inner = [matmul_flops(part, unknown_trips) for part in parts]
         times = {"scan": options.get("length"), "while": unknown_trips}.get(name, 1)
         total += times * (max(inner, default=0) if name == "cond" else sum(inner))
     return total
-
-
-def _inner(values) -> Iterator[Jaxpr | ClosedJaxpr]:
-    for value in values:
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _inner(value)

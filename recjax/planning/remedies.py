@@ -1,5 +1,6 @@
 """What would make a run that is too large for its devices fit: changes of the config, the cheapest first."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,37 +22,35 @@ def changes(plan: Plan, too_large: set[str]) -> Iterator[Change]:
     Args:
         too_large: names of programs, out of `recjax.planning.ahead.PROGRAMS`.
     """
-    splits, recomputed, smaller, shorter = _more_fsdp(plan), _remat(plan), _smaller_parts(plan), _shorter_cache(plan)
-    for change in (*splits, *recomputed, *smaller, *shorter):
+    policies, now, tokens = list(REMAT), plan.config.model.remat, plan.config.rollout.max_completion_tokens // 2
+    costs = {"dots": "the backward pass repeats all but projections", "full": "the backward pass repeats every layer"}
+    later = policies[policies.index(now) + 1 :]
+    shorter = (f"rollout.max_completion_tokens={tokens}",), "completions end earlier, which is another experiment"
+    kinds = (
+        _more_fsdp(plan),
+        [Change((f"model.remat={name}",), costs[name], ("update",)) for name in later],
+        _smaller_parts(plan),
+        [Change(*shorter, PROGRAMS)] if tokens else [],
+    )
+    strongest = [kind[-1] for kind in kinds if kind]
+    together = [strongest[:number] for number in range(2, len(strongest) + 1)]
+    for change in (*itertools.chain(*kinds), *map(_combined, together)):
         if too_large <= {*change.programs}:
             yield change
-    strongest = [kind[-1] for kind in (splits, recomputed, smaller, shorter) if kind]
-    for number in range(2, len(strongest) + 1):
-        together = strongest[:number]
-        programs = {name for change in together for name in change.programs}
-        if too_large <= programs:
-            yield Change(
-                tuple(override for change in together for override in change.overrides),
-                "; ".join(change.cost for change in together),
-                tuple(name for name in PROGRAMS if name in programs),
-            )
+
+
+def _combined(parts: list[Change]) -> Change:
+    overrides, costs, programs = zip(*parts, strict=True)
+    named = tuple(name for name in PROGRAMS if name in itertools.chain(*programs))
+    return Change(tuple(itertools.chain(*overrides)), "; ".join(costs), named)
 
 
 def _more_fsdp(plan: Plan) -> list[Change]:
     """More and more devices moved from the mesh's data axis to fsdp."""
-    sizes, found = plan.mesh.shape, []
-    factors = [factor for factor in range(2, sizes["data"] + 1) if sizes["data"] % factor == 0]
-    for factor in factors:
-        overrides = (f"mesh.data={sizes['data'] // factor}", f"mesh.fsdp={sizes['fsdp'] * factor}")
-        found.append(Change(overrides, "weights travel between more devices", PROGRAMS))
-    return found
-
-
-def _remat(plan: Plan) -> list[Change]:
-    policies = list(REMAT)
-    costs = {"dots": "the backward pass repeats all but projections", "full": "the backward pass repeats every layer"}
-    later = policies[policies.index(plan.config.model.remat) + 1 :]
-    return [Change((f"model.remat={name}",), costs[name], ("update",)) for name in later]
+    data, fsdp = plan.mesh.shape["data"], plan.mesh.shape["fsdp"]
+    factors = [factor for factor in range(2, data + 1) if data % factor == 0]
+    overrides = [(f"mesh.data={data // factor}", f"mesh.fsdp={fsdp * factor}") for factor in factors]
+    return [Change(each, "weights travel between more devices", PROGRAMS) for each in overrides]
 
 
 def _smaller_parts(plan: Plan) -> list[Change]:
@@ -67,9 +66,3 @@ def _smaller_parts(plan: Plan) -> list[Change]:
         sizes = dict.fromkeys((*even[:1], *even[-1:]))
     cost = "a batch is cut into more parts, and weights travel for each"
     return [Change((f"training.{key}={size}",), cost, ("update",)) for size in sizes]
-
-
-def _shorter_cache(plan: Plan) -> list[Change]:
-    tokens = plan.config.rollout.max_completion_tokens // 2
-    overrides = (f"rollout.max_completion_tokens={tokens}",)
-    return [Change(overrides, "completions end earlier, which is another experiment", PROGRAMS)] if tokens else []

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,7 +50,9 @@ def load_target(name: str) -> Target:
     """
     if name == "host":
         devices = jax.local_devices()
-        return Target(name, devices, _host_memory(devices))
+        # What the allocator may take of a GPU, an equal share of the memory for CPU devices.
+        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+        return Target(name, devices, (devices[0].memory_stats() or {}).get("bytes_limit", share))
     generation, _, shape = name.partition(":")
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.slices:
@@ -74,9 +75,7 @@ def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Compiling must not take a TPU away from other processes.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    options = dict(chip.options)
-    if set(re.findall(r"\d+", shape)) == {"1"}:
-        options["chips_per_host_bounds"] = (1, 1, 1)
+    options = chip.options | ({"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {})
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except RuntimeError as error:
@@ -84,11 +83,3 @@ def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
         if importlib.util.find_spec("libtpu") is None:
             reason = 'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"'
         raise ValueError(f"--topology {name}: {reason}") from error
-
-
-def _host_memory(devices: Sequence[jax.Device]) -> int:
-    """Bytes of one device: what the allocator may take of a GPU, an equal share of the memory for CPU devices."""
-    stats = devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)

@@ -15,13 +15,7 @@ SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}
 
 
 def draw_curves(
-    table: pd.DataFrame,
-    lines: str,
-    columns: str,
-    metrics: Sequence[str],
-    *,
-    names: dict[str, str] | None = None,
-    title: str = "",
+    table: pd.DataFrame, lines: str, columns: str, metrics: Sequence[str], *, names: dict[str, str] | None = None
 ) -> Figure:
     """A grid of panels, a metric a row; each line is the mean over runs, its band their lowest and highest.
 
@@ -38,8 +32,7 @@ def draw_curves(
     compared, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
     single = len(across) == 1
     height, width = (-(-len(metrics) // 4), min(4, len(metrics))) if single else (len(metrics), len(across))
-    title = title or (names.get(across[0], across[0]) if single else "")
-    figure = new_figure(1.2 + 2.9 * width, 1.1 + 1.9 * height, title)
+    figure = new_figure(1.2 + 2.9 * width, 1.1 + 1.9 * height, names.get(across[0], across[0]) if single else "")
     panels = figure.subplots(height, width, sharex="col", sharey=False if single else "row", squeeze=False)
     for axes in panels.flat[len(metrics) * len(across) :]:
         axes.set_axis_off()
@@ -56,11 +49,8 @@ def draw_curves(
         if not single:
             axes.set_title(names.get(across[column], across[column]), fontsize="medium")
         panels[-1, column].set_xlabel("optimiser step")
-    handles = {
-        label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    entries = list(handles.values()), list(handles)
-    add_legend(figure, *entries, loc="outside lower center", ncols=max(2, min(5, width + 1)))
+    handles = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))
     return finish(figure)
 
 

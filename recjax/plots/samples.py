@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator
 
 from recjax.plots.style import COLOURS, GREY, add_legend, few_ticks, new_figure, save
 
@@ -25,15 +24,12 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
     save(figure, path)
 
 
-def _bars(estimates: list[dict[str, Any]]) -> tuple[list[float], np.ndarray]:
+def _bars(estimates: list[dict[str, Any]]) -> tuple[pd.Series, np.ndarray]:
     """Values, and how far their intervals reach below and above."""
-    values = [estimate["value"] for estimate in estimates]
-    reach = [
-        (0, 0) if each["low"] is None else (each["value"] - each["low"], each["high"] - each["value"])
-        for each in estimates
-    ]
-    # A percentile interval may just miss the value itself.
-    return values, np.maximum(np.array(reach).T, 0)
+    table = pd.DataFrame(estimates).astype(float)
+    reach = [table["value"] - table["low"], table["high"] - table["value"]]
+    # A percentile interval may just miss the value itself; of a single problem there is none.
+    return table["value"], np.maximum(np.nan_to_num(reach), 0)
 
 
 def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
@@ -41,18 +37,15 @@ def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> No
         chosen = {int(name.partition("@")[2]): each for name, each in numbers["metrics"].items() if f"{kind}@" in name}
         values, reach = _bars(list(chosen.values()))
         axes.errorbar(list(chosen), values, reach, color=colour, marker="o", capsize=3, label=f"{kind}@k")
-    share = numbers["constant_answer"]["share"]
-    axes.axhline(share, color=GREY, ls=":", label="most common answer, always")
+    axes.axhline(numbers["constant_answer"]["share"], color=GREY, ls=":", label="most common answer, always")
     axes.set(xlabel="k (samples a problem)", ylabel="share of problems", ylim=(0, 1.02), xscale="log")
-    axes.xaxis.set_major_locator(FixedLocator(list(chosen)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axes.set_xticks(list(chosen), list(chosen))
+    axes.set_xticks([], minor=True)
     add_legend(axes)
 
 
 def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
-    labels = list(numbers["difficulty"])
-    values, reach = _bars(list(numbers["difficulty"].values()))
+    labels, (values, reach) = list(numbers["difficulty"]), _bars([*numbers["difficulty"].values()])
     axes.bar(range(len(labels)), values, yerr=reach, color=COLOURS[0], alpha=0.75, capsize=3)
     axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
     long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}

@@ -15,10 +15,8 @@ from recjax.plots.style import COLOURS, GREY, add_legend, few_ticks, new_figure,
 
 def by_source(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
     """The rows of each source, in the order of the sources' first rows."""
-    sources: dict[str, list[Experience]] = {}
-    for row in rows:
-        sources.setdefault(row.source, []).append(row)
-    return sources
+    names = dict.fromkeys(row.source for row in rows)
+    return {name: [row for row in rows if row.source == name] for name in names}
 
 
 def length(row: Experience) -> int | None:
@@ -40,31 +38,28 @@ def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
         """A place on the last panel's axis."""
         return 0 if row.reward is None else 1 if row.behaviour_logprobs is None else 2
 
-    _histogram(rewards, per_source(lambda row: row.reward), colours, whole=False)
-    _histogram(signal, [[reward_spread(group) for group in groups if is_whole(group)]], [GREY], whole=False)
-    _histogram(sizes, [[len(group.completions) for group in groups]], [GREY])
-    _histogram(versions, per_source(lambda row: row.policy_version), colours)
-    _histogram(lengths, per_source(length), colours)
+    spreads = [reward_spread(group) for group in groups if is_whole(group)]
+    _histogram(rewards, "reward", per_source(lambda row: row.reward), colours, whole=False)
+    _histogram(signal, "highest − lowest reward of whole groups", [spreads], [GREY], whole=False)
+    _histogram(sizes, "rows in a group", [[len(group.completions) for group in groups]], [GREY])
+    _histogram(versions, "policy version (updates)", per_source(lambda row: row.policy_version), colours)
+    _histogram(lengths, "completion tokens", per_source(length), colours)
     known.hist(
         per_source(what_is_known), np.arange(4) - 0.5, stacked=True, color=colours, label=list(sources), rwidth=0.9
     )
     known.set_xticks([0, 1, 2], ["reward pending", "no behaviour\nlog-probs", "log-probs\nand reward"])
-    rewards.set(xlabel="reward", ylabel="rows")
-    signal.set(xlabel="highest − lowest reward of whole groups", ylabel="groups")
-    sizes.set(xlabel="rows in a group", ylabel="groups")
-    versions.set(xlabel="policy version (updates)", ylabel="rows")
-    lengths.set(xlabel="completion tokens", ylabel="rows")
-    known.set(ylabel="rows")
     for axes in figure.axes:
+        axes.set_ylabel("groups" if axes in (signal, sizes) else "rows")
         few_ticks(axes.yaxis)
     add_legend(figure, loc="outside lower center", ncols=min(len(sources), 6))
     save(figure, path)
 
 
-def _histogram(axes: Axes, values: list[list], colours: list[str], whole: bool = True) -> None:
+def _histogram(axes: Axes, name: str, values: list[list], colours: list[str], whole: bool = True) -> None:
     """Stacked bars, a list of values a colour; values that are None are left out. `whole`: values are whole numbers."""
     values = [[value for value in each if value is not None] for each in values]
     every = [value for each in values for value in each]
+    axes.set_xlabel(name)
     few_ticks(axes.xaxis, whole=whole)
     if not every:
         axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 matplotlib.use("Agg")
 
 # Okabe and Ito's, which colour-blind readers tell apart.
-COLOURS = BLUE, ORANGE, GREEN, *_ = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
+COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 GREY = "#777777"
 LABELS = {
     "reward": "reward of\nthe train batch",

@@ -7,19 +7,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from recjax.plots.style import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    LABELS,
-    ORANGE,
-    add_legend,
-    few_ticks,
-    new_figure,
-    plain_ticks,
-    save,
-)
+from recjax.plots.style import COLOURS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save
 
+BLUE, ORANGE, GREEN, *_ = COLOURS
 Rows = list[dict[str, Any]]
 
 
