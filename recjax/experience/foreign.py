@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recjax.experience.store import Experience
+from recjax.experience.store_checks import is_finite_number
 from recjax.models.logprobs import Sampling
 
 
@@ -234,7 +234,7 @@ def _label(row: _Source, column: str) -> str:
 
 
 def _number(row: _Source, column: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise row.refuse(column, "takes finite numbers")
     return float(value)
 

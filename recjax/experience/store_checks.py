@@ -1,5 +1,6 @@
 """What a store's rows must not say; every refusal names file, row, column, value and reason."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +50,11 @@ def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
             row = int(np.argmax(bad))
             value = table[column][row].as_py()
             raise ValueError(f"{place(row)}: column {column}: {value!r:.80}: {reason}")
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value of unknown type is a number that a reward can be; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 Rule = tuple[str, np.ndarray, str]
