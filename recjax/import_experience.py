@@ -21,7 +21,7 @@ from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, imported
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
-from recjax.models.logprobs import Sampling
+from recjax.models.sampling import Sampling
 
 FLAGS = flags.FLAGS
 
