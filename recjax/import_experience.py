@@ -21,7 +21,7 @@ from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, imported
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
-from recjax.models.logprobs import Sampling
+from recjax.models.sampling import Sampling
 
 FLAGS = flags.FLAGS
 
@@ -63,11 +63,9 @@ def main(argv: list[str]) -> None:
         if argv[1:]:
             raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
         names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
-        sampling = None
-        if FLAGS.temperature is not None:
-            sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
-        elif (FLAGS.top_k, FLAGS.top_p) != (0, 1.0):
+        if FLAGS.temperature is None and (FLAGS.top_k, FLAGS.top_p) != (0, 1.0):
             raise ValueError("--top_k and --top_p are not read without --temperature; give it, or remove them")
+        sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
         found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
     except ValueError as error:
         sys.exit(f"error: {error}")

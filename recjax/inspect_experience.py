@@ -64,9 +64,7 @@ def sampled(rows: Sequence[Experience], count: int, seed: int) -> list[Experienc
 def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
     """Prints numbers of all rows and of each source, and the samples."""
     sources = by_source(rows)
-    columns = {"all": summary(rows)} | (
-        {name: summary(each) for name, each in sources.items()} if len(sources) > 1 else {}
-    )
+    columns = {"all": summary(rows)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
     table = Table(Column("", no_wrap=True), *columns)
     for name in columns["all"]:
         table.add_row(name, *(column[name] for column in columns.values()))

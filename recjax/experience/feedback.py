@@ -1,15 +1,14 @@
 """Grade rewards: completes the pending rows of a store."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from recjax.experience import store
 from recjax.experience.group import Grade
-from recjax.experience.store import SCHEMA, existing_parts, locked, read_columns, read_part, reward_pairs, write_part
-from recjax.experience.store_checks import check_rows
+from recjax.experience.store_checks import check_rows, is_finite_number
 
 _GIVEN = ("reward", "reward_parts", "accurate")
 _KEYS = ("id", "group_id", *_GIVEN)
@@ -22,12 +21,8 @@ class Given(NamedTuple):
     had_it: int
 
 
-def _place(entry: int) -> str:
-    return f"entry {entry}"
-
-
 def give_rewards(
-    folder: str | Path, entries: Sequence[Mapping[str, Any]], place: Callable[[int], str] = _place
+    folder: str | Path, entries: Sequence[Mapping[str, Any]], place: Callable[[int], str] = "entry {}".format
 ) -> Given:
     """Completes pending rows of a store.
 
@@ -42,13 +37,13 @@ def give_rewards(
         ValueError: an entry that cannot be used, an unknown id, two rewards for a row, or a row that has another
             reward already; nothing is written.
     """
-    existing_parts(folder)  # before the lock, which would make a folder where there is none
-    with locked(folder):
-        parts = existing_parts(folder)
+    store.existing_parts(folder)  # before the lock, which would make a folder where there is none
+    with store.locked(folder):
         rows, groups = {}, {}
-        for part in parts:
-            for row in read_columns(part, list(_KEYS)).to_pylist():
-                rows[row["id"]] = (part, _stored(row))
+        for part in store.existing_parts(folder):
+            for row in store.read_columns(part, list(_KEYS)).to_pylist():
+                grade = Grade(row["reward"], store.parts_of(row["reward_parts"]), row["accurate"])
+                rows[row["id"]] = (part, None if row["reward"] is None else grade)
                 groups.setdefault(row["group_id"], []).append(row["id"])
         late: dict[str, Grade] = {}
         for number, entry in enumerate(entries):
@@ -59,18 +54,11 @@ def give_rewards(
                     raise ValueError(f"{place(number)}: row {name!r} {which}, {before.reward}; a reward is given once")
                 late[name] = given
         new = {name: given for name, given in late.items() if rows[name][1] is None}
-        changed = {rows[name][0] for name in new}
-        tables = {part: _completed(read_part(part), new, str(part)) for part in parts if part in changed}
+        # All of them before the first is written: a bad row must change nothing.
+        tables = {part: _completed(part, new) for part in sorted({rows[name][0] for name in new})}
         for part, table in tables.items():
-            write_part(table, part)
+            store.write_part(table, part)
     return Given(len(new), len(late) - len(new))
-
-
-def _stored(row: dict[str, Any]) -> Grade | None:
-    if row["reward"] is None:
-        return None
-    pairs = row["reward_parts"]
-    return Grade(row["reward"], pairs and {pair["name"]: pair["value"] for pair in pairs}, row["accurate"])
 
 
 def _resolved(
@@ -97,30 +85,22 @@ def _resolved(
 
 
 def _checked(late: Grade, place: str) -> Grade:
-    if not _is_number(late.reward):
-        raise ValueError(f"{place}: reward = {late.reward!r:.80}: takes finite numbers")
-    parts, accurate = late.reward_parts, late.accurate
-    if parts is not None and not (isinstance(parts, dict) and parts and all(map(_is_number, parts.values()))):
+    reward, parts, accurate, _ = late
+    if not is_finite_number(reward):
+        raise ValueError(f"{place}: reward = {reward!r:.80}: takes finite numbers")
+    if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
         raise ValueError(f"{place}: reward_parts = {parts!r:.80}: takes names and finite numbers")
     if not isinstance(accurate, bool | None):
         raise ValueError(f"{place}: accurate = {accurate!r:.80}: takes true and false")
-    return Grade(float(late.reward), parts and {name: float(value) for name, value in parts.items()}, accurate)
+    return Grade(float(reward), parts and {name: float(value) for name, value in parts.items()}, accurate)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _completed(table: pa.Table, late: Mapping[str, Grade], place: str) -> pa.Table:
+def _completed(part: Path, late: Mapping[str, Grade]) -> pa.Table:
     """A part's table with rewards in it."""
-    names = table["id"].to_pylist()
-    for column in _GIVEN:
-        values = table[column].to_pylist()
-        for row, name in enumerate(names):
-            if name in late:
-                given = getattr(late[name], column)
-                values[row] = reward_pairs(given) if column == "reward_parts" else given
-        field = SCHEMA.field(column)
-        table = table.set_column(SCHEMA.get_field_index(column), field, pa.array(values, field.type, from_pandas=False))
-    check_rows(table, lambda row: f"{place}: row {row}")
+    rows = [
+        row._replace(**{column: getattr(late[row.id], column) for column in _GIVEN}) if row.id in late else row
+        for row in store.to_rows(store.read_part(part))
+    ]
+    table = store.to_table(rows)
+    check_rows(table, lambda row: f"{part}: row {row}")
     return table

@@ -21,7 +21,6 @@ def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> l
 def _row(group: Group, completion: Completion, tokenizer: str | None, time: datetime) -> Experience:
     chat = not isinstance(group.prompt, str)
     reward, parts, accurate, _ = completion.grade or (None,) * 4
-    temperature, top_k, top_p = completion.sampling or (None,) * 3
     return Experience(
         id=completion.id,
         group_id=group.id,
@@ -41,9 +40,7 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         accurate=accurate,
         truncated=completion.truncated,
         policy_version=completion.policy_version,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        **dict(zip(Sampling._fields, completion.sampling or (None,) * 3, strict=True)),
     )
 
 

@@ -7,7 +7,6 @@ columns are described in docs/experience.md.
 import contextlib
 import functools
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -84,11 +83,12 @@ class Experience(NamedTuple):
     top_p: float | None = None
 
 
-def _place(row: int) -> str:
-    return f"rows to append: row {row}"
+_ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behaviour_logprobs")
+_MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError)
+_PLACE = "rows to append: row {}".format
 
 
-def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int], str] = _place) -> Path:
+def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> Path:
     """Adds rows to a store, which is made where there is none; returns the new part file.
 
     The part is written beside its place, forced to disk and renamed: a writer killed at any time leaves a store that
@@ -99,17 +99,15 @@ def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int]
     Raises:
         ValueError: a row that `read` would refuse, or an id that the store has; nothing is written.
     """
-    folder = Path(folder)
     table = to_table(rows, place)
     check_rows(table, place)
-    _refuse_file(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    part_files(folder)  # refuses a file, where the lock would make a folder
     with locked(folder):
         parts = part_files(folder)
         if taken := ids(folder).intersection(table["id"].to_pylist()):
             raise ValueError(f"{folder} has a row with id {min(taken)!r} already; ids are unique in a store")
         number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
-        path = folder / f"part-{number:08d}.parquet"
+        path = Path(folder) / f"part-{number:08d}.parquet"
         write_part(table, path)
     return path
 
@@ -156,7 +154,13 @@ def existing_parts(folder: str | Path) -> list[Path]:
 
 
 def part_files(folder: str | Path) -> list[Path]:
-    """The part files of a folder, in order; none where it is empty or missing."""
+    """The part files of a folder, in order; none where it is empty or missing.
+
+    Raises:
+        ValueError: a file stands where the folder should.
+    """
+    if Path(folder).is_file():
+        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
     return sorted(Path(folder).glob("part-*.parquet"))
 
 
@@ -166,23 +170,14 @@ def ids(folder: str | Path) -> set[str]:
     Raises:
         ValueError: a file stands where the folder should, or a part cannot be read or is of another version.
     """
-    _refuse_file(Path(folder))
-    found = set()
-    for part in part_files(folder):
-        status = part.stat()
-        found |= _part_ids(part, status.st_ino, status.st_mtime_ns)
-    return found
-
-
-def _refuse_file(folder: Path) -> None:
-    if folder.is_file():
-        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
+    statuses = [(part, part.stat()) for part in part_files(folder)]
+    return set().union(*(_part_ids(part, status.st_ino, status.st_mtime_ns) for part, status in statuses))
 
 
 @functools.cache
-def _part_ids(part: Path, inode: int, modified: int) -> frozenset[str]:
+def _part_ids(part: Path, inode: int, modified: int) -> list[str]:
     # Kept, because every append asks for them; a part that was rewritten has another inode.
-    return frozenset(read_columns(part, ["id"])["id"].to_pylist())
+    return read_columns(part, ["id"])["id"].to_pylist()
 
 
 @contextlib.contextmanager
@@ -229,18 +224,16 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def write_part(table: pa.Table, path: Path) -> None:
-    """Writes a part file, or replaces it, in one indivisible step that survives a loss of power."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Writes a part file, or replaces it, in one indivisible step that survives a loss of power; the lock is held."""
+    temporary = path.with_name(f".{path.name}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("wb") as file:
             pq.write_table(table, file, compression="zstd")
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -248,13 +241,7 @@ def write_part(table: pa.Table, path: Path) -> None:
         os.close(directory)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -> pa.Table:
+def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> pa.Table:
     """Rows as an Arrow table of the store's schema.
 
     Raises:
@@ -262,19 +249,21 @@ def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _place) -
     """
     if not rows:
         raise ValueError("there are no rows to append; a part of a store has at least one")
-    columns = []
-    for field in SCHEMA:
-        values = [getattr(row, field.name) for row in rows]
-        if field.name == "reward_parts":
-            values = [reward_pairs(parts) for parts in values]
-        try:
-            columns.append(pa.array(values, field.type, from_pandas=False))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
-            index = _first_misfit(values, field.type)
-            raise ValueError(
-                f"{place(index)}: column {field.name}: {values[index]!r:.80} is not {field.type} ({error})"
-            ) from error
-    return pa.table(columns, schema=SCHEMA)
+    records = [row._replace(reward_parts=reward_pairs(row.reward_parts))._asdict() for row in rows]
+    try:
+        return pa.Table.from_pylist(records, SCHEMA)
+    except _MISFITS:
+        for index, record in enumerate(records):
+            for field in SCHEMA:
+                _check_fits(record[field.name], field, place(index))
+        raise
+
+
+def _check_fits(value: Any, field: pa.Field, place: str) -> None:
+    try:
+        pa.array([value], field.type)
+    except _MISFITS as error:
+        raise ValueError(f"{place}: column {field.name}: {value!r:.80} is not {field.type} ({error})") from error
 
 
 def to_bytes(rows: Sequence[Experience]) -> bytes:
@@ -294,30 +283,16 @@ def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:
     return None if parts is None else [{"name": name, "value": value} for name, value in parts.items()]
 
 
-def _first_misfit(values: Sequence[Any], kind: pa.DataType) -> int:
-    for index, value in enumerate(values):
-        try:
-            pa.array([value], kind, from_pandas=False)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError):
-            return index
-    return 0
+def parts_of(pairs: list[dict[str, Any]] | None) -> dict[str, float] | None:
+    """Reward parts from the pairs that `reward_pairs` made of them."""
+    return None if pairs is None else {pair["name"]: pair["value"] for pair in pairs}
 
 
 def to_rows(table: pa.Table) -> Iterator[Experience]:
     """The rows of a checked table; token columns as NumPy arrays."""
-    columns = {field.name: _values(table[field.name]) for field in SCHEMA}
-    columns["reward_parts"] = [
-        None if pairs is None else {pair["name"]: pair["value"] for pair in pairs} for pairs in columns["reward_parts"]
-    ]
-    names = list(columns)
-    for values in zip(*columns.values(), strict=True):
-        yield Experience(**dict(zip(names, values, strict=True)))
-
-
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    if not (pa.types.is_list(column.type) and pa.types.is_primitive(column.type.value_type)):
-        return column.to_pylist()
-    array = pa.concat_arrays(column.chunks)
-    flat, ends = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
-    present = array.is_valid().to_numpy(zero_copy_only=False)
-    return [flat[start:end] if here else None for start, end, here in zip(ends[:-1], ends[1:], present, strict=True)]
+    columns = {
+        name: table[name].to_pandas().tolist() if name in _ARRAYS else table[name].to_pylist()
+        for name in Experience._fields
+    }
+    columns["reward_parts"] = map(parts_of, columns["reward_parts"])
+    return map(Experience, *columns.values())

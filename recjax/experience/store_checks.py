@@ -1,5 +1,6 @@
 """What a store's rows must not say; every refusal names file, row, column, value and reason."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,14 @@ import pyarrow.compute as pc
 
 _NEEDED = ("id", "group_id", "source", "completion", "truncated", "time")
 _ROUNDING = 1e-5  # nats by which a recorded log-probability may exceed 0
+# What numbers say of themselves where they are not null.
+_NUMBERS = (
+    ("reward", np.isfinite, "must be finite, or null while it is pending"),
+    ("policy_version", lambda x: x >= 0, "counts updates: 0 or more, or null"),
+    ("temperature", lambda x: (x >= 0) & np.isfinite(x), "must be a finite number, 0 or more, or null"),
+    ("top_k", lambda x: x >= 0, "must be 0 (all tokens) or more, or null"),
+    ("top_p", lambda x: (x > 0) & (x <= 1), "must be above 0 and at most 1, or null"),
+)
 
 
 def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
@@ -17,15 +26,14 @@ def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
     Raises:
         ValueError: with the column.
     """
-    for name in expected.names:
-        if name not in found.names:
+    types, stored = (dict(zip(schema.names, schema.types, strict=True)) for schema in (found, expected))
+    for name in {**stored, **types}:
+        if name not in types:
             raise ValueError(f"{place}: column {name} is missing; write the file again with recjax.experience.store")
-    for field in found:
-        if field.name not in expected.names:
-            raise ValueError(f"{place}: column {field.name} is not one of a store's; they are {expected.names}")
-        if field.type != expected.field(field.name).type:
-            wanted = expected.field(field.name).type
-            raise ValueError(f"{place}: column {field.name} has the type {field.type}; a store's is {wanted}")
+        if name not in stored:
+            raise ValueError(f"{place}: column {name} is not one of a store's; they are {expected.names}")
+        if types[name] != stored[name]:
+            raise ValueError(f"{place}: column {name} has the type {types[name]}; a store's is {stored[name]}")
 
 
 def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
@@ -44,6 +52,11 @@ def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
             raise ValueError(f"{place(row)}: column {column}: {value!r:.80}: {reason}")
 
 
+def is_finite_number(value: Any) -> bool:
+    """Whether a value of unknown type is a number that a reward can be; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 Rule = tuple[str, np.ndarray, str]
 
 
@@ -53,15 +66,17 @@ def _rules(table: pa.Table) -> Iterator[Rule]:
         yield name, _is_null(table[name]), "must be given in every row"
     for name in ("id", "group_id", "source", "tokenizer", "prompt"):
         yield name, _filled(pc.equal(table[name], ""), False), "must not be empty"
-    yield "id", _repeats(table["id"].to_pylist()), "is the id of an earlier row; ids are unique"
+    yield "id", table["id"].to_pandas().duplicated().to_numpy(), "is the id of an earlier row; ids are unique"
     yield "prompt", ~(_is_null(table["prompt"]) ^ _is_null(table["messages"])), "give one of prompt and messages"
     yield from _token_rules(table)
     yield from _logprob_rules(table)
-    yield from _reward_rules(table)
-    messages = table["messages"].to_pylist()
-    bad = [turns is not None and not (turns and all(map(_whole, turns))) for turns in messages]
-    yield "messages", np.array(bad), "takes one message or more, each with role and content"
-    yield from _number_rules(table)
+    for name, fits, reason in _NUMBERS:
+        yield name, ~(fits(_numbers(table[name])) | _is_null(table[name])), reason
+    unrewarded = _is_null(table["reward"]) & ~_is_null(table["reward_parts"])
+    yield "reward_parts", unrewarded, "has parts of a reward that is not there"
+    yield "reward_parts", _unless(table, "reward_parts", _sound), "takes pairs of a name, each once, and a finite value"
+    reason = "takes one message or more, each with role and content"
+    yield "messages", _unless(table, "messages", lambda turns: turns and all(map(_whole, turns))), reason
 
 
 def _token_rules(table: pa.Table) -> Iterator[Rule]:
@@ -82,32 +97,12 @@ def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
     column = table["behaviour_logprobs"]
     lengths, tokens = _lengths(column), _lengths(table["completion_tokens"])
     yield "behaviour_logprobs", (lengths >= 0) & (lengths != tokens), "must be null or as long as completion_tokens"
-    # Lengths agree by now; what stands at tokens that were not drawn is nobody's concern.
-    given = pc.is_valid(column)
-    logprobs, drawn = (_items(table.filter(given)[name])[1] for name in ("behaviour_logprobs", "completion_mask"))
-    rows = np.repeat(np.arange(len(table)), np.maximum(lengths, 0))
-    bad = (drawn == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
+    # Lengths agree by now; what stands at tokens that were not sampled is nobody's concern.
+    rows, logprobs = _items(column)
+    _, sampled = _items(table.filter(pc.is_valid(column))["completion_mask"])
+    bad = (sampled == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
     reason = "log-probabilities of drawn tokens are finite and at most 0; where they are not known, give null"
     yield "behaviour_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
-
-
-def _reward_rules(table: pa.Table) -> Iterator[Rule]:
-    pending = _is_null(table["reward"])
-    yield "reward", ~(np.isfinite(_numbers(table["reward"])) | pending), "must be finite, or null while it is pending"
-    yield "reward_parts", pending & ~_is_null(table["reward_parts"]), "has parts of a reward that is not there"
-    bad = [parts is not None and not _sound(parts) for parts in table["reward_parts"].to_pylist()]
-    yield "reward_parts", np.array(bad), "takes pairs of a name, each once, and a finite value"
-
-
-def _number_rules(table: pa.Table) -> Iterator[Rule]:
-    def unless(name: str, fits: Any) -> np.ndarray:
-        return ~(fits(_numbers(table[name])) | _is_null(table[name]))
-
-    yield "policy_version", unless("policy_version", lambda x: x >= 0), "counts updates: 0 or more, or null"
-    finite = unless("temperature", lambda x: (x >= 0) & np.isfinite(x))
-    yield "temperature", finite, "must be a finite number, 0 or more, or null"
-    yield "top_k", unless("top_k", lambda x: x >= 0), "must be 0 (all tokens) or more, or null"
-    yield "top_p", unless("top_p", lambda x: (x > 0) & (x <= 1)), "must be above 0 and at most 1, or null"
 
 
 def _is_null(column: pa.ChunkedArray) -> np.ndarray:
@@ -140,9 +135,9 @@ def _any_item(column: pa.ChunkedArray, fits: Any) -> np.ndarray:
     return np.isin(np.arange(len(column)), rows[fits(values)])
 
 
-def _repeats(values: list[str]) -> np.ndarray:
-    first = {value: len(values) - 1 - place for place, value in enumerate(reversed(values))}
-    return np.array([first[value] != place for place, value in enumerate(values)])
+def _unless(table: pa.Table, name: str, fits: Callable[[Any], Any]) -> np.ndarray:
+    """The rows whose value is not null and does not fit."""
+    return np.array([value is not None and not fits(value) for value in table[name].to_pylist()])
 
 
 def _whole(message: dict | None) -> bool:

@@ -26,38 +26,26 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
 
     Raises:
         ValueError: tokens of another vocabulary, text that the tokenizer does not know, or a completion without tokens,
-            with the row's id.
+            with the row's id; or a chat that the tokenizer's template refuses.
     """
-    name = tokenizer_name(policy.tokenizer)
+    name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
     for row in rows:
         if row.tokenizer not in (None, name):
             raise ValueError(
                 f"row {row.id!r} of source {row.source!r} has tokens of another vocabulary ({row.tokenizer}) than this"
                 f" policy's ({name}); train the model that they are of, or import the texts without tokens"
             )
-    unprompted = [place for place, row in enumerate(rows) if row.prompt_tokens is None]
-    texts = {place: prompt_text(rows[place], policy.tokenizer) for place in unprompted}
-    # A group shares its prompt: each text is encoded once.
-    known = {text: _prompt_tokens(policy.tokenizer, text, rows[place]) for place, text in texts.items()}
-    done = list(rows)
-    for place, row in enumerate(rows):
-        changes = {}
         if row.prompt_tokens is None:
-            changes["prompt_tokens"] = known[texts[place]]
+            text = row.prompt if row.messages is None else render_chat(policy.tokenizer, row.messages)
+            # A group shares its prompt: each text is encoded once.
+            if text not in prompts:
+                prompts[text] = _prompt_tokens(policy.tokenizer, text, row)
+            row = row._replace(prompt_tokens=prompts[text])
         if row.completion_tokens is None:
             tokens = _completion_tokens(row, policy)
-            changes |= {"completion_tokens": tokens, "completion_mask": np.ones(len(tokens), bool)}
-        done[place] = row._replace(tokenizer=name, **changes)
+            row = row._replace(completion_tokens=tokens, completion_mask=np.ones(len(tokens), bool))
+        done.append(row._replace(tokenizer=name))
     return done
-
-
-def prompt_text(row: Experience, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as the model sees it.
-
-    Raises:
-        ValueError: a chat that the tokenizer's template refuses.
-    """
-    return row.prompt if row.messages is None else render_chat(tokenizer, row.messages)
 
 
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experience) -> np.ndarray:

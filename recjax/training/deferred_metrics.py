@@ -1,5 +1,6 @@
 """Rows of metrics.jsonl whose numbers the device may still be computing: each is read, checked and written later."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from recjax import hosts
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
 
 
-class DeferredMetrics:
+class DeferredMetrics(contextlib.AbstractContextManager):
     """Holds the row of a step until the next step's update is dispatched, or until somebody needs it.
 
     So the device goes from one update to the next while the host reads the numbers of the first. A context: the row
@@ -22,9 +23,6 @@ class DeferredMetrics:
         """Holds none yet; rows go to the writer and the bar."""
         self._writer, self._bar, self._phases, self._manager = writer, bar, phases, manager
         self._row: dict[str, Any] | None = None
-
-    def __enter__(self) -> "DeferredMetrics":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.settle()
@@ -58,26 +56,19 @@ class DeferredMetrics:
             # Scalars lie whole on every process, so this asks none of the others, which may have ended elsewhere.
             arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
         row = row | {name: float(value) for name, value in arrays.items()}
-        _require_finite(row, self._manager)
+        if bad := [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]:
+            good, folder = self._manager.latest_step(), self._manager.directory
+            raise FloatingPointError(
+                f"step {row['step']}: {', '.join(f'{name} = {row[name]}' for name in bad)}. Nothing of this step was"
+                f" kept; the last good checkpoint is of step {good} in {folder}. A lower optimizer.learning_rate, or an"
+                " algorithm that clips, is the usual remedy"
+            )
         return row
 
 
-def _require_finite(row: dict[str, Any], manager: ocp.CheckpointManager) -> None:
-    bad = {name: row[name] for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])}
-    if bad:
-        raise FloatingPointError(
-            f"step {row['step']}: {', '.join(f'{name} = {value}' for name, value in bad.items())}. Nothing of this step"
-            f" was kept; the last good checkpoint is of step {manager.latest_step()} in {manager.directory}. A lower"
-            " optimizer.learning_rate, or an algorithm that clips, is the usual remedy"
-        )
-
-
 def _show(bar: tqdm, row: dict[str, Any]) -> None:
-    shown = {
-        "reward": f"{row['reward']:.2f}",
-        "accuracy": f"{row['accuracy']:.2f}",
-        "tok/s": f"{row['tokens_per_second']:.0f}",
-    }
+    shown = {name: f"{row[name]:.2f}" for name in ("reward", "accuracy")}
+    shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
     if "staleness" in row:
         shown["stale"] = f"{row['staleness']:.0f}"
     if "ratio/q01" in row:

@@ -5,13 +5,10 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from recjax.config import MeshConfig
 from recjax.models.decoder import DecoderConfig
-from recjax.models.placement import ROWS
-
-AXES = ("data", "fsdp", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -33,7 +30,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             " set the sizes so that they multiply to that, or one of them to -1 for the rest"
         )
     shape = tuple(len(devices) // given if size == -1 else size for size in sizes.values())
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
@@ -46,20 +43,14 @@ def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
     Raises:
         ValueError: with the axis, its size, and what it does not divide.
     """
-    wholes = [
+    for axis, whole, what in (
         ("tensor", decoder.num_heads, "attention heads"),
         ("tensor", decoder.intermediate_size, "units of the MLP"),
         ("fsdp", decoder.hidden_size, "units of the stream"),
-    ]
-    for axis, whole, what in wholes:
+    ):
         size = mesh.shape.get(axis, 1)
         if whole % size:
             largest = max(number for number in range(1, size) if whole % number == 0)
             raise ValueError(
                 f"mesh.{axis} = {size} does not divide the model's {whole} {what}; take {largest}, or another that does"
             )
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows split over "data" and "fsdp", all else whole: for every array of a batch."""
-    return NamedSharding(mesh, PartitionSpec(ROWS))

@@ -109,20 +109,17 @@ def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False) -> Packed:
         whole_prompts: all completions of a prompt go into one micro-batch, which a pairwise objective asks for.
     """
     per_prompt, lengths = len(batch.completions) // len(batch.prompts), sequence_lengths(batch)
-    one_each = np.arange(len(lengths))[:, None]
-    units = one_each.reshape(-1, per_prompt) if whole_prompts else one_each
+    units = np.arange(len(lengths)).reshape(-1, per_prompt if whole_prompts else 1)
     most = len(batch.prompts) if whole_prompts else -(-len(lengths) // shape.rows)
     places = _first_fit(lengths, units, shape, most)
     rows = np.zeros((4, most * shape.rows, shape.tokens), np.int32)
-    tokens, positions, segments, targets = rows
     first = np.full((most, len(lengths)), -1, np.int32)
     for index, (row, start, number) in places.items():
         prompt = index // per_prompt
         asked = batch.prompts[prompt][batch.prompt_mask[prompt]]
         sequence = np.concatenate([asked, batch.completions[index][batch.completion_mask[index]]])
-        here = row, slice(start, start + len(sequence) - 1)
-        tokens[here], targets[here] = sequence[:-1], sequence[1:]
-        positions[here], segments[here] = np.arange(len(sequence) - 1), number
+        laid = (sequence[:-1], np.arange(len(sequence) - 1), np.full(len(sequence) - 1, number), sequence[1:])
+        rows[:, row, start : start + len(sequence) - 1] = laid
         micro_batch, row = divmod(row, shape.rows)
         first[micro_batch, index] = row * shape.tokens + start + len(asked) - 1
     count = max((row // shape.rows + 1 for row, _, _ in places.values()), default=0)
@@ -159,12 +156,9 @@ def _rows_for(free: np.ndarray, lengths: np.ndarray) -> list[int] | None:
     """The first row with room for each sequence in turn; None where one finds none."""
     rows = []
     for length in lengths:
-        row = int(np.argmax(free >= length))
-        free[row] -= length
-        rows.append(row)
-        if free[row] < 0:
-            return None
-    return rows
+        rows.append(int(np.argmax(free >= length)))
+        free[rows[-1]] -= length
+    return rows if (free >= 0).all() else None
 
 
 def padding_waste(batch: Batch, packed: Packed | None) -> float:

@@ -5,10 +5,10 @@ import json
 import shutil
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 import jax
 import yaml
+from flax.traverse_util import flatten_dict
 
 from recjax import hosts
 from recjax.config import Config
@@ -103,13 +103,8 @@ def _check_same_config(config: Config, stored: Path) -> None:
 
 def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> str:
     """What is set otherwise `there` than `now`, by dotted key; empty where nothing is."""
-    ours, theirs = _flatten(ours), _flatten(theirs)
+    ours, theirs = (
+        {".".join(map(str, path)): value for path, value in flatten_dict(values).items()} for values in (ours, theirs)
+    )
     changed = sorted(key for key in (ours.keys() | theirs.keys()) - ignored if ours.get(key) != theirs.get(key))
     return "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)
-
-
-def _flatten(values: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from recjax.config import LoraConfig, MeshConfig
 from recjax.models.decoder import DecoderConfig, abstract_params
-from recjax.models.placement import RULES, param_axes, param_shardings
+from recjax.models.placement import RULES, param_axes, param_shardings, put_rows
 from recjax.models.trainable import adapted, flatten
-from recjax.training.mesh import batch_sharding, check_fits, make_mesh
+from recjax.training.mesh import check_fits, make_mesh
 
 EVERYTHING = DecoderConfig(
     *(12, 16, 32, 2, 4, 2, 8), tie_embeddings=False, qkv_bias=True, qk_norm=True, post_norms=True
@@ -86,4 +86,5 @@ def test_a_model_that_does_not_split_is_refused(sizes, message):
 
 
 def test_rows_are_split_over_data_and_fsdp():
-    assert batch_sharding(make_mesh(MeshConfig(2, 2, 1))).shard_shape((8, 3)) == (2, 3)
+    with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1))):
+        assert put_rows(np.zeros((8, 3))).sharding.shard_shape((8, 3)) == (2, 3)
