@@ -9,13 +9,14 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
-from recjax.hub.policy import attention_kernel, compute_dtype
+from recjax.hub.policy import Policy, attention_kernel, compute_dtype
 from recjax.models.attention import attend, attention_mask
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.rollout.collecting import draw
+from recjax.tasks.prompts import Prompts
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import TrainState, update
-from tests.rollout.reference_sampler import sample
 from tests.training.test_update import make_batch
 
 pytestmark = pytest.mark.gpu
@@ -129,8 +130,8 @@ def test_neither_all_scores_of_the_vocabulary_nor_those_of_attention_are_held(gp
 def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu):
     decoder = Decoder(CONFIG, HALF, attention="cudnn")
     prompts, mask = batch().prompts, batch().prompt_mask
-    options = {"group_size": 4, "max_tokens": 64, "sampling": Sampling(), "stop_ids": (1,)}
-    drawn = sample(decoder, params(), prompts, mask, jax.random.key(1), **options)
+    asked = Prompts(np.asarray(prompts), np.asarray(mask), [""] * len(prompts), [])
+    drawn = draw(Policy(decoder, None, (1,)), params(), asked, jax.random.key(1), 4, 64, Sampling())
     arrays = prompts, mask, drawn.tokens, drawn.mask
     logprobs, _ = completion_logprobs(decoder, params(), *arrays, sampling=Sampling(), chunk=256)
     assert np.abs(np.where(drawn.mask, logprobs - drawn.logprobs, 0.0)).max() < 0.1

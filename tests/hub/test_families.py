@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recjax.hub.policy import Policy
 from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, DecoderConfig, logits
 from recjax.models.logprobs import Sampling, completion_logprobs
-from tests.rollout.reference_sampler import sample
+from recjax.rollout.collecting import draw
+from recjax.tasks.prompts import Prompts
 
 SIZES = {
     "vocab_size": 40,
@@ -151,10 +153,9 @@ def shared(params, config, *arrays):
     return completion_logprobs(Decoder(config), params, *arrays, sampling=Sampling(), chunk=8)[0]
 
 
-@jit
 def drawn(params, config, prompts, mask, key):
-    options = {"group_size": GROUP, "max_tokens": max(COMPLETIONS), "sampling": Sampling(), "stop_ids": (39,)}
-    return sample(Decoder(config), params, prompts, mask, key, **options)
+    asked = Prompts(np.asarray(prompts), np.asarray(mask), [""] * len(prompts), [])
+    return draw(Policy(Decoder(config), None, (39,)), params, asked, key, GROUP, max(COMPLETIONS), Sampling())
 
 
 def logprobs_of(scores, sequence):
@@ -208,7 +209,7 @@ def test_completions_that_share_a_prompt(loaded):
 
 
 def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
-    draws = jax.device_get(drawn(loaded.params, loaded.config, *padded(loaded.prompts), jax.random.key(0)))
+    draws = drawn(loaded.params, loaded.config, *padded(loaded.prompts), jax.random.key(0))
     assert draws.mask.sum() > 16, "too few tokens to test the cache with"
     completions = [tokens[mask] for tokens, mask in zip(draws.tokens, draws.mask, strict=True)]
     sequences = [np.concatenate([loaded.prompts[row // GROUP], tokens]) for row, tokens in enumerate(completions)]
