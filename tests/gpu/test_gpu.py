@@ -15,7 +15,7 @@ from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
-from tests.rollout.reference_sampler import sample
+from tests.rollout.padded import engine_completions
 from tests.training.test_update import make_batch
 
 pytestmark = pytest.mark.gpu
@@ -125,7 +125,7 @@ def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu):
     decoder = Decoder(CONFIG, HALF, attention="cudnn")
     prompts, mask = batch().prompts, batch().prompt_mask
     options = {"group_size": 4, "max_tokens": 64, "sampling": Sampling(), "stop_ids": (1,)}
-    drawn = sample(decoder, params(), prompts, mask, jax.random.key(1), **options)
+    drawn = engine_completions(decoder, params(), prompts, mask, jax.random.key(1), **options)
     arrays = prompts, mask, drawn.tokens, drawn.mask
     logprobs, _ = completion_logprobs(decoder, params(), *arrays, sampling=Sampling(), chunk=256)
     assert np.abs(np.where(drawn.mask, logprobs - drawn.logprobs, 0.0)).max() < 0.1

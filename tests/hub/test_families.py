@@ -12,7 +12,7 @@ import pytest
 from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, DecoderConfig, logits
 from recjax.models.logprobs import Sampling, completion_logprobs
-from tests.rollout.reference_sampler import sample
+from tests.rollout.padded import engine_completions
 
 SIZES = {
     "vocab_size": 40,
@@ -151,10 +151,9 @@ def shared(params, config, *arrays):
     return completion_logprobs(Decoder(config), params, *arrays, sampling=Sampling(), chunk=8)[0]
 
 
-@jit
 def drawn(params, config, prompts, mask, key):
     options = {"group_size": GROUP, "max_tokens": max(COMPLETIONS), "sampling": Sampling(), "stop_ids": (39,)}
-    return sample(Decoder(config), params, prompts, mask, key, **options)
+    return engine_completions(Decoder(config), params, prompts, mask, key, **options)
 
 
 def logprobs_of(scores, sequence):
@@ -208,7 +207,7 @@ def test_completions_that_share_a_prompt(loaded):
 
 
 def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
-    draws = jax.device_get(drawn(loaded.params, loaded.config, *padded(loaded.prompts), jax.random.key(0)))
+    draws = drawn(loaded.params, loaded.config, *padded(loaded.prompts), jax.random.key(0))
     assert draws.mask.sum() > 16, "too few tokens to test the cache with"
     completions = [tokens[mask] for tokens, mask in zip(draws.tokens, draws.mask, strict=True)]
     sequences = [np.concatenate([loaded.prompts[row // GROUP], tokens]) for row, tokens in enumerate(completions)]

@@ -22,12 +22,11 @@ from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
-from recjax.rollout.collecting import sample_completions
-from recjax.rollout.engine import Engine
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import RowShape, pack
 from recjax.training.start import first_state
 from recjax.training.update import Recipe, TrainState, update
+from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False, qkv_bias=True)
@@ -86,16 +85,10 @@ def filled_up(batch: Batch, multiple: int) -> Batch:
 
 def drawn(batch: Batch, temperature: float, slots: int | None = None) -> dict[str, np.ndarray]:
     """Completions of the batch's prompts, by what they are of."""
-    engine = Engine(Decoder(CONFIG), (1,), slots=slots, prefix_time=batch.prompts.shape[1])
-    engine.replace_weights(init_params(CONFIG, jax.random.key(0)), version=0)
-    arguments = batch.prompts, batch.prompt_mask, jax.random.key(5), GROUP, TIME, Sampling(temperature)
-    sampled = sample_completions(engine, *arguments)
-    mask = np.arange(TIME) < np.array([len(completion.tokens) for completion in sampled])[:, None]
-    tokens, logprobs = np.zeros(mask.shape, np.int32), np.zeros(mask.shape, np.float32)
-    tokens[mask] = np.concatenate([completion.tokens for completion in sampled])
-    logprobs[mask] = np.concatenate([completion.logprobs for completion in sampled])
-    truncated = np.array([completion.truncated for completion in sampled])
-    return {"tokens": tokens, "mask": mask, "logprobs": logprobs, "truncated": truncated}
+    options = {"group_size": GROUP, "max_tokens": TIME, "sampling": Sampling(temperature), "stop_ids": (1,)}
+    params = init_params(CONFIG, jax.random.key(0))
+    asked = batch.prompts, batch.prompt_mask, jax.random.key(5)
+    return engine_completions(Decoder(CONFIG), params, *asked, **options, slots=slots)._asdict()
 
 
 def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[TrainState, dict]:

@@ -12,9 +12,9 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
+from recjax.rollout.decoding import whole_batch
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
-from tests.rollout.reference_sampler import sample
 from tests.training.test_update import make_batch
 
 # No other size is 1009, nor a multiple of it.
@@ -74,9 +74,11 @@ def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
 
 
 def test_sampling_holds_the_scores_of_one_token_a_row():
-    options = {"group_size": GROUP, "max_tokens": TIME, "sampling": Sampling(0.9), "stop_ids": (1,)}
-    prompts = BATCH.prompts, np.ones_like(BATCH.prompt_mask)
-    compiled = sample.lower(DECODER, PARAMS, *prompts, jax.random.key(0), **options).compile()
+    rows = PROMPTS * GROUP
+    keys, limits = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.full(rows, TIME, np.int32)
+    options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "group_size": GROUP}
+    arguments = PARAMS, BATCH.prompts, np.ones_like(BATCH.prompt_mask), keys, limits
+    compiled = whole_batch.lower(*arguments, round_time=TIME - 1, **options).compile()
     # As many, or a weight's number of them.
-    assert most_rows_of_scores(compiled) == max(PROMPTS * GROUP, CONFIG.hidden_size)
+    assert most_rows_of_scores(compiled) == max(rows, CONFIG.hidden_size)
     assert compiled.memory_analysis().temp_size_in_bytes < PROMPTS * GROUP * TIME * CONFIG.vocab_size * 4

@@ -1,0 +1,22 @@
+"""What the engine samples, as the reference returns it."""
+
+import numpy as np
+
+from recjax.rollout.collecting import sample_completions
+from recjax.rollout.engine import Engine
+from tests.rollout.reference_sampler import Completions
+
+
+def engine_completions(
+    decoder, params, prompts, mask, key, *, group_size, max_tokens, sampling, stop_ids, slots=None
+) -> Completions:
+    """The arguments and results of `reference_sampler.sample`, on the host."""
+    prompts, mask = np.asarray(prompts), np.asarray(mask)
+    engine = Engine(decoder, stop_ids, slots=slots, prefix_time=prompts.shape[1])
+    engine.replace_weights(params, version=0)
+    sampled = sample_completions(engine, prompts, mask, key, group_size, max_tokens, sampling)
+    kept = np.arange(max_tokens) < np.array([len(one.tokens) for one in sampled])[:, None]
+    tokens, logprobs = np.zeros(kept.shape, np.int32), np.zeros(kept.shape, np.float32)
+    tokens[kept] = np.concatenate([one.tokens for one in sampled])
+    logprobs[kept] = np.concatenate([one.logprobs for one in sampled])
+    return Completions(tokens, kept, logprobs, np.array([one.truncated for one in sampled]))
