@@ -96,6 +96,7 @@ def test_a_folder_with_a_run_of_another_config_is_refused_by_name(write):
         run_all(base, changed, workers=1)
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_path):
     path = write()
     arguments = ["--smoke", "training.steps=2000", "training.checkpoint_every=20", "evaluation.every=0"]
