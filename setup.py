@@ -30,7 +30,7 @@ setup(
         "math-verify>=0.9",
         "matplotlib>=3.9",
         "numpy>=2.0",
-        "omegaconf>=2.3",
+        "omegaconf>=2.4",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.11",
         "pandas>=2.2",

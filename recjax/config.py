@@ -1,14 +1,26 @@
-"""The schema of a run's config file: every key, its type, its default and its lowest value."""
+"""The schema of a run's config file: every key, its type, its default, and what it must not say.
+
+The blocks of config_experience.py and config_tasks.py are imported from here as well.
+"""
 
 import dataclasses
-from typing import Any
+import math
+import typing
+from typing import Any, Literal
 
 import omegaconf
 
+from recjax.algorithms import presets
+from recjax.algorithms.losses import Algorithm
+from recjax.algorithms.options import require
+from recjax.config_experience import ExperienceConfig, LateConfig, MixConfig, RegimeConfig, ReplayConfig, RolloutConfig  # noqa: F401
+from recjax.config_fields import at_least, check_numbers, number, require_defaults, require_one, schema_keys
+from recjax.config_tasks import ArithmeticTask, FileTask, GradingConfig, ReasoningGymTask, TaskConfig  # noqa: F401
+from recjax.models.sampling import Sampling
 
-def at_least(low: float, default: Any) -> Any:
-    """A number's default, and the lowest value that `check` lets through."""
-    return dataclasses.field(default=default, metadata={"low": low})
+Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Remat = Literal["none", "dots", "full"]
+Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +40,7 @@ class LoraConfig:
 
     rank: int = at_least(1, 16)
     alpha: float = at_least(0, 32.0)  # the adapters' product is scaled by alpha / rank
-    targets: list[str] = dataclasses.field(
-        default_factory=lambda: ["query", "key", "value", "output"]
-    )  # gate, up, down
+    targets: list[Projection] = dataclasses.field(default_factory=lambda: ["query", "key", "value", "output"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,114 +49,28 @@ class ModelConfig:
 
     path: str | None = None  # Hugging Face folder or hub name
     decoder: DecoderShape | None = None
-    dtype: str = "auto"  # float32 | bfloat16 | auto: bfloat16 where the device has it
-    remat: str = "none"  # what the backward pass computes again: none | dots: all but projections | full: layers
-    attention: str = "auto"  # plain | cudnn: NVIDIA GPUs | splash: TPUs | auto: the device's, where it fits the model
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the device has it
+    # What the backward pass computes again: nothing, all but projections, or whole layers.
+    remat: Remat = dataclasses.field(default="none", metadata={"became": "what was true is now full, and false none"})
+    attention: Attention = "auto"  # cudnn: NVIDIA GPUs; splash: TPUs; auto: the device's, where it fits the model
     lora: LoraConfig | None = None
     freeze: list[str] = dataclasses.field(default_factory=list)  # regular expressions of parameter paths left as is
     logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
-
-@dataclasses.dataclass(frozen=True)
-class ArithmeticTask:
-    """Questions with one whole number as the answer."""
-
-    problems: list[str] = dataclasses.field(default_factory=lambda: ["10..99 + 10..99"])  # A..B op C..D, op + - or *
-    template: str = "{a} {op} {b} ="
-    examples: int = at_least(0, 0)  # solved examples of the same kinds on the lines before each question
-    worked: bool = False  # answers of sums show the columns and carries before the result: 7+5+0=12;4+8+1=13;132
-
-
-@dataclasses.dataclass(frozen=True)
-class FileTask:
-    """Problems of the user's own: JSON Lines or Parquet."""
-
-    train: str = omegaconf.MISSING
-    evaluation: str | None = None  # null: `evaluation.problems` of the train file are held out
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    difficulty_column: str | None = None  # a label that evaluation breaks accuracy down by
-    chat: bool = False  # put text prompts through the model's chat template; lists of messages always are
-
-
-# In the four tasks below, `train` and `evaluation` are each a hub data set's name, a folder that holds its files, or
-# a .parquet or .jsonl file with its columns; evaluation null: `evaluation.problems` of the train data are held out.
-
-
-@dataclasses.dataclass(frozen=True)
-class Gsm8kTask:
-    """GSM8K: word problems with a number as the answer."""
-
-    train: str = "openai/gsm8k"
-    evaluation: str | None = "openai/gsm8k"
-
-
-@dataclasses.dataclass(frozen=True)
-class MathTask:
-    """MATH: competition problems; evaluated on MATH-500."""
-
-    train: str = "DigitalLearningGmbH/MATH-lighteval"
-    evaluation: str | None = "HuggingFaceH4/MATH-500"
-
-
-@dataclasses.dataclass(frozen=True)
-class GuruMathTask:
-    """Guru-Math: the mathematics part of Guru."""
-
-    train: str = "LLM360/guru-RL-92k"
-    evaluation: str | None = "LLM360/guru-RL-92k"
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolAceTask:
-    """ToolACE: every turn of a conversation in which the assistant calls functions."""
-
-    train: str = "Team-ACE/ToolACE"
-    evaluation: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ReasoningGymTask:
-    """Problems of one generator of the package reasoning_gym."""
-
-    name: str = omegaconf.MISSING  # such as letter_counting
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the generator
-    problems: int = at_least(1, 1000)  # to train on; beside these, evaluation.problems are held out
-    template: str = "{question}"
-    examples: int = at_least(0, 0)  # solved problems of the same generator ahead of each question
-    chat: bool = True  # prompts as chats, examples as earlier turns; false: plain text, examples on the lines before
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskConfig:
-    """What to solve and how answers are rewarded. A text in place of the block names a task: task: gsm8k.
-
-    That text, in a file or as an override, replaces the whole block by the task with its defaults;
-    `reasoning_gym:letter_counting` names a generator as well.
-    """
-
-    arithmetic: ArithmeticTask | None = None
-    file: FileTask | None = None
-    gsm8k: Gsm8kTask | None = None
-    math: MathTask | None = None
-    guru_math: GuruMathTask | None = None
-    toolace: ToolAceTask | None = None
-    reasoning_gym: ReasoningGymTask | None = None
-    system_prompt: str | None = None  # in place of the task's own; before the messages of every chat of task.file
-    reward: str | None = None  # a built-in reward's name, or module:function; null: the task's own
-    reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of the reward's parts, over its own
-    success: float = 1.0  # a completion is accurate when its reward is at least this; not read with an accuracy part
-    truncated: str = "train"  # completions cut at the token limit: train | mask | penalise
-    truncated_reward: float = 0.0  # what they get with penalise
-
-
-@dataclasses.dataclass(frozen=True)
-class GradingConfig:
-    """Worker processes, in which built-in rewards grade; a completion past a limit gets reward 0 and is counted."""
-
-    workers: int = at_least(1, 2)
-    seconds: float = at_least(0.1, 5.0)  # for one completion
-    max_characters: int = at_least(1, 50_000)  # of a completion; a longer one is not graded
+    def check(self) -> None:
+        """Refuses two models or none, heads that do not divide a decoder's sizes, and parts frozen beside adapters."""
+        require_one("model", {"path": self.path, "decoder": self.decoder})
+        if shape := self.decoder:
+            hidden, heads = shape.hidden_size, shape.num_heads
+            remedy = f"must be an even multiple of model.decoder.num_heads = {heads}"
+            require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
+            remedy = f"must divide model.decoder.num_heads = {heads}"
+            require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
+        if self.lora:
+            remedy = f"takes some of {', '.join(typing.get_args(Projection))}"
+            require(bool(self.lora.targets), "model.lora.targets", self.lora.targets, remedy)
+            remedy = "is not read beside model.lora, which trains its adapters and nothing else; remove one of them"
+            require(not self.freeze, "model.freeze", self.freeze, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,84 +80,7 @@ class WarmStartConfig:
     steps: int = at_least(1, 400)
     batch_size: int = at_least(1, 128)
     learning_rate: float = at_least(0, 2e-3)
-    wrong_fraction: float = at_least(0, 0.5)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-    """How experience is drawn."""
-
-    prompts_per_step: int = at_least(1, 16)
-    group_size: int = at_least(1, 8)
-    max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
-    long_prompts: str = "refuse"  # those beyond max_prompt_tokens: refuse | drop, with their number logged
-    max_completion_tokens: int = at_least(1, 16)
-    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all at once
-    temperature: float = at_least(0, 1.0)
-    top_k: int = at_least(0, 0)  # 0: all tokens
-    top_p: float = 1.0
-    stop: list[str] = dataclasses.field(default_factory=list)  # strings of one token that end a completion, beside EOS
-
-
-@dataclasses.dataclass(frozen=True)
-class RegimeConfig:
-    """How far behind the trainer the sampler is."""
-
-    sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
-    sync_offset: int = at_least(0, 0)  # batches drawn ahead of the one being trained on
-    offline: bool = False  # every batch comes from the initial policy
-    mode: str = "sync"  # async: other processes draw meanwhile, on Ray; the settings below are for that alone
-    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; nothing staler is trained on
-    generators: int = at_least(1, 1)  # processes that draw
-    address: str | None = None  # of a Ray cluster that is there; null: Ray is started on this machine
-    generator_seconds: float = at_least(1, 600.0)  # for one batch, after which a generator is started again
-
-
-@dataclasses.dataclass(frozen=True)
-class MixConfig:
-    """Completions of others, from a store, beside those that the policy draws."""
-
-    store: str = omegaconf.MISSING  # folder
-    share: float = at_least(0, 0.5)  # that comes from there: a whole number of rows or groups
-    of: str = "group"  # group: rows with the same prompt, in every group; batch: whole groups, in every batch
-
-
-# A round draws a batch where one is due, and trains one step where enough groups have all their rewards: after the
-# first rounds of a run, rounds are optimiser steps.
-
-
-@dataclasses.dataclass(frozen=True)
-class LateConfig:
-    """Rewards that come after their completions; how many rounds is drawn evenly, for every completion."""
-
-    shortest: int = at_least(0, 0)  # rounds
-    longest: int = at_least(0, 0)  # rounds
-    deadline: int | None = at_least(1, None)  # rounds after which a group goes without them; null: it waits
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplayConfig:
-    """A buffer of groups that are trained on more than once, and how it is drawn from."""
-
-    draw_every: int = at_least(1, 1)  # rounds from one batch that the policy draws to the next
-    capacity: int = at_least(1, 512)  # groups; the one that came first gives way
-    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; null: no limit
-    max_reuse: int = at_least(1, 4)  # times that a group is trained on
-    half_life: float | None = at_least(0, None)  # optimiser steps in which a group's chance halves; null: it does not
-    priority: str = "none"  # reward_spread | absolute_advantage: a group's chance is in proportion to it
-    keep_no_signal: bool = False  # also groups whose rewards are all equal
-
-
-@dataclasses.dataclass(frozen=True)
-class ExperienceConfig:
-    """What is trained on beside, or in place of, each batch that the policy has just drawn."""
-
-    store: str | None = None  # folder; every batch comes from it, and groups are as large as they are there
-    mix: MixConfig | None = None
-    late: LateConfig | None = None
-    replay: ReplayConfig | None = None
-    missing_logprobs: str = "error"  # where a store has no behaviour log-probs: error | unneeded | initial | current
-    record: bool = False  # keep what the policy draws in the run's folder, as a store
+    wrong_fraction: float = number(0.5, low=0, high=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,8 +100,18 @@ class AlgorithmConfig:
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
-        axes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "preset"}
-        return {axis: options for axis, options in axes.items() if options}
+        return {axis: options for axis, options in vars(self).items() if axis != "preset" and options}
+
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Every axis that the algorithm reads, with every option; see `presets.resolve`."""
+        return presets.resolve(self.preset, self.overrides())
+
+    def build(self) -> Algorithm:
+        """The algorithm; see `presets.build_algorithm`."""
+        try:
+            return presets.build_algorithm(self.preset, self.overrides())
+        except ValueError as error:
+            raise ValueError(f"algorithm.{error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,13 +119,18 @@ class OptimizerConfig:
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
     learning_rate: float = at_least(0, 1e-6)
-    schedule: str = "constant"  # constant | linear | cosine: decay to zero over training.steps
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two decay to zero over training.steps
     warmup_steps: int = at_least(0, 0)
-    clip_norm: float = 1.0
+    clip_norm: float = number(1.0, above=0, high=math.inf)  # .inf: no clipping
     weight_decay: float = at_least(0, 0.0)
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
+    beta1: float = number(0.9, low=0, below=1)
+    beta2: float = number(0.999, low=0, below=1)
+    epsilon: float = number(1e-8, above=0)
+
+    def check(self, steps: int) -> None:
+        """Refuses a warm-up of all `steps` of the training."""
+        remedy = f"must be below training.steps = {steps}"
+        require(self.warmup_steps < steps, "optimizer.warmup_steps", self.warmup_steps, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,15 +138,24 @@ class TrainingConfig:
     """Length of the run and how it is stored."""
 
     steps: int = at_least(1, 100)
-    micro_batch_prompts: int | None = at_least(
-        1, None
-    )  # prompts whose groups a gradient is taken of at once; null: all
-    tokens_per_micro_batch: int | None = at_least(
-        1, None
-    )  # in place of that: completions are packed, with a prompt each, into micro-batches of so many tokens
+    micro_batch_prompts: int | None = at_least(1, None)  # prompts that a gradient is taken of at once; null: all
+    # In place of that: completions are packed, with a prompt each, into micro-batches of so many tokens.
+    tokens_per_micro_batch: int | None = at_least(1, None)
     checkpoint_every: int = at_least(1, 50)
     keep_checkpoints: int = at_least(1, 2)
     profile_steps: list[int] | None = None  # [first, last] step of a profiler's trace in the run's folder; null: none
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Refuses micro-batches of two kinds or of unequal size, and steps to trace that the run does not have."""
+        key, micro, budget = "training.micro_batch_prompts", self.micro_batch_prompts, self.tokens_per_micro_batch
+        remedy = f"must divide rollout.prompts_per_step = {rollout.prompts_per_step}"
+        require(micro is None or rollout.prompts_per_step % micro == 0, key, micro, remedy)
+        remedy = f"is not read beside training.tokens_per_micro_batch = {budget}; remove one of them"
+        require(micro is None or budget is None, key, micro, remedy)
+        traced, steps = self.profile_steps, f"1 <= first <= last <= training.steps = {self.steps}"
+        in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
+        remedy = f"takes [first, last], steps with {steps}, such as [3, 4]; or null"
+        require(in_order, "training.profile_steps", traced, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +168,19 @@ class EvaluationConfig:
     initial_kl: bool = False  # KL to the initial policy as well, at the cost of one more forward pass
     temperature: float = at_least(0, 1.0)
     top_k: int = at_least(0, 0)
-    top_p: float = 1.0
+    top_p: float = number(1.0, above=0, high=1)
+
+    def sampling(self) -> Sampling:
+        """The distribution that evaluation samples from."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    def check(self) -> None:
+        """Refuses what greedy completions do not have or read."""
+        if self.temperature == 0:
+            remedy = "needs sampled completions; raise evaluation.temperature from 0, or leave it out"
+            require_defaults("evaluation", self, ("initial_kl",), remedy)
+            remedy = "is not read at evaluation.temperature = 0; remove it"
+            require_defaults("evaluation", self, ("top_k", "top_p"), remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +190,15 @@ class MeshConfig:
     data: int = -1  # rows of a batch are split, parameters are not
     fsdp: int = 1  # rows are split, and so are parameters and the optimiser's state
     tensor: int = 1  # heads, the MLP's units and the vocabulary are split; keep it within one host
+
+    def check(self) -> None:
+        """Refuses sizes that are no numbers of devices, and more than one rest."""
+        remedy = "takes a number of devices, or -1 for the rest of them"
+        for name, size in vars(self).items():
+            require(size == -1 or size > 0, f"mesh.{name}", size, remedy)
+        rest = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
+        if len(rest) > 1:
+            raise ValueError(f"{' and '.join(rest)} are both -1, but only one of them can take the rest; set the other")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,9 +213,38 @@ class Config:
     warm_start: WarmStartConfig | None = None
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     regime: RegimeConfig = dataclasses.field(default_factory=RegimeConfig)
-    experience: ExperienceConfig | None = None  # absent: the policy draws its own
+    experience: ExperienceConfig | None = None  # absent: the policy samples its own
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def prompts_per_micro_batch(self) -> int:
+        """Prompts whose groups a gradient is taken of at once, where completions are not packed."""
+        return self.training.micro_batch_prompts or self.rollout.prompts_per_step
+
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, where completions are not packed."""
+        return self.rollout.prompts_per_step // self.prompts_per_micro_batch()
+
+
+# Every dotted key and its field.
+KEYS = schema_keys(Config)
+
+
+def check(config: Config) -> None:
+    """Refuses values out of range and settings that contradict each other or that nothing would read."""
+    check_numbers(config)
+    config.rollout.check()
+    config.evaluation.check()
+    config.optimizer.check(config.training.steps)
+    config.model.check()
+    config.task.check()
+    config.grading.check(config.task)
+    config.regime.check(config.experience.replay if config.experience else None)
+    if config.experience:
+        config.experience.check(config.rollout, config.regime)
+    config.mesh.check()
+    config.training.check(config.rollout)
+    config.algorithm.build()

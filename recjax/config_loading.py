@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import functools
 import re
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,9 @@ import omegaconf
 import yaml
 from omegaconf import OmegaConf
 
-from recjax.algorithms import presets
-from recjax.config import Config, TaskConfig
-from recjax.config_checks import check
-from recjax.config_keys import TASKS, block_of, schema_keys
+from recjax.config import KEYS, Config, TaskConfig, check
+from recjax.config_fields import block_of, choices_of
+from recjax.config_tasks import TASKS
 
 
 def _check_keys(values: Any, source: str, block: type = Config, prefix: str = "") -> None:
@@ -25,8 +26,8 @@ def _check_keys(values: Any, source: str, block: type = Config, prefix: str = ""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in fields:
-            near = difflib.get_close_matches(name, schema_keys(), n=1, cutoff=0.5)
-            near = near or [known for known in schema_keys() if known.split(".")[-1] == key][:1]
+            near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
+            near = near or [known for known in KEYS if known.split(".")[-1] == key][:1]
             hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(fields)}"
             raise ValueError(f"{source}: unknown key {name!r} (value {value!r}); {hint}")
         nested = block_of(fields[key].type)
@@ -88,9 +89,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         try:
             merged = OmegaConf.unsafe_merge(_writable(merged), layer)
         except omegaconf.errors.OmegaConfBaseException as error:
-            key = error.full_key or "?"
-            expected = f"; it takes {_type_name(schema_keys()[key].type)}" if key in schema_keys() else ""
-            raise ValueError(f"{source}: {key}: {str(error).splitlines()[0]}{expected}") from error
+            raise ValueError(f"{source}: {_refusal(error, layer)}") from error
     try:
         config = OmegaConf.to_object(merged)
     except omegaconf.errors.MissingMandatoryValue as error:
@@ -110,12 +109,20 @@ def _writable(config: omegaconf.DictConfig) -> omegaconf.DictConfig:
     return config
 
 
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+def _refusal(error: omegaconf.errors.OmegaConfBaseException, layer: dict) -> str:
+    """What OmegaConf found wrong in a layer: its key, value and what the key takes."""
+    key = (error.full_key or "?").partition("[")[0]
+    field = KEYS.get(key)
+    if field and (choices := choices_of(field.type)):
+        value = functools.reduce(dict.__getitem__, key.split("."), layer)
+        some = "some of " if typing.get_origin(field.type) is list else ""
+        became = f"; {field.metadata['became']}" if "became" in field.metadata else ""
+        return f"{key} = {value!r}: takes {some}{', '.join(choices)}{became}"
+    takes = f"; it takes {field.type.__name__ if isinstance(field.type, type) else field.type}" if field else ""
+    return f"{error.full_key or '?'}: {str(error).splitlines()[0]}{takes}"
 
 
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML, the algorithm with every axis and option spelled out below it as a comment."""
-    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
-    comment = "".join(f"#   {axis}: {options}\n" for axis, options in resolved.items())
+    comment = "".join(f"#   {axis}: {options}\n" for axis, options in config.algorithm.resolved().items())
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False) + "# algorithm, resolved:\n" + comment

@@ -30,7 +30,6 @@ from recjax.config_loading import load_config
 from recjax.console import configure_logging, progress_bar
 from recjax.host_memory import keep_freed_memory
 from recjax.plots.samples import draw_evaluation
-from recjax.tasks.grading.graders import task_name
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
@@ -112,7 +111,7 @@ def task_label(task: TaskConfig) -> str:
     """The task's name, with the generator or file that it names."""
     if task.file:
         return Path(task.file.evaluation or task.file.train).stem
-    return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task_name(task)
+    return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
 
 
 def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:

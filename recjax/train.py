@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
-from recjax.config_keys import schema_keys
+from recjax.config import KEYS
+from recjax.config_fields import choices_of
 from recjax.config_loading import load_config
 from recjax.console import configure_logging
 from recjax.host_memory import keep_freed_memory
@@ -94,10 +95,12 @@ def show_result(output: Path, summary: dict) -> None:
 
 
 def _help() -> str:
-    keys = [
-        f"  {key} = {field.default!r}" for key, field in schema_keys().items() if not callable(field.default_factory)
-    ]
-    return __doc__ + "\nConfig keys that hold one value, and their defaults:\n" + "\n".join(keys) + "\n"
+    lines = []
+    for key, field in KEYS.items():
+        if not callable(field.default_factory):
+            choices = ", ".join(choices_of(field.type))
+            lines.append(f"  {key} = {field.default!r}" + (f"  ({choices})" if choices else ""))
+    return __doc__ + "\nConfig keys that hold one value, and their defaults:\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
 """The config: what it takes, what it refuses, and what the refusals say."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
 from recjax.analysis.sweeps import read_sweep
-from recjax.config import ReasoningGymTask, TaskConfig
-from recjax.config_keys import block_of
+from recjax.config import KEYS, Attention, Projection, ReasoningGymTask, Remat, TaskConfig
+from recjax.config_experience import Priority
+from recjax.config_fields import block_of, choices_of
 from recjax.config_loading import load_config, to_yaml
-from recjax.tasks.grading.graders import reward_name
+from recjax.experience.replay import PRIORITIES
+from recjax.models.attention import KERNELS
+from recjax.models.decoder import PROJECTIONS, REMAT
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]
@@ -18,6 +25,32 @@ ROOT = Path(__file__).parents[1]
 
 def load(*overrides):
     return load_config(ROOT / QUICKSTART, overrides)
+
+
+def test_reading_a_config_imports_neither_models_nor_data():
+    heavy = ["flax", "pyarrow", "jax.experimental.pallas", "transformers", "datasets", "orbax"]
+    program = "import json, sys; from recjax.config_loading import load_config; load_config(sys.argv[1]);"
+    program += "print(json.dumps(sorted(sys.modules)))"
+    command = [sys.executable, "-c", program, QUICKSTART]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    loaded = json.loads(done.stdout)
+    assert "recjax.config" in loaded and not [name for name in heavy if name in loaded]
+
+
+def test_choices_are_those_that_are_implemented():
+    assert typing.get_args(Attention) == ("auto", *KERNELS)
+    assert typing.get_args(Remat) == tuple(REMAT)
+    assert typing.get_args(Projection) == PROJECTIONS
+    assert typing.get_args(Priority) == tuple(PRIORITIES)
+
+
+@pytest.mark.parametrize("key", [key for key, field in KEYS.items() if choices_of(field.type)])
+def test_every_choice_refuses_other_values_and_names_its_own(key):
+    value = "[sideways]" if key == "model.lora.targets" else "sideways"
+    with pytest.raises(ValueError) as error:
+        load(f"{key}={value}")
+    assert f"{key} = " in str(error.value) and "sideways" in str(error.value)
+    assert f"{', '.join(choices_of(KEYS[key].type))}" in str(error.value).partition(": takes ")[2]
 
 
 EXPERIMENTS = sorted(ROOT.glob("experiments/**/*.yaml"))
@@ -78,7 +111,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("training.profile_steps=3", ["training.profile_steps", "3", "list"]),
         ("training.profile_steps=[a, b]", ["training.profile_steps", "'a'", "Integer"]),
         ("model.attention=flash", ["model.attention = 'flash'", "auto, plain, cudnn, splash"]),
-        ("model.remat=true", ["model.remat = 'True'", "none, dots, full", "true is now full"]),
+        ("model.remat=true", ["model.remat = True", "none, dots, full", "true is now full"]),
         ("model.decoder.num_heads=3", ["model.decoder.hidden_size = 64", "num_heads = 3"]),
         ("optimizer.schedule=cosin", ["'cosin'", "cosine"]),
         ("optimizer.beta2=1.0", ["optimizer.beta2 = 1.0", "below 1"]),
@@ -137,11 +170,11 @@ def test_a_text_as_task_can_name_a_generator_and_stand_in_a_file(tmp_path):
 
 
 def test_the_tasks_own_reward_stands_where_none_is_named():
-    names = {text: reward_name(load(f"task={text}").task) for text in ("toolace", "math", "arithmetic")}
+    names = {text: load(f"task={text}").task.reward_name() for text in ("toolace", "math", "arithmetic")}
     assert names == {"toolace": "tool_calls", "math": "math", "arithmetic": "recjax.tasks.rewards:number_match"}
-    assert reward_name(load("task.arithmetic.worked=true").task) == "recjax.tasks.rewards:last_number_match"
-    assert reward_name(load("task=gsm8k", "task.reward=a:b").task) == "a:b"
-    assert reward_name(load("task=reasoning_gym:gcd", "task.reward=math").task) == "math"
+    assert load("task.arithmetic.worked=true").task.reward_name() == "recjax.tasks.rewards:last_number_match"
+    assert load("task=gsm8k", "task.reward=a:b").task.reward_name() == "a:b"
+    assert load("task=reasoning_gym:gcd", "task.reward=math").task.reward_name() == "math"
 
 
 def test_greedy_evaluation_refuses_cuts_that_nothing_would_read():

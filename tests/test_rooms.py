@@ -20,7 +20,7 @@ FLOORS = [
     ("planning", "analysis"),
 ]
 # What the config's files may import beside `algorithms`: tables and checks that need no heavy package.
-LIGHT = {"recjax.tasks.grading.graders", "recjax.tasks.grading.gym_package"}
+LIGHT = {"recjax.models.sampling", "recjax.tasks.grading.graders", "recjax.tasks.grading.gym_package"}
 
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -12,7 +12,6 @@ from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.config_loading import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
-from recjax.experience.stored import run_sampling
 from recjax.host_memory import keep_freed_memory
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
@@ -57,13 +56,13 @@ def prepare(inputs: Inputs) -> System:
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
     run, state, manager = begin(config, overwrite=True)
-    held, recipe, sampling = {"state": state}, recipe_of(config, run.policy.decoder), run_sampling(config)
+    held, recipe, sampling = {"state": state}, recipe_of(config, run.policy.decoder), config.rollout.sampling()
     del state
     prompts = run.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
     contextlib.ExitStack().enter_context(run.grading)  # until the process ends
     limit, policy, group_size = config.rollout.max_completion_tokens, run.policy, config.rollout.group_size
-    parts = config.rollout.prompts_per_step // (config.training.micro_batch_prompts or len(prompts.texts))
+    parts = config.micro_batches()
 
     def updated(trained, batch: Batch, number: int):
         packed = packed_batch(config, batch)

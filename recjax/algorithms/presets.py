@@ -161,8 +161,9 @@ def _bound(function: Callable, **options: Any) -> functools.partial:
     return functools.partial(function, **options)
 
 
+@functools.cache
 def _try(algorithm: Algorithm) -> None:
-    """Traces the algorithm once, which runs the range checks of its functions."""
+    """Traces an algorithm once, which runs the range checks of its functions."""
 
     def once(row, ids, token, mask, key):
         rows = losses.row_terms(algorithm, row, ids, mask.any(-1), key)

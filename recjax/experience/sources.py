@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
+from recjax.config_experience import MissingLogprobs
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
 from recjax.experience.rows import groups_of
@@ -19,10 +19,6 @@ from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
-
-# What to do where the log-probs of who drew a completion are not known: refuse; choose an algorithm that reads none;
-# take the initial policy for the behaviour policy; or the one that is being trained, as it is when the rows arrive.
-MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 

@@ -4,13 +4,11 @@ import hashlib
 import logging
 from typing import NamedTuple
 
-from recjax.algorithms import presets
 from recjax.config import Config, MixConfig
 from recjax.experience.batch import Shape, pad, shape_of
 from recjax.experience.group import Completion, Group, is_whole
 from recjax.experience.sources import by_prompt, check_logprobs, load_groups, with_logprobs
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import Sampling
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
@@ -61,8 +59,8 @@ def load_stored(config: Config, policy: Policy) -> Stored:
             pad([group], shape._replace(prompts=1))
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
-    check_logprobs(whole, algorithm, run_sampling(config), config.experience.missing_logprobs)
+    missing = config.experience.missing_logprobs
+    check_logprobs(whole, config.algorithm.build(), config.rollout.sampling(), missing)
     stored = Stored(whole, shape, _left_out(everything), _digest(whole))
     sizes = [len(group.completions) for group in whole]
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
@@ -94,7 +92,7 @@ def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params:
     if config.experience.missing_logprobs != "initial":
         return stored
     chunk = config.model.logprob_chunk
-    filled = with_logprobs(stored.groups, stored.shape, policy, params, run_sampling(config), chunk)
+    filled = with_logprobs(stored.groups, stored.shape, policy, params, config.rollout.sampling(), chunk)
     return stored._replace(groups=filled)
 
 
@@ -104,12 +102,7 @@ def with_logprobs_of_now(
     """The same with log-probs of `params`, all those of the policy as it is now, where `current` asks for them."""
     if config.experience.missing_logprobs != "current":
         return groups
-    return with_logprobs(groups, shape, policy, params, run_sampling(config), config.model.logprob_chunk)
-
-
-def run_sampling(config: Config) -> Sampling:
-    """The distribution that a run draws from, and trains under."""
-    return Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    return with_logprobs(groups, shape, policy, params, config.rollout.sampling(), config.model.logprob_chunk)
 
 
 def _as_trained(group: Group, success: float) -> Group:

@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from recjax.algorithms import presets
-from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.hub.policy import attention_kernel
-from recjax.models.logprobs import Sampling
 from recjax.models.placement import ROWS, laid_out, param_shardings
 from recjax.models.trainable import combine
 from recjax.planning.dry_run import resolve
@@ -97,7 +94,7 @@ def _placed(mesh: Mesh, tree: Any) -> Any:
 def given(plan: Plan, program: str) -> dict[str, Any]:
     """The part of `plan.held` that is passed to a program."""
     names = {"sample": ["sampler's copy"], "update": ["trained parameters", "optimiser's state"]}[program]
-    if program == "update" and _algorithm(plan.config).needs_reference:
+    if program == "update" and plan.config.algorithm.build().needs_reference:
         # Offline they are the sampler's copy.
         names.append(START if START in plan.held else "sampler's copy")
     return {name: plan.held[name] for name in (*names, "frozen parameters")}
@@ -185,14 +182,14 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
         jax.eval_shape(lambda: jax.random.key(0)),
         group_size=_group(plan.config),
         max_tokens=plan.config.rollout.max_completion_tokens,
-        sampling=_sampling(plan.config),
+        sampling=plan.config.rollout.sampling(),
         stop_ids=(0,),
     )
 
 
 def _traced_update(plan: Plan) -> jax.stages.Traced:
     config, (params, optimizer_state, *reference, frozen) = plan.config, given(plan, "update").values()
-    packed, micro_batches = _packed(plan), _micro_batches(config)
+    packed, micro_batches = _packed(plan), config.micro_batches()
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
@@ -203,10 +200,6 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
         recipe=recipe_of(config, plan.model.decoder)._replace(decoder=plan.model.decoder),
         micro_batches=None if packed else micro_batches,
     )
-
-
-def _micro_batches(config: Config) -> int:
-    return config.rollout.prompts_per_step // (config.training.micro_batch_prompts or config.rollout.prompts_per_step)
 
 
 def _batch(plan: Plan, prompts: int) -> Batch:
@@ -239,14 +232,6 @@ def _turns(plan: Plan, program: str) -> int:
         return rollout.max_completion_tokens - 1
     if plan.config.training.tokens_per_micro_batch is None:
         return 1
-    if _algorithm(plan.config).compares_completions:
+    if plan.config.algorithm.build().compares_completions:
         return _prompts(plan)
     return -(-_prompts(plan) * rollout.group_size // _packed_shape(plan).rows)
-
-
-def _algorithm(config: Config) -> Algorithm:
-    return presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
-
-
-def _sampling(config: Config) -> Sampling:
-    return Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)

@@ -11,7 +11,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from recjax.algorithms import presets
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
 from recjax.hub.policy import compute_dtype, scratch_config
@@ -24,6 +23,7 @@ from recjax.planning.topology import GIB
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import encode_problems
+from recjax.training.run import characters
 from recjax.training.schedule import expected_staleness
 
 
@@ -159,7 +159,7 @@ def show(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = Console(soft_wrap=True, highlight=False)
     print_line = console.print
-    resolved = presets.resolve(config.algorithm.preset, config.algorithm.overrides())
+    resolved = config.algorithm.resolved()
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in resolved.items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from recjax.algorithms import presets
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 from recjax.models.decoder import REMAT, Decoder
-from recjax.models.logprobs import Sampling, completion_logprobs, packed_logprobs
+from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.training.packing import shape_for
 from recjax.training.update import make_optimizer
@@ -66,7 +65,7 @@ def held(config: Config, model: Model) -> dict[str, Held]:
         "sampler's copy": Held(f"{size} B × trained", _to_compute_with(model.decoder, model.trained)),
         "frozen parameters": Held(f"{size} B × frozen", _to_compute_with(model.decoder, model.frozen)),
     }
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    algorithm = config.algorithm.build()
     if (algorithm.needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
         parts[START] = parts["sampler's copy"]
     return parts
@@ -146,7 +145,7 @@ def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtyp
         rows, tokens = shape_for(config, shape)
         inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 4
         return inputs, rows * tokens, f"{rows} packed rows × {tokens} tokens"
-    shape = shape._replace(prompts=config.training.micro_batch_prompts or shape.prompts)
+    shape = shape._replace(prompts=config.prompts_per_micro_batch())
     batch, rows = batch_arrays(shape), shape.prompts * shape.group
     words = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
     return [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask], rows * shape.time, words
@@ -160,7 +159,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
     decoder = model.decoder.clone(remat=remat)
     logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
     options = {
-        "sampling": Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
+        "sampling": config.rollout.sampling(),
         "chunk": config.model.logprob_chunk,
     }
     frozen = _to_compute_with(decoder, model.frozen)

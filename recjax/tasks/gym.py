@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recjax.config import ReasoningGymTask
+from recjax.config_tasks import ReasoningGymTask
 from recjax.tasks.grading.gym_package import check_gym, generator
 from recjax.tasks.problems import Problem, chat
 

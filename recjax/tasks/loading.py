@@ -11,7 +11,6 @@ from recjax.config import Config
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
-from recjax.tasks.grading.graders import reward_name, task_name
 from recjax.tasks.grading.reward import answer_parser, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import Row, read_split
@@ -47,7 +46,7 @@ def load_task(config: Config) -> Task:
     Raises:
         ValueError: bad data, or too little of it.
     """
-    name = reward_name(config.task)
+    name = config.task.reward_name()
     reward = load_reward(name, config.task.reward_weights)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
@@ -64,7 +63,7 @@ def load_task(config: Config) -> Task:
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Problems to train on and problems held out."""
-    name, count = task_name(config.task), config.evaluation.problems
+    name, count = config.task.chosen(), config.evaluation.problems
     task, system_prompt = getattr(config.task, name), config.task.system_prompt
     if name == "arithmetic":
         return _hold_out(arithmetic_problems(task, config.seed), count)

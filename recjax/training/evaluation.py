@@ -16,7 +16,6 @@ from recjax.experience.group import Group
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
-from recjax.models.sampling import Sampling
 from recjax.rollout.collecting import sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.prompts import Prompts
@@ -56,7 +55,7 @@ def answered(
             jax.random.fold_in(key, start),
             settings.samples,
             config.rollout.max_completion_tokens,
-            Sampling(settings.temperature, settings.top_k, settings.top_p),
+            settings.sampling(),
             name=f"{start:06d}",
             source="policy",
             version=step,
@@ -150,7 +149,7 @@ def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) 
         policy.decoder,
         params,
         *put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask)),
-        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+        sampling=settings.sampling(),
         chunk=config.model.logprob_chunk,
     )
     mask = batch.completion_mask

@@ -51,7 +51,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     """
     run, state, manager = begin(config, overwrite)
     output, last, resumed = Path(config.output), config.training.steps, manager.latest_step() is not None
-    recipe, micro_batches = recipe_of(config, run.policy.decoder), _micro_batches(config)
+    recipe, micro_batches = recipe_of(config, run.policy.decoder), config.micro_batches()
     learning_rate = learning_rate_schedule(config.optimizer, last)
     drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
     with contextlib.ExitStack() as stack:
@@ -188,10 +188,6 @@ def _saved(run: Run, state: State, manager: ocp.CheckpointManager) -> State:
 def _left_out(run: Run) -> dict[str, int]:
     left_out = run.stored.left_out if run.stored else {}
     return {f"experience/left_out/{reason}": count for reason, count in left_out.items()}
-
-
-def _micro_batches(config: Config) -> int:
-    return config.rollout.prompts_per_step // (config.training.micro_batch_prompts or config.rollout.prompts_per_step)
 
 
 @contextlib.contextmanager

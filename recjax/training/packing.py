@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recjax.algorithms import presets
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 from recjax.models.placement import row_shards
@@ -76,7 +75,7 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
         ValueError: a budget too small for the longest sequence, or for a prompt's completions where the algorithm
             compares them.
     """
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    algorithm = config.algorithm.build()
     together = shape.group if algorithm.compares_completions else 1
     longest, sequences = shape.prompt_time + shape.time - 1, shape.prompts * shape.group
     rows, tokens = row_shape(config.training.tokens_per_micro_batch, longest, together, multiple)
@@ -88,7 +87,7 @@ def packed_batch(config: Config, batch: Batch) -> Packed | None:
     """The batch as `training.tokens_per_micro_batch` says; None where it says nothing."""
     if config.training.tokens_per_micro_batch is None:
         return None
-    algorithm = presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides())
+    algorithm = config.algorithm.build()
     prompts, completions = batch.prompts.shape, batch.completions.shape
     shape = Shape(prompts[0], completions[0] // prompts[0], prompts[1], completions[1])
     return pack(batch, shape_for(config, shape, row_shards()), algorithm.compares_completions)

@@ -17,7 +17,7 @@ from recjax.experience.group import Grade, Group
 from recjax.experience.queue import Queue
 from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
-from recjax.experience.stored import run_sampling, stored_per_batch, with_logprobs_of_now
+from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import on_host
@@ -31,13 +31,6 @@ from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
 
 IDLE_ROUNDS = 100  # batches sampled for one step beyond those that the config's delays ask for
-
-
-def own(config: Config) -> tuple[int, int]:
-    """Prompts of a batch, and completions of each, that the policy samples itself."""
-    rollout, mix = config.rollout, config.experience and config.experience.mix
-    in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
-    return rollout.prompts_per_step - stored_per_batch(config), rollout.group_size - in_group
 
 
 def synced(run: Run, state: State, step: int) -> State:
@@ -62,8 +55,8 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
     if run.generators:
         queue = _received(run, state._replace(queue=queue), step, wait)
         return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
-    config, settings = run.config, queues.settings_of(run.config)
-    if own(config)[0] == 0:
+    config, settings = run.config, run.settings
+    if run.own[0] == 0:
         return state._replace(queue=queue)
     due = (queue.round - 1) // settings.sampling_interval + 1
     if queue.added < due:
@@ -93,7 +86,7 @@ def sample_batch(
         source: the completions' source.
     """
     config = run.config
-    count, group_size = own(config)
+    count, group_size = run.own
     prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
     with run.phases.phase("sample"):
         groups = sample_groups(
@@ -103,7 +96,7 @@ def sample_batch(
             jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number),
             group_size,
             config.rollout.max_completion_tokens,
-            run_sampling(config),
+            config.rollout.sampling(),
             name=f"{prefix}{number:06d}",
             source=source,
             version=version,
@@ -123,10 +116,10 @@ def _add(
     """The queue with a batch, others' completions in its groups where the config says so."""
     config = run.config
     if run.others:
-        count = config.rollout.group_size - own(config)[1]
+        count = config.rollout.group_size - run.own[1]
         with run.phases.phase("sample"):
             groups = _with_logprobs(run, state, mixed(groups, run.others, count, number, config.seed))
-    return queues.add(queue, groups, grades, number, config.seed, queues.settings_of(config), early)
+    return queues.add(queue, groups, grades, number, config.seed, run.settings, early)
 
 
 def _beside(run: Run, state: State, step: int) -> Queue:
@@ -151,10 +144,10 @@ def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]
         None in place of the groups where there are too few yet, or where a batch that generators are at would come too
         late for `regime.max_staleness` if this step did not wait for it.
     """
-    config, settings = run.config, queues.settings_of(run.config)
+    config, settings = run.config, run.settings
     state = state._replace(queue=graded(run, state.queue))
     queue = queues.deliver(state.queue, step, settings)
-    count = own(config)[0]
+    count = run.own[0]
     later, groups = queues.take(queue, count, step, config.seed, settings)
     if groups is not None and state.in_flight:
         ahead = _versions_ahead(run, later)
@@ -180,7 +173,7 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
     """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
     config = run.config
     logged = {}
-    if run.grading.reward.per_row and own(config)[0]:
+    if run.grading.reward.per_row and run.own[0]:
         logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in FAILURES[1:]}
     if config.experience or run.generators:
         rows = Counter(completion.source for group in groups for completion in group.completions)
@@ -201,7 +194,7 @@ def require_some(run: Run, queue: Queue, step: int) -> None:
     Raises:
         RuntimeError: too many rounds have gone by without a step.
     """
-    settings = queues.settings_of(run.config)
+    settings = run.settings
     usual = settings.offset + settings.late.longest
     if queue.idle > usual + settings.sampling_interval * IDLE_ROUNDS:
         raise RuntimeError(
@@ -271,7 +264,7 @@ def _received(run: Run, state: State, step: int, wait: bool) -> Queue:
 def _issue(run: Run, state: State, step: int) -> None:
     """Has the generators sample what it is time for and what would get its turn in time, up to the last step."""
     config, generators, queue = run.config, run.generators, state.queue
-    count, every = own(config)[0], queues.settings_of(config).sampling_interval
+    count, every = run.own[0], run.settings.sampling_interval
     while not generators.are_busy:
         number, ahead = queue.added + len(generators.in_flight) + 1, _versions_ahead(run, queue)
         has_turn = step + len(ahead) // count * every <= config.training.steps
@@ -283,5 +276,5 @@ def _issue(run: Run, state: State, step: int) -> None:
 
 def _versions_ahead(run: Run, queue: Queue) -> list[int]:
     """The policy versions of groups whose turn is still to come, and of those that generators are at."""
-    coming = [version for version in run.generators.in_flight.values() for _ in range(own(run.config)[0])]
-    return [*queues.queued_versions(queue, queues.settings_of(run.config)), *coming]
+    coming = [version for version in run.generators.in_flight.values() for _ in range(run.own[0])]
+    return [*queues.queued_versions(queue, run.settings), *coming]

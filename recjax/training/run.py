@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion
-from recjax.experience.queue import Queue
+from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.sources import by_prompt
-from recjax.experience.stored import Stored, check_prompts, load_stored, with_chosen_logprobs
+from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, with_adapters
@@ -62,6 +62,18 @@ class Run(NamedTuple):
     def shape(self) -> Shape:
         """Of the run's batches."""
         return batch_shape(self.config, self.train, self.stored)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Prompts of a batch, and completions of each, that the policy samples itself."""
+        rollout, mix = self.config.rollout, self.config.experience and self.config.experience.mix
+        in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
+        return rollout.prompts_per_step - stored_per_batch(self.config), rollout.group_size - in_group
+
+    @property
+    def settings(self) -> Settings:
+        """Of the queue."""
+        return settings_of(self.config)
 
     @property
     def record(self) -> Path | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from recjax.algorithms import diagnostics, losses, presets
+from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms
 from recjax.config import Config, OptimizerConfig
 from recjax.experience.batch import Batch
@@ -42,9 +42,9 @@ def recipe_of(config: Config, decoder: Decoder) -> Recipe:
     """The recipe of a run; the decoder's layers are written out where that is faster."""
     return Recipe(
         decoder=unrolled_on_cpu(decoder, MOST_UNROLLED),
-        algorithm=presets.build_algorithm(config.algorithm.preset, config.algorithm.overrides()),
+        algorithm=config.algorithm.build(),
         optimizer=make_optimizer(config.optimizer, config.training.steps),
-        sampling=Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p),
+        sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
     )
 

@@ -94,7 +94,7 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
 @pytest.mark.parametrize("options", [[], ["model.lora={rank: 2}"], ["model.freeze=[embedding]"]])
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     config = tiny(*options)
-    result, (_, params) = dry_run(config), prepare(config)
+    result, (run, params) = dry_run(config), prepare(config)
     trained, frozen = split(params, config.model)
     assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
         lambda leaf: leaf.shape, (result.model.trained, result.model.frozen)
@@ -105,7 +105,7 @@ def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     assert found.get("frozen parameters", 0) == sum(x.nbytes for x in jax.tree.leaves(frozen))
     assert found["optimiser's state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(moments))
     assert 0 <= found["optimiser's state"] - 2 * size <= 8
-    assert result.prompt_tokens == setup.train.tokens.shape[1]
+    assert result.prompt_tokens == run.train.tokens.shape[1]
     half = memory(dry_run(tiny(*options, "model.dtype=bfloat16", "evaluation.initial_kl=true")))
     assert half.get("frozen parameters", 0) <= found.get("frozen parameters", 0)
     assert half["sampler's copy"] == half["trained parameters as they were at the start"] < found["sampler's copy"]

@@ -5,9 +5,6 @@ Their functions are named and not imported here: they run in worker processes, w
 
 from typing import NamedTuple
 
-from recjax.config import TaskConfig
-from recjax.config_keys import TASKS
-
 
 class Grader(NamedTuple):
     """A built-in reward, by names of the form module:function.
@@ -30,19 +27,3 @@ GRADERS = {
     "tool_calls": Grader(f"{_TOOLS}:tool_calls", {"accuracy": 1.0}, f"{_TOOLS}:parse_calls"),
     "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 1.0, "score": 0.0}, f"{_GYM}:parse"),
 }
-
-
-def task_name(task: TaskConfig) -> str:
-    """Which of TASKS the block gives."""
-    return next(name for name in TASKS if getattr(task, name) is not None)
-
-
-def reward_name(task: TaskConfig) -> str:
-    """The reward that the block names, or its task's own."""
-    if task.reward is not None:
-        return task.reward
-    name = task_name(task)
-    if name in ("arithmetic", "file"):
-        worked = name == "arithmetic" and task.arithmetic.worked
-        return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
-    return "tool_calls" if name == "toolace" else name

@@ -1,0 +1,158 @@
+"""The blocks `rollout`, `regime` and `experience` of a config: which completions there are, and how old they get."""
+
+import dataclasses
+from typing import Literal
+
+import omegaconf
+
+from recjax.algorithms.options import require
+from recjax.config_fields import at_least, number, require_defaults
+from recjax.models.sampling import Sampling
+
+# What stands for behaviour log-probs that a store lacks: nothing, so that they are refused; nothing, as the algorithm
+# reads none; those of the initial policy; or those of the policy that is trained, as it is when the rows arrive.
+MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
+Priority = Literal["none", "reward_spread", "absolute_advantage"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: int = at_least(1, 16)
+    group_size: int = at_least(1, 8)
+    max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
+    long_prompts: Literal["refuse", "drop"] = "refuse"  # those beyond max_prompt_tokens; drop logs their number
+    max_completion_tokens: int = at_least(1, 16)
+    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all at once
+    temperature: float = number(1.0, above=0)  # training needs diverse samples
+    top_k: int = at_least(0, 0)  # 0: all tokens
+    top_p: float = number(1.0, above=0, high=1)  # 1: no cut
+    stop: list[str] = dataclasses.field(default_factory=list)  # strings of one token that end a completion, beside EOS
+
+    def sampling(self) -> Sampling:
+        """The distribution that a run samples from, and trains under."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    def check(self) -> None:
+        """Refuses prompts dropped beyond no limit."""
+        remedy = "needs rollout.max_prompt_tokens, beyond which prompts are dropped; set that, or remove it"
+        bounded = self.long_prompts == "refuse" or self.max_prompt_tokens is not None
+        require(bounded, "rollout.long_prompts", self.long_prompts, remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixConfig:
+    """Completions of others, from a store, beside those that the policy samples."""
+
+    store: str = omegaconf.MISSING  # folder
+    share: float = number(0.5, above=0, below=1)  # that comes from there: a whole number of rows or groups
+    of: Literal["group", "batch"] = "group"  # rows with the same prompt in every group, or whole groups in every batch
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Refuses a share that is no whole number of rows or groups."""
+        in_group = self.of == "group"
+        count = rollout.group_size if in_group else rollout.prompts_per_step
+        remedy = f"must be a whole number out of rollout.{'group_size' if in_group else 'prompts_per_step'} = {count}"
+        require(abs(self.share * count - round(self.share * count)) < 1e-6, "experience.mix.share", self.share, remedy)
+
+
+# A round samples a batch where one is due, and trains one step where enough groups have all their rewards: after the
+# first rounds of a run, rounds are optimiser steps.
+
+
+@dataclasses.dataclass(frozen=True)
+class LateConfig:
+    """Rewards that come after their completions; how many rounds is sampled evenly, for every completion."""
+
+    shortest: int = at_least(0, 0)  # rounds
+    longest: int = at_least(0, 0)  # rounds
+    deadline: int | None = at_least(1, None)  # rounds after which a group goes without them; null: it waits
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    """A buffer of groups that are trained on more than once, and how it is sampled from."""
+
+    draw_every: int = at_least(1, 1)  # rounds from one batch that the policy samples to the next
+    capacity: int = at_least(1, 512)  # groups; the one that came first gives way
+    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; null: no limit
+    max_reuse: int = at_least(1, 4)  # times that a group is trained on
+    half_life: float | None = number(None, above=0)  # optimiser steps in which a group's chance halves; null: never
+    priority: Priority = "none"  # a group's chance is in proportion to it
+    keep_no_signal: bool = False  # also groups whose rewards are all equal
+
+    def check(self, sampled: int) -> None:
+        """Refuses a buffer that cannot give a batch its `sampled` groups, or gives them too seldom."""
+        remedy = f"must hold the {sampled} groups of a batch that come from it"
+        require(self.capacity >= sampled, "experience.replay.capacity", self.capacity, remedy)
+        remedy = f"must be at least experience.replay.draw_every = {self.draw_every}, or batches run out"
+        require(self.max_reuse >= self.draw_every, "experience.replay.max_reuse", self.max_reuse, remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class RegimeConfig:
+    """How far behind the trainer the sampler is."""
+
+    sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
+    sync_offset: int = at_least(0, 0)  # batches sampled ahead of the one being trained on
+    offline: bool = False  # every batch comes from the initial policy
+    mode: Literal["sync", "async"] = "sync"  # async: processes on Ray sample meanwhile; what follows is for that alone
+    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; nothing staler is trained on
+    generators: int = at_least(1, 1)  # processes that sample
+    address: str | None = None  # of a Ray cluster that is there; null: Ray is started on this machine
+    generator_seconds: float = at_least(1, 600.0)  # for one batch, after which a generator is started again
+
+    def check(self, replay: ReplayConfig | None) -> None:
+        """Refuses settings that the mode does not read, and a bound of staleness that no batch could keep."""
+        if self.offline:
+            remedy = "is not read when regime.offline is true, where the sampler never gets new weights;"
+            require_defaults("regime", self, ("sync_interval", "sync_offset"), f"{remedy} remove one of them")
+        if self.mode == "sync":
+            remedy = "is read with regime.mode = async alone; set that, or remove it"
+            require_defaults("regime", self, ("max_staleness", "generators", "address", "generator_seconds"), remedy)
+            return
+        remedy = "has no meaning with regime.mode = async, where generators take new weights; remove one of them"
+        require(not self.offline, "regime.offline", self.offline, remedy)
+        remedy = "is not read with regime.mode = async, where regime.max_staleness bounds what is sampled ahead;"
+        require_defaults("regime", self, ("sync_offset",), f"{remedy} remove it")
+        remedy = "is needed with regime.mode = async: optimiser steps that experience may be behind the trainer, from 0"
+        require(self.max_staleness is not None, "regime.max_staleness", None, remedy)
+        least, why = self.sync_interval - 1, f"regime.sync_interval = {self.sync_interval}"
+        if replay:
+            least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
+        remedy = f"must be at least {least}, which {why} come to"
+        require(self.max_staleness >= least, "regime.max_staleness", self.max_staleness, remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperienceConfig:
+    """What is trained on beside, or in place of, each batch that the policy has just sampled."""
+
+    store: str | None = None  # folder; every batch comes from it, and groups are as large as they are there
+    mix: MixConfig | None = None
+    late: LateConfig | None = None
+    replay: ReplayConfig | None = None
+    missing_logprobs: MissingLogprobs = "error"  # where a store has no behaviour log-probs
+    record: bool = False  # keep what the policy samples in the run's folder, as a store
+
+    def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:
+        """Refuses an empty block, ways that exclude each other, and what its own blocks refuse."""
+        if not (self.store or self.mix or self.late or self.replay or self.record):
+            raise ValueError("experience: give at least one of store, mix, late, replay and record, or remove it")
+        if self.store:
+            remedy = f"is not read beside experience.store = {self.store!r}, from which every batch comes; remove one"
+            require_defaults("experience", self, ("mix", "late", "replay", "record"), remedy)
+            require_defaults("regime", regime, tuple(vars(regime)), remedy)
+        elif not self.mix:
+            remedy = "is read with experience.store and experience.mix alone; remove it"
+            require_defaults("experience", self, ("missing_logprobs",), remedy)
+        sampled = rollout.prompts_per_step
+        if self.mix:
+            self.mix.check(rollout)
+            sampled -= round(self.mix.share * sampled) if self.mix.of == "batch" else 0
+        if late := self.late:
+            remedy = f"must be at least experience.late.shortest = {late.shortest}"
+            require(late.longest >= late.shortest, "experience.late.longest", late.longest, remedy)
+        if self.replay:
+            self.replay.check(sampled)

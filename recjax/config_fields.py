@@ -1,0 +1,82 @@
+"""What a config's schema says of its keys, ranges, choices and nested blocks, and the checks that blocks share."""
+
+import dataclasses
+import math
+import operator
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recjax.algorithms.options import require
+
+_LIMITS = {
+    "low": ("{} or more", operator.ge),
+    "above": ("above {}", operator.gt),
+    "high": ("at most {}", operator.le),
+    "below": ("below {}", operator.lt),
+}
+
+
+def number(default: Any, **limits: float) -> Any:
+    """A number's default and range: `low` and `high` belong to it, `above` and `below` do not."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+def at_least(low: float, default: Any) -> Any:
+    """A number's default, and the lowest value that it may have."""
+    return number(default, low=low)
+
+
+def check_numbers(block: Any, prefix: str = "") -> None:
+    """Refuses numbers that are not finite or out of their range, in a block and its nested ones.
+
+    Raises:
+        ValueError: with key, value and range.
+    """
+    for field in dataclasses.fields(block):
+        key, value = prefix + field.name, getattr(block, field.name)
+        if dataclasses.is_dataclass(value):
+            check_numbers(value, f"{key}.")
+        elif isinstance(value, int | float):
+            limits = [(*_LIMITS[name], limit) for name, limit in field.metadata.items()]
+            finite = math.isfinite(value) or value == field.metadata.get("high")
+            require(finite, key, value, "must be a finite number")
+            words = ", ".join(text.format(limit) for text, _, limit in limits)
+            require(all(holds(value, limit) for _, holds, limit in limits), key, value, f"must be {words}")
+
+
+def block_of(annotation: Any) -> type | None:
+    """The dataclass in an annotation such as `Block` or `Block | None`; None for plain values."""
+    return next((part for part in (annotation, *typing.get_args(annotation)) if dataclasses.is_dataclass(part)), None)
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The values of a `Literal` or `list[Literal]`; none for another annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return tuple(choice for part in typing.get_args(annotation) for choice in choices_of(part))
+
+
+def schema_keys(block: type, prefix: str = "") -> dict[str, dataclasses.Field]:
+    """Every dotted key of a block and its field, a nested block's keys after its own."""
+    keys = {}
+    for field in dataclasses.fields(block):
+        keys[prefix + field.name] = field
+        if nested := block_of(field.type):
+            keys |= schema_keys(nested, f"{prefix}{field.name}.")
+    return keys
+
+
+def require_one(key: str, values: Mapping[str, Any]) -> None:
+    """Refuses a block unless exactly one of the values that exclude each other is given."""
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) != 1:
+        found = f"found {' and '.join(given)}" if given else "found none"
+        raise ValueError(f"{key}: give exactly one of {', '.join(f'{key}.{name}' for name in values)}; {found}")
+
+
+def require_defaults(key: str, block: Any, names: Sequence[str], remedy: str) -> None:
+    """Refuses other values than the defaults where nothing would read them."""
+    for field in dataclasses.fields(block):
+        value = getattr(block, field.name)
+        require(field.name not in names or value == field.default, f"{key}.{field.name}", value, remedy)

@@ -1,0 +1,155 @@
+"""The blocks `task` and `grading` of a config: problems and their rewards."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import omegaconf
+
+from recjax.algorithms.options import require
+from recjax.config_fields import at_least, block_of, require_one
+from recjax.tasks.grading.graders import GRADERS
+from recjax.tasks.grading.gym_package import check_gym
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticTask:
+    """Questions with one whole number as the answer."""
+
+    problems: list[str] = dataclasses.field(default_factory=lambda: ["10..99 + 10..99"])  # A..B op C..D, op + - or *
+    template: str = "{a} {op} {b} ="
+    examples: int = at_least(0, 0)  # solved examples of the same kinds on the lines before each question
+    worked: bool = False  # answers of sums show the columns and carries before the result: 7+5+0=12;4+8+1=13;132
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTask:
+    """Problems of the user's own: JSON Lines or Parquet."""
+
+    train: str = omegaconf.MISSING
+    evaluation: str | None = None  # null: `evaluation.problems` of the train file are held out
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    difficulty_column: str | None = None  # a label that evaluation breaks accuracy down by
+    chat: bool = False  # put text prompts through the model's chat template; lists of messages always are
+
+
+# In the four tasks below, `train` and `evaluation` are each a hub data set's name, a folder that holds its files, or
+# a .parquet or .jsonl file with its columns; evaluation null: `evaluation.problems` of the train data are held out.
+
+
+@dataclasses.dataclass(frozen=True)
+class Gsm8kTask:
+    """GSM8K: word problems with a number as the answer."""
+
+    train: str = "openai/gsm8k"
+    evaluation: str | None = "openai/gsm8k"
+
+
+@dataclasses.dataclass(frozen=True)
+class MathTask:
+    """MATH: competition problems; evaluated on MATH-500."""
+
+    train: str = "DigitalLearningGmbH/MATH-lighteval"
+    evaluation: str | None = "HuggingFaceH4/MATH-500"
+
+
+@dataclasses.dataclass(frozen=True)
+class GuruMathTask:
+    """Guru-Math: the mathematics part of Guru."""
+
+    train: str = "LLM360/guru-RL-92k"
+    evaluation: str | None = "LLM360/guru-RL-92k"
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolAceTask:
+    """ToolACE: every turn of a conversation in which the assistant calls functions."""
+
+    train: str = "Team-ACE/ToolACE"
+    evaluation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGymTask:
+    """Problems of one generator of the package reasoning_gym."""
+
+    name: str = omegaconf.MISSING  # such as letter_counting
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the generator
+    problems: int = at_least(1, 1000)  # to train on; beside these, evaluation.problems are held out
+    template: str = "{question}"
+    examples: int = at_least(0, 0)  # solved problems of the same generator ahead of each question
+    chat: bool = True  # prompts as chats, examples as earlier turns; false: plain text, examples on the lines before
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """What to solve and how answers are rewarded. A text in place of the block names a task: task: gsm8k.
+
+    That text, in a file or as an override, replaces the whole block by the task with its defaults;
+    `reasoning_gym:letter_counting` names a generator as well.
+    """
+
+    arithmetic: ArithmeticTask | None = None
+    file: FileTask | None = None
+    gsm8k: Gsm8kTask | None = None
+    math: MathTask | None = None
+    guru_math: GuruMathTask | None = None
+    toolace: ToolAceTask | None = None
+    reasoning_gym: ReasoningGymTask | None = None
+    system_prompt: str | None = None  # in place of the task's own; before the messages of every chat of task.file
+    reward: str | None = None  # a built-in reward's name, or module:function; null: the task's own
+    reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of the reward's parts, over its own
+    success: float = 1.0  # a completion is accurate when its reward is at least this; not read with an accuracy part
+    truncated: Literal["train", "mask", "penalise"] = "train"  # completions cut at the token limit
+    truncated_reward: float = 0.0  # what they get with penalise
+
+    def chosen(self) -> str:
+        """Which of TASKS the block gives."""
+        return next(name for name in TASKS if getattr(self, name) is not None)
+
+    def reward_name(self) -> str:
+        """The reward that the block names, or its task's own."""
+        if self.reward is not None:
+            return self.reward
+        name = self.chosen()
+        if name in ("arithmetic", "file"):
+            worked = name == "arithmetic" and self.arithmetic.worked
+            return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
+        return "tool_calls" if name == "toolace" else name
+
+    def check(self) -> None:
+        """Refuses more than one task, an unknown reward, and settings that nothing would read."""
+        require_one("task", {name: getattr(self, name) for name in TASKS})
+        if self.reasoning_gym:
+            check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
+        plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
+        remedy = "is not read where prompts are plain text, as those of task.arithmetic are; remove it"
+        require(self.system_prompt is None or not plain, "task.system_prompt", self.system_prompt, remedy)
+        remedy = f"takes module:function, or one of {', '.join(GRADERS)}"
+        require(self.reward_name() in GRADERS or ":" in self.reward_name(), "task.reward", self.reward, remedy)
+        for part, weight in self.reward_weights.items():
+            remedy = f"the weight of {part} must be a finite number"
+            require(math.isfinite(weight), "task.reward_weights", self.reward_weights, remedy)
+        remedy = "is read with task.truncated = penalise alone; set that, or remove it"
+        read = self.truncated == "penalise" or self.truncated_reward == 0
+        require(read, "task.truncated_reward", self.truncated_reward, remedy)
+
+
+# Of which a config has exactly one.
+TASKS = tuple(field.name for field in dataclasses.fields(TaskConfig) if block_of(field.type))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradingConfig:
+    """Worker processes, in which built-in rewards grade; a completion past a limit gets reward 0 and is counted."""
+
+    workers: int = at_least(1, 2)
+    seconds: float = at_least(0.1, 5.0)  # for one completion
+    max_characters: int = at_least(1, 50_000)  # of a completion; a longer one is not graded
+
+    def check(self, task: TaskConfig) -> None:
+        """Refuses limits for a reward that no worker process computes."""
+        reward = task.reward_name()
+        remedy = f"is not read by task.reward = {reward}, which runs in the training process; remove the block"
+        require(reward in GRADERS or self == GradingConfig(), "grading", self, remedy)
