@@ -113,6 +113,7 @@ def test_a_larger_number_of_steps_goes_on(tiny, generated, tmp_path):
     assert [row.source for row in store.read(tmp_path)] == ["initial"] * 48 + ["cold"] * 16
 
 
+@pytest.mark.slow
 def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, tmp_path):
     command = [sys.executable, "-m", "recjax.generate_experience", "--config", str(tiny[1]), *SETTINGS]
     command += ["--output", str(tmp_path), "--steps"]

@@ -62,6 +62,7 @@ def ended():
         process.wait()
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     metrics = tmp_path / "two" / "metrics.jsonl"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from recjax.config_loading import load_config
+from recjax.training.loop import train
 from tests.training.tiny_run import TINY
 
 ROOT = Path(__file__).parents[1]
@@ -61,15 +63,23 @@ def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [
-        ("traning.steps=3", "did you mean 'training'"),
-        ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
-        ("rollout.max_prompt_tokens=2", "rollout.max_prompt_tokens = 2"),
-        ("evaluation.problems=81", "evaluation.problems = 81"),
-        ("rollout.stop=[ab]", "stop string 'ab'"),
-    ],
+    [("traning.steps=3", "did you mean 'training'"), ("rollout.stop=[ab]", "stop string 'ab'")],
 )
 def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, override, message):
     refused = command("--config", str(config), f"output={tmp_path / 'run'}", override)
     assert refused.returncode != 0 and message in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("task.reward=nowhere:f", "task.reward = 'nowhere:f'"),
+        ("rollout.max_prompt_tokens=2", "rollout.max_prompt_tokens = 2"),
+        ("evaluation.problems=81", "evaluation.problems = 81"),
+    ],
+)
+def test_what_only_the_task_shows_is_refused_before_there_is_a_folder(config, tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        train(load_config(config, [f"output={tmp_path / 'run'}", override]))
     assert not (tmp_path / "run").exists()

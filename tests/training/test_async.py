@@ -20,6 +20,7 @@ from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import train, without_times
 
+pytestmark = pytest.mark.slow
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
 
 

@@ -14,6 +14,7 @@ from recjax.training.metrics import read_metrics
 from tests.training.killed_run import trained
 from tests.training.tiny_run import TINY, train, without_times
 
+pytestmark = pytest.mark.slow
 KILLS = 5
 OPTIONS = ["training.steps=12", "training.checkpoint_every=2", "evaluation.every=4", "evaluation.problems=5"]
 

@@ -101,6 +101,25 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
     assert without_times(train(config)) == without_times(straight)
 
 
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch):
+    options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
+    update, calls = loop.update, []
+
+    def is_asked_at_step_five(*args, **named):
+        calls.append(1)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return update(*args, **named)
+
+    monkeypatch.setattr(loop, "update", is_asked_at_step_five)
+    with pytest.raises(loop.Preempted, match="stopped after step 5, as asked"):
+        train(tiny("stopped", *options))
+    monkeypatch.setattr(loop, "update", update)
+    assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()
+    assert without_times(train(tiny("stopped", *options))) == without_times(train(tiny("straight", *options)))
+
+
+@pytest.mark.slow
 def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_path):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=400"]
     config = tiny("stopped", *options)

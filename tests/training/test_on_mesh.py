@@ -40,6 +40,7 @@ def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
     assert_equal(numbers(sizes, micro_batches), on_one_device())
 
 
+@pytest.mark.slow
 def test_eight_devices_change_no_number(tmp_path):
     subprocess.run([sys.executable, "-m", "tests.training.on_mesh", tmp_path / "eight.npz"], check=True)
     with np.load(tmp_path / "eight.npz") as found:

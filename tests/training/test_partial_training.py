@@ -74,32 +74,16 @@ def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
 
 def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_ones(tiny):
     config = tiny("bfloat16", "model.dtype=bfloat16", "regime.sync_interval=2", "training.steps=2")
-    train(config)
+    first = train(config)[1]
+    # In float32 the two agree (test_loop.py); in bfloat16 they add the same products in other orders and round each sum
+    # to 8 bits.
+    assert 0 < max(abs(np.log(first[f"ratio/{name}"])) for name in ("q01", "q99", "max")) < 0.1
     with ocp.CheckpointManager(f"{config.output}/checkpoints") as manager:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(), behaviour_params=ocp.args.StandardRestore())
         restored = manager.restore(manager.latest_step(), args=items)
     for path, leaf in flatten(restored["behaviour_params"]).items():
         assert leaf.dtype == ("float32" if path.endswith("/scale") else "bfloat16"), path
     assert {leaf.dtype for path, leaf in flatten(restored["state"]).items() if leaf.ndim} == {np.dtype("float32")}
-
-
-def test_the_gap_between_sampler_and_trainer_in_bfloat16_is_that_of_rounded_activations(tiny):
-    """In float32 the two agree; in bfloat16 they add the same products in other orders and round each sum to 8 bits."""
-
-    def gap(dtype):
-        row = train(
-            tiny(
-                dtype,
-                f"model.dtype={dtype}",
-                "training.steps=1",
-                "rollout.prompts_per_step=16",
-                "evaluation.problems=1",
-            )
-        )[1]
-        return max(abs(np.log(row[f"ratio/{name}"])) for name in ("q01", "q99", "max"))
-
-    assert gap("float32") < 1e-5
-    assert 0 < gap("bfloat16") < 0.1
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_the_devices_are_waited_for_where_a_trace_begins_and_ends(monkeypatch, t
 
 
 def test_a_trace_that_has_begun_is_written_when_the_run_fails(tiny, monkeypatch):
-    monkeypatch.setattr(loop, "next_batch", lambda *args: 1 / 0)
+    monkeypatch.setattr(loop, "next_groups", lambda *args: 1 / 0)
     config = tiny("run", "training.profile_steps=[1, 3]")
     with pytest.raises(ZeroDivisionError) as failure:  # kept, for it holds what the loop left open
         train(config)
