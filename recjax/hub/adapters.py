@@ -1,13 +1,12 @@
 """Low-rank adapters as the files that PEFT reads."""
 
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
-from recjax.hub.weights import TENSOR_NAMES
+from recjax.hub.export import write_json, write_tensors
+from recjax.hub.weights import MODULES
 from recjax.models.decoder import DecoderConfig
 from recjax.models.trainable import flatten
 
@@ -24,13 +23,13 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
     leaves = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
     tensors, modules = {}, []
     for target in config.lora.targets:
-        name = TENSOR_NAMES[f"layers/{target}/kernel"]
-        modules.append(name.split(".")[-2])
+        module = MODULES[f"layers/{target}"]
+        modules.append(module.split(".")[-1])
         for side, letter in (("a", "A"), ("b", "B")):
             for layer, kernel in enumerate(leaves[f"layers/{target}_lora_{side}/kernel"]):
-                place = name.format(layer=layer).removesuffix("weight")
-                tensors[f"base_model.model.{place}lora_{letter}.weight"] = np.ascontiguousarray(kernel.T)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+                name = f"base_model.model.{module.format(layer=layer)}.lora_{letter}.weight"
+                tensors[name] = np.ascontiguousarray(kernel.T)
+    write_tensors(folder / "adapter_model.safetensors", tensors)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -43,4 +42,4 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "adapter_config.json", settings)

@@ -1,8 +1,11 @@
 """Parameters back as a Hugging Face folder, with the files that the model's own folder has beside its weights."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -13,6 +16,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
+from recjax.hub.families import FIELDS, SILU
 from recjax.hub.tokenizers import TOKENIZER_FILES
 from recjax.hub.weights import read_config, tensor_names
 from recjax.models.decoder import DecoderConfig
@@ -57,70 +61,69 @@ def export_model(
     Raises:
         ValueError: the folder is not empty, an unknown dtype, or values that the dtype cannot hold.
     """
-    output = Path(output)
     check_output(output)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
-        _copy_companions(base, partial)
+    with appearing_whole(Path(output)) as partial:
+        for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
+                copy = partial / file.relative_to(base)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         fields = json.loads((base / "config.json").read_text(encoding="utf-8"))
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype
-        _write_json(partial / "config.json", fields)
+        write_json(partial / "config.json", fields)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
-        partial.rename(output)
+
+
+@contextlib.contextmanager
+def appearing_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which becomes `folder` at the end; after an error nothing is left of it."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_base(
-    folder: Path, config: DecoderConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]
+    folder: Path,
+    config: DecoderConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: int | tuple[int, ...],
+    max_positions: int = 2048,
 ) -> None:
-    """What stands beside the weights, for a decoder that was made from scratch: Llama's config, tokenizer, generation.
+    """What stands beside the weights of a plain Llama decoder: config, tokenizer, generation config.
 
+    Args:
+        max_positions: in tokens; bounds nothing here, but is asked for by programs that serve models.
     Raises:
         ValueError: the decoder does something that Llama's config.json cannot say.
     """
+    options = dataclasses.asdict(config)
     special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": 2048,  # bounds nothing here, but is asked for by programs that serve models
-        "rms_norm_eps": config.norm_epsilon,
+        "max_position_embeddings": max_positions,
         "rope_theta": config.rope_theta,  # read by transformers 4
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": config.activation,
-        "attention_bias": False,
-        "mlp_bias": False,
         "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id,
     }
-    _write_json(folder / "config.json", fields | special)
-    _write_json(folder / "generation_config.json", {"eos_token_id": list(stop_ids)} | special)
+    fields |= {theirs: options[name] for name, theirs in FIELDS.items()} | SILU | special
+    write_json(folder / "config.json", fields)
+    write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
     if read_config(folder) != config:
         raise ValueError(f"{config} is no plain Llama decoder, so Llama's config.json does not describe it")
-
-
-def _copy_companions(base: Path, folder: Path) -> None:
-    for pattern in COMPANION_FILES:
-        for file in base.glob(pattern):
-            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
-                copy = folder / file.relative_to(base)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
@@ -137,12 +140,10 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
             for name in names:
                 shard[name] = _converted(name, tensors[name], dtype)
                 bar.update()
-            save_file(shard, folder / file, metadata={"format": "pt"})
-            # safetensors makes its files private; the folder's other files follow the user's umask.
-            (folder / file).chmod((folder / "config.json").stat().st_mode)
+            write_tensors(folder / file, shard)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
@@ -167,5 +168,14 @@ def _converted(name: str, tensor: np.ndarray, dtype: str) -> np.ndarray:
     return converted
 
 
-def _write_json(file: Path, content: dict) -> None:
+def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file. The library makes it private; like other files it then follows the user's umask."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+def write_json(file: Path, content: dict) -> None:
+    """A JSON file that is easy to read."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
@@ -58,8 +59,8 @@ def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
     frozen = {path for path in leaves if not is_adapter(path)} if config.lora else _matching(leaves, config.freeze)
     if len(frozen) == len(leaves):
         raise ValueError(f"model.freeze = {config.freeze!r} leaves nothing to train; freeze less")
-    kept = {path: leaf for path, leaf in leaves.items() if path not in frozen}
-    return unflatten(kept), unflatten({path: leaves[path] for path in leaves if path in frozen})
+    kept = leaves.keys() - frozen
+    return tuple(unflatten({path: leaf for path, leaf in leaves.items() if path in part}) for part in (kept, frozen))
 
 
 def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
@@ -103,11 +104,4 @@ def flatten(params: dict) -> dict[str, Any]:
 
 def unflatten(leaves: dict[str, Any]) -> dict:
     """The nested dict of paths and leaves."""
-    tree: dict = {}
-    for path, leaf in leaves.items():
-        *blocks, name = path.split("/")
-        block = tree
-        for part in blocks:
-            block = block.setdefault(part, {})
-        block[name] = leaf
-    return tree
+    return unflatten_dict(leaves, sep="/")
