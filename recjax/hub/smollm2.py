@@ -53,9 +53,9 @@ SPECIAL_TOKENS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
 }
 REQUIRED_FIELDS = (
-    *("general.architecture", "llama.context_length", "llama.attention.layer_norm_rms_epsilon"),
-    *("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"),
-    *("tokenizer.ggml.merges", *SIZES.values(), *SPECIAL_TOKENS.values()),
+    *("general.architecture", "llama.context_length", "llama.attention.layer_norm_rms_epsilon", *SIZES.values()),
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "merges")),
+    *SPECIAL_TOKENS.values(),
 )
 
 
