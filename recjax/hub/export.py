@@ -23,7 +23,6 @@ from recjax.models.decoder import DecoderConfig
 from recjax.models.trainable import flatten
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SHARD_BYTES = 5 * 10**9
 
 # What goes along with the weights; a licence asks to be passed on.
 COMPANION_FILES = (*TOKENIZER_FILES, "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")
@@ -46,7 +45,7 @@ def export_model(
     params: dict,
     base: Path,
     dtype: str = "float32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes the folder that `load_pretrained` and transformers read; it appears whole or not at all.
 
@@ -148,15 +147,12 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
 
 def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
     """Hugging Face name → the tensor as stored there, as a view of its parameter."""
-    views = {}
-    leaves, table = flatten(jax.device_get(params)), tensor_names(config)
+    leaves, table, views = flatten(jax.device_get(params)), tensor_names(config), {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
     for path, names in table.items():
-        leaf = np.asarray(leaves[path])
-        parts = leaf if path.startswith("layers/") else [leaf]
-        for name, part in zip(names, parts, strict=True):
-            views[name] = part.T if path.endswith("/kernel") else part
+        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        views |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
     return views
 
 

@@ -85,10 +85,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
             (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
             (config.attention_cap is None, "a model without a bound on attention scores"),
         ],
-        "splash": [
-            (device.platform == "tpu", "a TPU"),
-            (not config.windows, "a model without windows"),
-        ],
+        "splash": [(device.platform == "tpu", "a TPU"), (not config.windows, "a model without windows")],
     }
     missing = {kernel: [need for met, need in pairs if not met] for kernel, pairs in needs.items()}
     if name == "auto":

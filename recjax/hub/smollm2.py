@@ -165,11 +165,10 @@ def rebuilt_tokenizer(fields: dict) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pieces.Sequence([pieces.Digits(True), pieces.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     control = 3  # gguf.TokenType.CONTROL
-    kinds = fields["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        additional_special_tokens=special,
+        additional_special_tokens=[token for token, kind in kinds if kind == control],
         **{name: tokens[fields[field]] for name, field in SPECIAL_TOKENS.items()},
         chat_template=fields.get("tokenizer.chat_template"),
         model_max_length=fields["llama.context_length"],
@@ -196,15 +195,17 @@ def _config(fields: dict, tied: bool) -> DecoderConfig:
 
 
 def _notice(fields: dict, file: Path) -> str:
-    unknown = "not stated in the file"
-    return (
-        f"Model: {fields.get('general.name', unknown)}\n"
-        f"By: {fields.get('general.organization', unknown)}\n"
-        f"Licence: {fields.get('general.license', unknown)}\n\n"
-        f"Changed: converted from {file.name}.\n"
-        "The weights are that file's values, dequantised to float32, with query and key\n"
-        "rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.\n"
+    name, maker, licence = (
+        fields.get(f"general.{field}", "not stated in the file") for field in ("name", "organization", "license")
     )
+    return f"""Model: {name}
+By: {maker}
+Licence: {licence}
+
+Changed: converted from {file.name}.
+The weights are that file's values, dequantised to float32, with query and key
+rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.
+"""
 
 
 if __name__ == "__main__":
