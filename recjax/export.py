@@ -16,8 +16,7 @@ from pathlib import Path
 from absl import app, flags
 
 from recjax.console import configure_logging
-from recjax.hub.adapters import write_adapters
-from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_base
+from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_adapters, write_base
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
 from recjax.training.trained import run_adapters, run_config, run_params

@@ -1,4 +1,4 @@
-"""Parameters back as a Hugging Face folder, with the files that the model's own folder has beside its weights."""
+"""Parameters back as a Hugging Face folder, with what stands beside them there; adapters as files that PEFT reads."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import progress_bar
 from recjax.hub.families import FIELDS, SILU
 from recjax.hub.tokenizers import TOKENIZER_FILES
-from recjax.hub.weights import read_config, tensor_names
+from recjax.hub.weights import MODULES, read_config, tensor_names
 from recjax.models.decoder import DecoderConfig
 from recjax.models.trainable import flatten
 
@@ -123,6 +123,38 @@ def write_base(
     tokenizer.save_pretrained(folder)
     if read_config(folder) != config:
         raise ValueError(f"{config} is no plain Llama decoder, so Llama's config.json does not describe it")
+
+
+def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
+    """adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained(base, folder)` loads.
+
+    Args:
+        folder: is there.
+        config: with `lora`.
+        params: adapters, with or without the parameters beside them.
+        base: folder or hub name of the model that the adapters belong to.
+    """
+    leaves, tensors = flatten(jax.device_get(params)), {}
+    modules = [MODULES[f"layers/{target}"] for target in config.lora.targets]
+    for target, module in zip(config.lora.targets, modules, strict=True):
+        for side, letter in (("a", "A"), ("b", "B")):
+            for layer, kernel in enumerate(leaves[f"layers/{target}_lora_{side}/kernel"]):
+                name = f"base_model.model.{module.format(layer=layer)}.lora_{letter}.weight"
+                tensors[name] = np.ascontiguousarray(kernel.T)
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": [module.split(".")[-1] for module in modules],
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    write_json(folder / "adapter_config.json", settings)
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
