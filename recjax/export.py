@@ -16,8 +16,7 @@ from pathlib import Path
 from absl import app, flags
 
 from recjax.console import configure_logging
-from recjax.hub.adapters import write_adapters
-from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_base
+from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_adapters, write_base
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
 from recjax.training.trained import run_adapters, run_config, run_params
@@ -46,8 +45,8 @@ def export(
         ValueError: flags that contradict each other, or something that cannot be read or written.
     """
     if (run is None) == (model is None):
-        found = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); {found}")
+        found = "both" if run else "neither"
+        raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); found {found}")
     if model and step is not None:
         raise ValueError(f"--step {step} is not read with --model, which has no checkpoints; remove it")
     check_output(output)
@@ -56,15 +55,18 @@ def export(
             raise ValueError("--adapters takes --run, and keeps float32; remove --model and --dtype")
         return f"adapters of {run} after step {export_adapters(Path(run), Path(output), step)}"
     if model:
-        export_again(model, output, dtype)
+        export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
         return model
-    return f"{run} after step {export_run(Path(run), output, step, dtype)}"
-
-
-def export_again(model: str, output: str | Path, dtype: str) -> None:
-    """A model folder or hub name, read and written again."""
-    config, params = load_pretrained(model)
-    export_model(output, config, params, model_folder(model, COMPANION_FILES), dtype)
+    config = run_config(Path(run))
+    step, policy, params = run_params(Path(run), config, step)
+    with tempfile.TemporaryDirectory() as made:
+        base = Path(made)
+        if config.model.path:
+            base = model_folder(config.model.path, COMPANION_FILES)
+        else:
+            write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
+        export_model(output, policy.decoder.config, params, base, dtype)
+    return f"{run} after step {step}"
 
 
 def export_adapters(run: Path, output: Path, step: int | None) -> int:
@@ -78,20 +80,6 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
     write_adapters(output, decoder_config, params, str(config.model.path))
-    return step
-
-
-def export_run(run: Path, output: str | Path, step: int | None, dtype: str) -> int:
-    """A run's policy at a checkpoint; returns the step."""
-    config = run_config(run)
-    step, policy, params = run_params(run, config, step)
-    with tempfile.TemporaryDirectory() as made:
-        if config.model.path:
-            base = model_folder(config.model.path, COMPANION_FILES)
-        else:
-            base = Path(made)
-            write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
-        export_model(output, policy.decoder.config, params, base, dtype)
     return step
 
 

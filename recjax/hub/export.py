@@ -1,8 +1,11 @@
-"""Parameters back as a Hugging Face folder, with the files that the model's own folder has beside its weights."""
+"""Parameters back as a Hugging Face folder, with what stands beside them there; adapters as files that PEFT reads."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -13,13 +16,13 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
+from recjax.hub.families import FIELDS, SILU
 from recjax.hub.tokenizers import TOKENIZER_FILES
-from recjax.hub.weights import read_config, tensor_names
+from recjax.hub.weights import MODULES, read_config, tensor_names
 from recjax.models.decoder import DecoderConfig
 from recjax.models.trainable import flatten
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_SHARD_BYTES = 5 * 10**9
 
 # What goes along with the weights; a licence asks to be passed on.
 COMPANION_FILES = (*TOKENIZER_FILES, "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")
@@ -42,7 +45,7 @@ def export_model(
     params: dict,
     base: Path,
     dtype: str = "float32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes the folder that `load_pretrained` and transformers read; it appears whole or not at all.
 
@@ -57,70 +60,101 @@ def export_model(
     Raises:
         ValueError: the folder is not empty, an unknown dtype, or values that the dtype cannot hold.
     """
-    output = Path(output)
     check_output(output)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
-        _copy_companions(base, partial)
+    with appearing_whole(Path(output)) as partial:
+        for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
+                copy = partial / file.relative_to(base)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         fields = json.loads((base / "config.json").read_text(encoding="utf-8"))
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype
-        _write_json(partial / "config.json", fields)
+        write_json(partial / "config.json", fields)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
-        partial.rename(output)
+
+
+@contextlib.contextmanager
+def appearing_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which becomes `folder` at the end; after an error nothing is left of it."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_base(
-    folder: Path, config: DecoderConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]
+    folder: Path,
+    config: DecoderConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: int | tuple[int, ...],
+    max_positions: int = 2048,
 ) -> None:
-    """What stands beside the weights, for a decoder that was made from scratch: Llama's config, tokenizer, generation.
+    """What stands beside the weights of a plain Llama decoder: config, tokenizer, generation config.
 
+    Args:
+        max_positions: in tokens; bounds nothing here, but is asked for by programs that serve models.
     Raises:
         ValueError: the decoder does something that Llama's config.json cannot say.
     """
+    options = dataclasses.asdict(config)
     special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": 2048,  # bounds nothing here, but is asked for by programs that serve models
-        "rms_norm_eps": config.norm_epsilon,
+        "max_position_embeddings": max_positions,
         "rope_theta": config.rope_theta,  # read by transformers 4
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": config.activation,
-        "attention_bias": False,
-        "mlp_bias": False,
         "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id,
     }
-    _write_json(folder / "config.json", fields | special)
-    _write_json(folder / "generation_config.json", {"eos_token_id": list(stop_ids)} | special)
+    fields |= {theirs: options[name] for name, theirs in FIELDS.items()} | SILU | special
+    write_json(folder / "config.json", fields)
+    write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
     if read_config(folder) != config:
         raise ValueError(f"{config} is no plain Llama decoder, so Llama's config.json does not describe it")
 
 
-def _copy_companions(base: Path, folder: Path) -> None:
-    for pattern in COMPANION_FILES:
-        for file in base.glob(pattern):
-            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
-                copy = folder / file.relative_to(base)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
+    """adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained(base, folder)` loads.
+
+    Args:
+        folder: is there.
+        config: with `lora`.
+        params: adapters, with or without the parameters beside them.
+        base: folder or hub name of the model that the adapters belong to.
+    """
+    leaves, tensors = flatten(jax.device_get(params)), {}
+    modules = [MODULES[f"layers/{target}"] for target in config.lora.targets]
+    for target, module in zip(config.lora.targets, modules, strict=True):
+        for side, letter in (("a", "A"), ("b", "B")):
+            for layer, kernel in enumerate(leaves[f"layers/{target}_lora_{side}/kernel"]):
+                name = f"base_model.model.{module.format(layer=layer)}.lora_{letter}.weight"
+                tensors[name] = np.ascontiguousarray(kernel.T)
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": [module.split(".")[-1] for module in modules],
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    write_json(folder / "adapter_config.json", settings)
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
@@ -137,25 +171,20 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
             for name in names:
                 shard[name] = _converted(name, tensors[name], dtype)
                 bar.update()
-            save_file(shard, folder / file, metadata={"format": "pt"})
-            # safetensors makes its files private; the folder's other files follow the user's umask.
-            (folder / file).chmod((folder / "config.json").stat().st_mode)
+            write_tensors(folder / file, shard)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
     """Hugging Face name → the tensor as stored there, as a view of its parameter."""
-    views = {}
-    leaves, table = flatten(jax.device_get(params)), tensor_names(config)
+    leaves, table, views = flatten(jax.device_get(params)), tensor_names(config), {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
     for path, names in table.items():
-        leaf = np.asarray(leaves[path])
-        parts = leaf if path.startswith("layers/") else [leaf]
-        for name, part in zip(names, parts, strict=True):
-            views[name] = part.T if path.endswith("/kernel") else part
+        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        views |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
     return views
 
 
@@ -167,5 +196,14 @@ def _converted(name: str, tensor: np.ndarray, dtype: str) -> np.ndarray:
     return converted
 
 
-def _write_json(file: Path, content: dict) -> None:
+def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file. The library makes it private; like other files it then follows the user's umask."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+def write_json(file: Path, content: dict) -> None:
+    """A JSON file that is easy to read."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

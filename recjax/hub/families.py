@@ -43,76 +43,45 @@ FAMILIES = {
     ),
 }
 
+# Option of the decoder → field of config.json.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
 # Read for every family.
-COMMON_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-)
+COMMON_FIELDS = (*FIELDS.values(), "model_type", "head_dim", "rope_theta", "rope_scaling", "rope_parameters")
 
 COMMON_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0, "quantization_config": None}
 
-# Fields that leave a forward pass as it is: how the model was made, saved, initialised or sampled from. A sequence
-# longer than max_position_embeddings is computed all the same; pretraining_tp only cuts products into slices; Gemma 2
-# reads sliding_window and not sliding_window_size.
+# Fields that leave a forward pass as it is. A sequence longer than max_position_embeddings is computed all the same;
+# pretraining_tp only cuts products into slices; Gemma 2 reads sliding_window and not sliding_window_size.
 IGNORED_FIELDS = {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "do_sample",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "max_length",
-    "max_position_embeddings",
-    "max_sequence_length",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "repetition_penalty",
-    "return_dict",
-    "sliding_window_size",
-    "temperature",
-    "tokenizer_class",
-    "top_k",
-    "top_p",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
+    *("max_position_embeddings", "max_sequence_length", "pretraining_tp", "chunk_size_feed_forward"),
+    *("sliding_window_size", "initializer_range", "use_cache", "_attn_implementation", "_attn_implementation_autoset"),
+    # Who made the file, and with what.
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "transformers.js_config"),
+    *("unsloth_fixed", "unsloth_version"),
+    # Tokens, and how they are sampled.
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "do_sample", "temperature", "top_k", "top_p"),
+    *("repetition_penalty", "max_length", "cache_implementation"),
+    # What other tasks read, and what a call returns.
+    *("id2label", "label2id", "problem_type", "is_encoder_decoder"),
+    *("return_dict", "output_attentions", "output_hidden_states"),
 }
 
-ROPE_FIELDS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
+# rope_type → the numbers that it reads, in the order of RopeScaling.
+SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *SCALINGS["llama3"]}
 
 
 def check_fields(written: dict) -> None:
@@ -147,9 +116,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     Raises:
         ValueError: a layer or rotary setting that the decoder does not know; the message names it.
     """
-    windows = _windows(fields)
     usual = rope = fields["rope_parameters"]
-    options = dict(FAMILIES[fields["model_type"]].options)
+    options = {name: fields[theirs] for name, theirs in FIELDS.items()} | FAMILIES[fields["model_type"]].options
     if "full_attention" in rope:
         usual, local = rope["full_attention"], rope["sliding_attention"]
         if _rope_scaling(local) is not None:
@@ -166,18 +134,10 @@ def decoder_config(fields: dict) -> DecoderConfig:
     if "query_pre_attn_scalar" in fields:
         options["attention_scale"] = fields["query_pre_attn_scalar"] ** -0.5
     return DecoderConfig(
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        intermediate_size=fields["intermediate_size"],
-        num_layers=fields["num_hidden_layers"],
-        num_heads=fields["num_attention_heads"],
-        num_kv_heads=fields["num_key_value_heads"],
         head_dim=fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
         rope_theta=float(usual["rope_theta"]),
         rope_scaling=_rope_scaling(usual),
-        norm_epsilon=float(fields["rms_norm_eps"]),
-        tie_embeddings=fields["tie_word_embeddings"],
-        windows=windows,
+        windows=_windows(fields),
         attention_cap=fields.get("attn_logit_softcapping"),
         logit_cap=fields.get("final_logit_softcapping"),
         **options,
@@ -187,9 +147,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
 def _windows(fields: dict) -> tuple[int | None, ...]:
     """Each layer's window, or nothing where no layer has one."""
     size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
-    kinds = (
-        fields.get("layer_types") or ["sliding_attention" if size else "full_attention"] * fields["num_hidden_layers"]
-    )
+    usual = "sliding_attention" if size else "full_attention"
+    kinds = fields.get("layer_types") or [usual] * fields["num_hidden_layers"]
     for layer, kind in enumerate(kinds):
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types[{layer}] = {kind!r} is not supported; only full and sliding attention are")
@@ -204,21 +163,11 @@ def _windows(fields: dict) -> tuple[int | None, ...]:
 
 def _rope_scaling(rope: dict) -> RopeScaling | None:
     kind = rope["rope_type"]
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in SCALINGS:
         raise ValueError(f"rope_type {kind!r} is not supported; use a model with default, linear or llama3")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported, only 1.0")
     unknown = sorted(rope.keys() - ROPE_FIELDS)
     if unknown:
         raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not supported; use another model")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    return RopeScaling(
-        "llama3",
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
-    )
+    return None if kind == "default" else RopeScaling(kind, *(float(rope[name]) for name in SCALINGS[kind]))

@@ -1,5 +1,6 @@
 """The initial policy of a run: decoder, parameters and tokenizer, loaded or made from the config."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -56,15 +57,8 @@ def policy_alone(config: Config, characters: str) -> Policy:
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
     """The decoder of `model.decoder`, with `vocabulary` tokens."""
-    return DecoderConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-    )
+    head_dim = shape.hidden_size // shape.num_heads
+    return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **dataclasses.asdict(shape))
 
 
 def compute_dtype(name: str) -> jnp.dtype:
@@ -91,10 +85,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
             (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
             (config.attention_cap is None, "a model without a bound on attention scores"),
         ],
-        "splash": [
-            (device.platform == "tpu", "a TPU"),
-            (not config.windows, "a model without windows"),
-        ],
+        "splash": [(device.platform == "tpu", "a TPU"), (not config.windows, "a model without windows")],
     }
     missing = {kernel: [need for met, need in pairs if not met] for kernel, pairs in needs.items()}
     if name == "auto":

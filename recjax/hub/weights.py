@@ -17,33 +17,30 @@ from recjax.hub.families import check_fields, decoder_config
 from recjax.hub.tokenizers import TOKENIZER_FILES, model_folder
 from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.placement import Axes, constrain, param_axes, put
+from recjax.models.trainable import flatten, unflatten
 
-# Parameter path → Hugging Face name; a decoder has some of them. A `kernel` is stored transposed there, as [out, in].
-TENSOR_NAMES = {
-    "embedding/embedding": "model.embed_tokens.weight",
-    "layers/attention_norm/scale": "model.layers.{layer}.input_layernorm.weight",
-    "layers/query/kernel": "model.layers.{layer}.self_attn.q_proj.weight",
-    "layers/query/bias": "model.layers.{layer}.self_attn.q_proj.bias",
-    "layers/query_norm/scale": "model.layers.{layer}.self_attn.q_norm.weight",
-    "layers/key/kernel": "model.layers.{layer}.self_attn.k_proj.weight",
-    "layers/key/bias": "model.layers.{layer}.self_attn.k_proj.bias",
-    "layers/key_norm/scale": "model.layers.{layer}.self_attn.k_norm.weight",
-    "layers/value/kernel": "model.layers.{layer}.self_attn.v_proj.weight",
-    "layers/value/bias": "model.layers.{layer}.self_attn.v_proj.bias",
-    "layers/output/kernel": "model.layers.{layer}.self_attn.o_proj.weight",
-    "layers/mlp_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "layers/gate/kernel": "model.layers.{layer}.mlp.gate_proj.weight",
-    "layers/up/kernel": "model.layers.{layer}.mlp.up_proj.weight",
-    "layers/down/kernel": "model.layers.{layer}.mlp.down_proj.weight",
-    "norm/scale": "model.norm.weight",
-    "head/kernel": "lm_head.weight",
+# Module of the decoder → Hugging Face's; a decoder has some of them. A `kernel` is stored transposed there, [out, in].
+MODULES = {
+    "embedding": "model.embed_tokens",
+    "layers/attention_norm": "model.layers.{layer}.input_layernorm",
+    "layers/query": "model.layers.{layer}.self_attn.q_proj",
+    "layers/query_norm": "model.layers.{layer}.self_attn.q_norm",
+    "layers/key": "model.layers.{layer}.self_attn.k_proj",
+    "layers/key_norm": "model.layers.{layer}.self_attn.k_norm",
+    "layers/value": "model.layers.{layer}.self_attn.v_proj",
+    "layers/output": "model.layers.{layer}.self_attn.o_proj",
+    "layers/mlp_norm": "model.layers.{layer}.post_attention_layernorm",
+    "layers/gate": "model.layers.{layer}.mlp.gate_proj",
+    "layers/up": "model.layers.{layer}.mlp.up_proj",
+    "layers/down": "model.layers.{layer}.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
 }
-
 # Where outputs are normalised too, what elsewhere names the MLP's norm names the norm of attention's output.
-POST_NORM_NAMES = {
-    "layers/attention_post_norm/scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "layers/mlp_norm/scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
-    "layers/mlp_post_norm/scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
+POST_NORM_MODULES = {
+    "layers/attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
+    "layers/mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm",
+    "layers/mlp_post_norm": "model.layers.{layer}.post_feedforward_layernorm",
 }
 
 
@@ -94,12 +91,13 @@ def _with_defaults(folder: Path) -> dict:
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     """Parameter path → Hugging Face names: one a layer for stacked parameters, in order, else a single one."""
-    table = TENSOR_NAMES | (POST_NORM_NAMES if config.post_norms else {})
+    modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
     names = {}
-    for key_path, _ in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
-        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+    for path in flatten(abstract_params(config)):
+        module, _, kind = path.rpartition("/")
+        name = f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
         layers = range(config.num_layers if path.startswith("layers/") else 1)
-        names[path] = [table[path].format(layer=layer) for layer in layers]
+        names[path] = [name.format(layer=layer) for layer in layers]
     return names
 
 
@@ -115,12 +113,14 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
     with contextlib.ExitStack() as stack:
         found = {}
         for file in _safetensors_files(folder):
-            opened = stack.enter_context(_open(file))
+            try:
+                opened = stack.enter_context(safe_open(file, framework="numpy"))
+            except SafetensorError as error:
+                raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
             found |= {name: (file, opened) for name in opened.keys()}
         _check_names(folder, {name for group in names.values() for name in group}, found)
 
         def read(path, leaf):
-            path = jax.tree_util.keystr(path, simple=True, separator="/")
             layered, transposed = path.startswith("layers/"), path.endswith("/kernel")
             axes = param_axes(path, leaf.shape)
             shape = leaf.shape[1:] if layered else leaf.shape
@@ -136,7 +136,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
                 stacked = _with_layer(stacked, layer, put(tensor(name), *axes[1:]), axes)
             return stacked
 
-        return jax.tree_util.tree_map_with_path(read, abstract_params(config))
+        return unflatten({path: read(path, leaf) for path, leaf in flatten(abstract_params(config)).items()})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -169,13 +169,6 @@ def _safetensors_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise ValueError(f"{index} names the shard {file.name}, which is not there; fetch the missing file")
     return files
-
-
-def _open(file: Path):
-    try:
-        return safe_open(file, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
 
 
 def _check_names(folder: Path, expected: set[str], found: dict) -> None:

@@ -1,1 +1,1 @@
-"""Language models: the decoder, weights, tokenizers."""
+"""The decoder and what it computes, on one device or on a mesh."""

@@ -55,17 +55,14 @@ def attend(
         [batch * time, heads * head_dim].
     """
     batch, heads, time, head_dim = queries.shape
-    if len(segments) == 1 and time > 1:
-        keys, values, mask = segments[0]
-        if kernel == "cudnn" and cap is None:
-            return _in_rows(cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale))
-        if kernel == "splash" and ids is not None:
-            return _in_rows(_splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap))
-    return _in_rows(plain_attention(queries, segments, scale, cap))
-
-
-def _in_rows(mixed: Float[Array, "batch heads time head_dim"]) -> Array:
-    batch, heads, time, head_dim = mixed.shape
+    keys, values, mask = segments[0]
+    alone = len(segments) == 1 and time > 1
+    if alone and kernel == "cudnn" and cap is None:
+        mixed = cudnn_attention(queries, keys, values, mask.reshape(-1, 1, time, time), scale)
+    elif alone and kernel == "splash" and ids is not None:
+        mixed = _splash_on_each_device(queries, keys, values, ids.astype(jnp.int32), scale, cap)
+    else:
+        mixed = plain_attention(queries, segments, scale, cap)
     return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
 
 

@@ -15,7 +15,7 @@ class RopeScaling(NamedTuple):
     factor: float
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
-    original_max_positions: int = 8192
+    original_max_positions: float = 8192
 
 
 def stretched(frequencies: Float[np.ndarray, " half"], scaling: RopeScaling | None) -> Float[np.ndarray, " half"]:

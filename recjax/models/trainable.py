@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
@@ -26,15 +27,13 @@ def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
 def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.Array) -> tuple[Decoder, dict]:
     """The decoder and its parameters with fresh adapters, which change nothing yet: A is random, B zero."""
     decoder = decoder.clone(config=adapted(decoder.config, config))
-
-    def fresh(path: str, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array:
-        if path.split("/")[-2].endswith("_b"):
-            return jnp.zeros(leaf.shape)
-        return jax.random.normal(jax.random.fold_in(key, number), leaf.shape) * leaf.shape[-2] ** -0.5
-
-    leaves = {path: leaf for path, leaf in flatten(abstract_params(decoder.config)).items() if is_adapter(path)}
-    adapters = unflatten({path: fresh(path, leaf, number) for number, (path, leaf) in enumerate(leaves.items())})
-    return decoder, combine(params, jax.jit(constrain_params)(adapters))
+    leaves = flatten(abstract_params(decoder.config))
+    adapters = {path: jnp.zeros(leaf.shape) for path, leaf in leaves.items() if is_adapter(path)}
+    for number, (path, leaf) in enumerate(adapters.items()):
+        if path.endswith("_lora_a/kernel"):
+            random = jax.random.normal(jax.random.fold_in(key, number), leaf.shape)
+            adapters[path] = random * leaf.shape[-2] ** -0.5
+    return decoder, combine(params, jax.jit(constrain_params)(unflatten(adapters)))
 
 
 def merged(config: DecoderConfig, params: dict) -> dict:
@@ -58,8 +57,8 @@ def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
     frozen = {path for path in leaves if not is_adapter(path)} if config.lora else _matching(leaves, config.freeze)
     if len(frozen) == len(leaves):
         raise ValueError(f"model.freeze = {config.freeze!r} leaves nothing to train; freeze less")
-    kept = {path: leaf for path, leaf in leaves.items() if path not in frozen}
-    return unflatten(kept), unflatten({path: leaves[path] for path in leaves if path in frozen})
+    kept = leaves.keys() - frozen
+    return tuple(unflatten({path: leaf for path, leaf in leaves.items() if path in part}) for part in (kept, frozen))
 
 
 def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
@@ -77,7 +76,7 @@ def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
 
 def combine(first: dict, second: dict) -> dict:
     """One tree of two that share no leaf."""
-    return unflatten({**flatten(first), **flatten(second)}) if second else first
+    return unflatten(flatten(first) | flatten(second))
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
@@ -103,11 +102,4 @@ def flatten(params: dict) -> dict[str, Any]:
 
 def unflatten(leaves: dict[str, Any]) -> dict:
     """The nested dict of paths and leaves."""
-    tree: dict = {}
-    for path, leaf in leaves.items():
-        *blocks, name = path.split("/")
-        block = tree
-        for part in blocks:
-            block = block.setdefault(part, {})
-        block[name] = leaf
-    return tree
+    return unflatten_dict(leaves, sep="/")

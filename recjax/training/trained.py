@@ -41,28 +41,26 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
     Raises:
         ValueError: there is no such checkpoint or model.
     """
-    bare = dataclasses.replace(config.model, lora=None, freeze=[])
-    if checkpoint in (None, "base"):
-        run, params = prepare(untrained(dataclasses.replace(config, model=bare)))
-        policy = run.policy
-        name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
-        return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), None)
-    folder = Path(checkpoint)
+    bare, theirs = dataclasses.replace(config.model, lora=None, freeze=[]), None
+    folder = Path(checkpoint or "base")
     of_step = folder.parent.name == "checkpoints" and folder.name.isdecimal()
     run, step = (folder.parents[1], int(folder.name)) if of_step else (folder, None)
-    if of_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
+    if checkpoint in (None, "base"):
+        prepared, params = prepare(untrained(dataclasses.replace(config, model=bare)))
+        policy = prepared.policy
+        name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
+    elif of_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
         theirs = run_config(run)
         step, policy, params = run_params(run, theirs, step)
         params = put_params(params)
         stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
         name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
     else:
-        theirs, name = None, folder.name
-        model = dataclasses.replace(bare, path=checkpoint, decoder=None)
+        name, described = folder.name, dataclasses.replace(bare, path=checkpoint, decoder=None)
         try:
-            theirs_alone = dataclasses.replace(config, model=model)
-            policy = policy_alone(theirs_alone, "")
-            params = load_params(theirs_alone, policy.decoder.config)
+            alone = dataclasses.replace(config, model=described)
+            policy = policy_alone(alone, "")
+            params = load_params(alone, policy.decoder.config)
         except ValueError as error:
             raise ValueError(f"checkpoint={checkpoint}: no run's folder and no model's: {error}") from error
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
@@ -110,8 +108,7 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
     step = _checkpoint_step(run, step)
     if lora or config.model.freeze:
         prepared, params = prepare(untrained(config))
-        policy = prepared.policy
-        like, constant = split(on_host(params), config.model)
+        policy, (like, constant) = prepared.policy, split(on_host(params), config.model)
     else:
         task = load_task(config) if config.model.decoder else None
         policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")
@@ -119,9 +116,8 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
     params = combine(_restored(run, step, like), constant)
     if lora:
         params = merged(policy.decoder.config, params)
-        policy = policy._replace(
-            decoder=policy.decoder.clone(config=dataclasses.replace(policy.decoder.config, lora=None))
-        )
+        plain = dataclasses.replace(policy.decoder.config, lora=None)
+        policy = policy._replace(decoder=policy.decoder.clone(config=plain))
     return step, policy, params
 
 
@@ -135,9 +131,8 @@ def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[in
         ValueError: there is no such checkpoint.
     """
     decoder_config = adapted(policy_alone(config, "").decoder.config, config.model.lora)
-    like = split(abstract_params(decoder_config), config.model)[0]
     step = _checkpoint_step(run, step)
-    return step, decoder_config, _restored(run, step, like)
+    return step, decoder_config, _restored(run, step, split(abstract_params(decoder_config), config.model)[0])
 
 
 def _checkpoint_step(run: Path, step: int | None) -> int:
@@ -152,7 +147,7 @@ def _checkpoint_step(run: Path, step: int | None) -> int:
 
 def _restored(run: Path, step: int, like: dict) -> dict:
     """The trained parameters of a checkpoint; the optimiser's state beside them is not read."""
-    item = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)}
+    item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
     to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     arguments = ocp.args.PyTreeRestore(item=item, restore_args=to_host, partial_restore=True)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
