@@ -53,7 +53,7 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         step: of the checkpoint; None: the newest.
         source: name of these rows in the store.
     Returns:
-        The number of batches drawn now.
+        The number of batches sampled now.
     Raises:
         ValueError: no such checkpoint, or a task or a store that cannot be read.
     """
@@ -144,8 +144,8 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
-    flags.DEFINE_string("config", None, "YAML file, as of a training run; its initial policy draws.")
-    flags.DEFINE_string("run", None, "Folder of a training run, finished or not; a checkpoint of it draws.")
+    flags.DEFINE_string("config", None, "YAML file, as of a training run; its initial policy samples.")
+    flags.DEFINE_string("run", None, "Folder of a training run, finished or not; a checkpoint of it samples.")
     flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
     flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
     flags.DEFINE_integer("steps", None, "Batches that the store is to hold of this.", required=True, lower_bound=1)

@@ -60,7 +60,7 @@ def wait_for_all(what: str) -> None:
 
 
 def any_says(yes: bool) -> bool:
-    """Whether any process says yes; all must ask."""
+    """Whether `yes` is true in any process; every process must call this."""
     return yes if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(yes)).any())
 
 
@@ -76,7 +76,7 @@ def share(count: int) -> np.ndarray:
 
 
 def gathered(tree: Any, count: int) -> Any:
-    """Arrays with the rows of all processes, from arrays with the rows of each one's `share` of `count`; all ask."""
+    """Arrays with the rows of all processes, from each one's `share` of `count` rows; every process must call it."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))

@@ -84,7 +84,7 @@ if __name__ == "__main__":
     for field, default in Columns._field_defaults.items():
         flags.DEFINE_string(f"{field}_column", default, f"Column of the {field}.")
     flags.DEFINE_string("tokenizer", None, "Folder or hub name of the model that columns of tokens are of.")
-    flags.DEFINE_float("temperature", None, "What the completions were drawn with.", lower_bound=0)
+    flags.DEFINE_float("temperature", None, "What the completions were sampled with.", lower_bound=0)
     flags.DEFINE_integer("top_k", 0, "Likewise; 0: all tokens.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "Likewise; 1: no cut.", lower_bound=0, upper_bound=1)
     sys.modules["__main__"].__doc__ = __doc__

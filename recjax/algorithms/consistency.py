@@ -22,7 +22,7 @@ def pairwise_consistency_loss(
 
     a_i = r_i − τ (log π(y_i) − log π_t(y_i)),  L = (1/K²) Σ_{i<j} w_i w_j (a_i − a_j)² = (W/K²) Σ_i w_i (a_i − ā_w)²
     with W = Σ w and ā_w = Σ w a / W over the K kept rows of a group. At π = π_t the gradient is −(2τ/K) times that of
-    group-relative REINFORCE, whatever drew the completions.
+    group-relative REINFORCE, whatever sampled the completions.
 
     Args:
         sequence_logprobs: log π(y_i), the sum over a completion's tokens.

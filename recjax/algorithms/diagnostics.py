@@ -40,7 +40,7 @@ def clip_fraction(
 def behaviour_kl(
     log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, estimator: KLEstimator
 ) -> Float[Array, ""]:
-    """KL(μ ‖ π) in nats per token, estimated on tokens that μ drew.
+    """KL(μ ‖ π) in nats per token, estimated on tokens that μ sampled.
 
     Args:
         log_ratio: log π − log μ.
@@ -70,7 +70,7 @@ def effective_sample_size(
 def staleness(
     step: Int[Array, ""] | int, policy_version: Shaped[Array | np.ndarray, " batch"]
 ) -> Shaped[Array | np.ndarray, " batch"]:
-    """Optimiser steps between the weights that drew each row and those that train on it at `step`, counted from 1.
+    """Optimiser steps between the weights that sampled each row and those that train on it at `step`, counted from 1.
 
     step − 1 − version, a version counting the updates made before it.
     """

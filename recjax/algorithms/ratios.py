@@ -1,4 +1,4 @@
-"""The ratio of the policy being trained to the one that drew the tokens."""
+"""The ratio of the policy being trained to the one that sampled the tokens."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float

@@ -60,7 +60,7 @@ def imported(
         time: of all rows.
         source: name of the rows; None: each file's name without its ending.
         tokenizer: `tokenise.tokenizer_name` of the vocabulary that columns of tokens are of.
-        sampling: what drew them; needed where there are log-probabilities.
+        sampling: the distribution that sampled them; needed where there are log-probabilities.
     Raises:
         ValueError: a file that cannot be read, or a row that cannot be used, with file, line or row, and reason.
     """
@@ -245,7 +245,7 @@ def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | Non
         alone = "log-probabilities need the ids of their tokens; give them, or leave these out"
         row.require(tokens is not None, "logprobs", alone)
         row.require(isinstance(logprobs, list), "logprobs", "takes a list of numbers, one a token")
-        of_what = "they are under the distribution that drew the tokens; give its --temperature"
+        of_what = "they are under the distribution that sampled the tokens; give its --temperature"
         row.require(sampling is not None, "logprobs", of_what)
         logprobs = [_number(row, "logprobs", value) for value in logprobs]
     return {

@@ -55,9 +55,9 @@ class Experience(NamedTuple):
     """One completion: a row of a store, its fields the columns. None is null: not known, or not there yet.
 
     Exactly one of `prompt` (text) and `messages` (a chat) is given. `tokenizer` names the vocabulary that the tokens
-    are of. completion_mask is True at tokens that the behaviour policy drew; behaviour_logprobs are under the
-    distribution that drew them, which temperature, top_k and top_p describe. A row without a reward is pending.
-    policy_version counts the optimiser updates of the weights that drew the row; None: of another model.
+    are of. completion_mask is True at tokens that the behaviour policy chose; behaviour_logprobs are under the
+    distribution that sampled them, which temperature, top_k and top_p describe. A row without a reward is pending.
+    policy_version counts the optimiser updates of the weights that sampled the row; None: of another model.
     """
 
     id: str

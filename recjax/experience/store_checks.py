@@ -90,7 +90,7 @@ def _token_rules(table: pa.Table) -> Iterator[Rule]:
     yield "completion_mask", lengths["completion_mask"] != tokens, "must be as long as completion_tokens"
     yield "completion_mask", _any_item(table["completion_mask"], np.isnan), "holds a null; it takes true and false"
     drawn = _any_item(table["completion_mask"], lambda x: x == 1)
-    yield "completion_mask", (tokens > 0) & ~drawn, "is false everywhere: the policy drew no token of this row"
+    yield "completion_mask", (tokens > 0) & ~drawn, "is false everywhere: the policy chose no token of this row"
 
 
 def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
@@ -101,7 +101,7 @@ def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
     rows, logprobs = _items(column)
     _, sampled = _items(table.filter(pc.is_valid(column))["completion_mask"])
     bad = (sampled == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
-    reason = "log-probabilities of drawn tokens are finite and at most 0; where they are not known, give null"
+    reason = "log-probabilities of sampled tokens are finite and at most 0; where they are not known, give null"
     yield "behaviour_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
 
 

@@ -22,7 +22,7 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
 
     A prompt becomes tokens as it does for sampling: chats through the model's template, the begin-of-sequence token
     once if the tokenizer uses one. A completion gets the first of the policy's stop tokens at its end, unless the row
-    is truncated: then it was cut off and did not end. All of its tokens count as drawn by whoever wrote it.
+    is truncated: then it was cut off and did not end. All of its tokens count as chosen by whoever wrote it.
 
     Raises:
         ValueError: tokens of another vocabulary, text that the tokenizer does not know, or a completion without tokens,

@@ -13,12 +13,12 @@ from recjax.models.unrolling import params_for
 def sampling_logits(
     scores: Float[Array, "batch vocab"], sampling: Sampling, forced: Int[Array, " batch"] | None = None
 ) -> Float[Array, "batch vocab"]:
-    """Unnormalised log-probabilities of the sampling distribution; -inf where a token cannot be drawn.
+    """Unnormalised log-probabilities of the sampling distribution; -inf where a token cannot be sampled.
 
     Args:
         scores: the model's logits.
         sampling: temperature above 0, and cuts.
-        forced: tokens that stay drawable whatever the cuts. A trainer passes the tokens it evaluates, so that a token
+        forced: tokens that stay possible whatever the cuts. A trainer passes the tokens it evaluates, so that a token
             that has left the current policy's top-p set keeps a finite log-probability and gradient.
     """
     scores = scores / sampling.temperature
@@ -46,8 +46,8 @@ def logprobs_and_entropy(
     if sampling.temperature == 0:
         return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
     distribution = jax.nn.log_softmax(sampling_logits(scores, sampling, forced=tokens), axis=-1)
-    drawable = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
-    entropy = -jnp.sum(jnp.exp(distribution) * drawable, axis=-1)
+    possible = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
+    entropy = -jnp.sum(jnp.exp(distribution) * possible, axis=-1)
     return jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0], entropy
 
 
@@ -112,7 +112,7 @@ def completion_logprobs(
         prompts: right-padded prompt tokens, each row with at least one.
         completions: right-padded completion tokens, grouped by prompt in the order of `prompts`.
         completion_mask: True at real tokens. Values at other places are finite and mean nothing.
-        sampling: what the completions were drawn with.
+        sampling: what the completions were sampled with.
         chunk: positions whose vocabulary scores exist at one time.
     """
     group = completions.shape[0] // prompts.shape[0]
@@ -144,7 +144,7 @@ def packed_logprobs(
 
     Args:
         tokens, positions, segments, targets: as in `recjax.training.packing.Packed`. Values at padding mean nothing.
-        sampling: what the completions were drawn with.
+        sampling: what the completions were sampled with.
         chunk: positions whose vocabulary scores exist at one time.
     """
     weights = {"params": params_for(decoder, params)}

@@ -103,7 +103,7 @@ def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
 class Evaluation(NamedTuple):
     """Share of accurate completions, their mean reward, KL(π ‖ π_0) in nats per token, and one row a completion.
 
-    The KL is to the initial policy π_0, by Σ (log π − log π_0) over the drawn tokens; None where it was not asked for.
+    The KL is to the initial policy π_0, by Σ (log π − log π_0) over sampled tokens; None where it was not asked for.
     """
 
     accuracy: float

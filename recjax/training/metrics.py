@@ -65,7 +65,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
 
     Args:
         step: at which the batch is trained on, from 1.
-        batch: as it was drawn.
+        batch: as it was sampled.
         learned: as the update sees it; the reward is of this one.
     Returns:
         Means over rows, of each part of the reward over the rows that have it. Staleness is of rows with a policy

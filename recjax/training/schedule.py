@@ -1,4 +1,4 @@
-"""Which policy version draws the batch of each step. Steps count from 1; a version counts optimiser updates."""
+"""Which policy version samples the batch of each step. Steps count from 1; a version counts optimiser updates."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from recjax.config import RegimeConfig
 
 
 def is_sync(step: int, regime: RegimeConfig) -> bool:
-    """Whether the sampler takes the current weights before anything is drawn at `step`."""
+    """Whether the sampler takes the current weights before anything is sampled at `step`."""
     return not regime.offline and (step - 1) % regime.sync_interval == 0
 
 
@@ -22,7 +22,7 @@ def samples_ahead(step: int, steps: int, regime: RegimeConfig) -> bool:
 
 
 def expected_staleness(step: int, regime: RegimeConfig) -> int:
-    """Optimiser steps between the weights that drew step `step`'s batch and the weights that train on it.
+    """Optimiser steps between the weights that sampled step `step`'s batch and the weights that train on it.
 
     n + ((step − 1 − n) mod m) once step > n, with m = sync_interval and n = sync_offset; the first n + 1 batches and
     all offline ones come from the initial policy.
@@ -35,15 +35,15 @@ def expected_staleness(step: int, regime: RegimeConfig) -> int:
 
 
 def is_wanted(number: int, round_: int, every: int, version: int, step: int, regime: RegimeConfig) -> bool:
-    """Whether it is time for batch `number`, of those that asynchronous generators draw.
+    """Whether it is time for batch `number`, of those that asynchronous generators sample.
 
-    A synchronous run draws it in round (number − 1) · every + 1. Here it comes earlier by the steps that it may wait
+    A synchronous run samples it in round (number − 1) · every + 1. Here it comes earlier by the steps that it may wait
     for its turn.
 
     Args:
         round_: of the feed, from 1.
         every: rounds from one batch to the next.
-        version: of the weights that would draw it.
+        version: of the weights that would sample it.
     """
     return (number - 1) * every < round_ + regime.max_staleness - (step - 1 - version)
 
