@@ -13,6 +13,7 @@ from recjax.models.placement import row_shards
 ROUND = 16  # tokens that a slot samples at most before the host looks again
 SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # the smallest cache in tokens; fewer rows are not gathered into fewer slots
 RESERVE = 0.2  # share of the free memory that is left for activations and for a cache that grows
+ALWAYS_FREE = 2**24  # bytes that are not asked for
 
 
 def cache_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
@@ -56,18 +57,18 @@ def _free_on_host() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def slots_that_fit(
-    decoder: Decoder, free: int, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int
-) -> int:
-    """As many slots as `free` bytes of a device hold, at most `rows`: these, their half, and so on."""
+def slots_that_fit(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
+    """As many slots as the free memory of the devices holds, at most `rows`: these, their half, and so on."""
 
     def needed(slots: int) -> int:
         copies = prompts if slots == rows else prompts + slots
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens + 2 * ROUND}
         return cache_bytes(decoder, prompts=copies, rows=slots, **tokens) + score_bytes(decoder, slots)
 
-    slots = rows
-    while slots > row_shards() and needed(slots) > (1 - RESERVE) * free:
+    if needed(rows) <= ALWAYS_FREE:
+        return rows
+    slots, free = rows, (1 - RESERVE) * free_bytes()
+    while slots > row_shards() and needed(slots) > free:
         slots = filled_up(-(-slots // 2))
     return slots
 

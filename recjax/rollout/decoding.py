@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
 from recjax.models.placement import ROWS, constrain
-from recjax.models.unrolling import params_for
 from recjax.rollout.choosing import sample_tokens
 
 # Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
@@ -247,8 +246,8 @@ def decode(
 @functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "group_size", "round_time"))
 def whole_batch(
     params: dict,
-    prompts: Int[Array, "prompts time"],
-    mask: Bool[Array, "prompts time"],
+    prompts: Int[Array, "prompts prompt_time"],
+    mask: Bool[Array, "prompts prompt_time"],
     keys: UInt32[Array, "batch words"],
     limits: Int[Array, " batch"],
     *,
@@ -257,14 +256,14 @@ def whole_batch(
     stop_ids: tuple[int, ...],
     group_size: int,
     round_time: int,
-) -> tuple[Int[Array, " batch"], Float[Array, " batch"], Decoded]:
-    """First tokens, their log-probabilities, and one round for groups of completions that need no more, in one program.
+) -> tuple[Int[Array, "batch time"], Float[Array, "batch time"], Int[Array, " batch"]]:
+    """Groups of completions that need no more than their first token and one round, in one program.
 
     Args:
-        params: with layers stacked, whether the decoder scans over them or has them unrolled.
         prompts: right-padded; each is that of `group_size` consecutive completions.
+    Returns:
+        Tokens, their log-probabilities, and how many of them each completion has.
     """
-    params = params_for(decoder, params)
     cache, scores = prefill(params, prompts, mask, decoder=decoder)
     of = jnp.arange(len(limits)) // group_size
     tokens, logprobs = first_tokens(scores, of, keys, sampling=sampling, chunk=len(limits))
@@ -273,7 +272,8 @@ def whole_batch(
     rows = Rows(live, mask.sum(-1)[of], zeros, tokens, zeros + 1, limits, keys)
     options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
     state = _round(params, cache, (Context(*cache, mask, places),), rows, jnp.zeros((), jnp.int32), **options)
-    return tokens, logprobs, state._replace(recent=())
+    tokens = jnp.concatenate([tokens[:, None], state.tokens], axis=1)
+    return tokens, jnp.concatenate([logprobs[:, None], state.logprobs], axis=1), 1 + state.counts
 
 
 def _round(

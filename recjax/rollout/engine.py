@@ -11,13 +11,15 @@ from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling
-from recjax.models.placement import on_host, put_rows
+from recjax.models.placement import on_host
 from recjax.models.unrolling import params_for, unrolled_on_cpu
 from recjax.rollout import capacity, decoding
 from recjax.rollout.capacity import at_least, filled_up, power_of_two
 from recjax.rollout.slots import Request, Sampled, Slots, Started, check_requests
 
-MOST_WRITTEN_OUT = 32  # layers that are unrolled on the CPU
+# On the CPU layers are unrolled if they are no more than this, and have weights enough for their copies to cost more
+# than the larger program does.
+MOST_WRITTEN_OUT, LEAST_WEIGHTS = 32, 2**18
 
 _params_for = jax.jit(params_for, static_argnums=0)
 
@@ -65,7 +67,7 @@ class Engine:
             slots: completions that are sampled at one time; None: as many as memory holds, at most what is asked.
             prefix_time: tokens that prefixes are padded to; longer ones to a power of two.
         """
-        self._decoder, self._stop_ids = unrolled_on_cpu(decoder, MOST_WRITTEN_OUT), tuple(stop_ids)
+        self._decoder, self._stop_ids = _written_out(decoder), tuple(stop_ids)
         self._asked, self._prefix_time = slots, prefix_time
         self._stacked, self._params, self._version, self._weights = None, None, 0, 0
         self._numbers = itertools.count()
@@ -155,7 +157,6 @@ class Engine:
         if self._asked is None:
             most = capacity.slots_that_fit(
                 self._decoder,
-                capacity.free_bytes(),
                 prompts=self._planned // (group_size or 1),
                 prompt_tokens=self._prefix_time,
                 rows=self._planned,
@@ -173,7 +174,8 @@ class Engine:
             self._begin_singles(room)
             return
         if idle:
-            self._slots = Slots()
+            if self._slots.count:
+                self._slots = Slots()
             self._plan(len(self._queue[0].requests), group_size)
         self._planned = 0  # other requests have a plan of their own
         requests, tickets, _ = self._queue.popleft()
@@ -215,7 +217,7 @@ class Engine:
     ) -> None:
         """Runs prefixes and samples every completion's first token; those that go on wait for slots."""
         asked, mask = self._padded_prompts(prefixes)
-        cache, scores = decoding.prefill(self._weights_in_use(), *put_rows((asked, mask)), decoder=self._decoder)
+        cache, scores = decoding.prefill(self._weights_in_use(), asked, mask, decoder=self._decoder)
         started = self._first_tokens(scores, prompts, requests, tickets)
         ended = self._ended(started)
         for row in np.flatnonzero(ended):
@@ -297,15 +299,12 @@ class Engine:
         limits[:count] = [request.limit for request in requests]
         options = {"sampling": requests[0].sampling, "stop_ids": self._stop_ids, "round_time": time}
         options |= {"decoder": self._decoder, "group_size": group_size}
-        sampled = decoding.whole_batch(self._stacked, *put_rows((asked, mask)), keys, limits, **options)
-        *firsts, state = on_host(sampled)
-        columns = zip(firsts, (state.tokens, state.logprobs), strict=True)
-        tokens, logprobs = (np.concatenate([first[:, None], rest], axis=1) for first, rest in columns)
-        versions, counts = np.full(1 + time, self._version, np.int32), 1 + state.counts[:count]
+        sampled = decoding.whole_batch(self._weights_in_use(), asked, mask, keys, limits, **options)
+        tokens, logprobs, counts = (column[:count] for column in on_host(sampled))
+        versions = np.full(1 + time, self._version, np.int32)
         truncated = ~np.isin(tokens[np.arange(count), counts - 1], self._stop_ids)
-        for row, kept in enumerate(counts.tolist()):
-            done = tokens[row, :kept], logprobs[row, :kept], versions[:kept], bool(truncated[row])
-            self._finished[tickets[row]] = Sampled(*done)
+        for row, (ticket, kept, cut) in enumerate(zip(tickets, counts.tolist(), truncated.tolist(), strict=True)):
+            self._finished[ticket] = Sampled(tokens[row, :kept], logprobs[row, :kept], versions[:kept], cut)
 
     def _cache_time(self, needed: int) -> int:
         """Room for at least so many tokens: one of few lengths."""
@@ -356,6 +355,14 @@ class Engine:
             state = on_host(state)
             slots.record(mine, state, self._version)
             self._finished |= slots.finish(np.flatnonzero(mine & ~state.live), self._stop_ids)
+
+
+def _written_out(decoder: Decoder) -> Decoder:
+    """The decoder as it is fastest here."""
+    shape = decoder.config
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    weights = shape.hidden_size * (attention + 3 * shape.intermediate_size)
+    return unrolled_on_cpu(decoder, MOST_WRITTEN_OUT) if weights >= LEAST_WEIGHTS else decoder
 
 
 def _by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:

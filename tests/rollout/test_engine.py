@@ -46,6 +46,7 @@ def small_sizes(monkeypatch):
     """Rounds of 5 tokens, caches from 8 and slots from 3: a short completion goes through many of them."""
     for name, value in {"ROUND": 5, "SHORTEST_CACHE": 8, "FEWEST_SLOTS": 3}.items():
         monkeypatch.setattr(capacity, name, value)
+    monkeypatch.setattr(module, "LEAST_WEIGHTS", 0)
     # Nearly all the time here goes into compiling.
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -287,6 +288,7 @@ def test_memory_decides_on_the_slots(monkeypatch):
     options = {"group_size": 3, "max_tokens": MAX_TOKENS, "sampling": Sampling()}
     slots = {}
     for free in (2**30, 60_000, 1):
+        monkeypatch.setattr(capacity, "ALWAYS_FREE", 0)
         monkeypatch.setattr(capacity, "free_bytes", lambda free=free: free)
         engine = engine_of(decoder, params)
         sampled = sample_completions(engine, prompts, mask, jax.random.key(3), **options)
