@@ -22,7 +22,7 @@ class System(NamedTuple):
 SYSTEMS = {
     "recjax": System("recjax_worker", None, {}, "recjax"),
     "recjax_waiting": System(
-        "recjax_worker", None, {"lines": ["rollout.slots=null"]}, "recjax, all rows until the slowest ends"
+        "recjax_worker", None, {"lines": ["rollout.slots=null"]}, "recjax, as many slots as memory holds"
     ),
     "torch": System(
         "torch_worker", "torch", {"shared": False}, "plain torch: own loop, static cache, prompts run once"
