@@ -117,7 +117,7 @@ def cache_bytes(plan: Plan) -> int:
             plan.model.decoder,
             prompts=asked,
             prompt_tokens=plan.prompt_tokens,
-            rows=asked * _group(plan.config),
+            rows=asked * most_completions(plan.config),
             completion_tokens=rollout.max_completion_tokens,
         )
 
@@ -126,10 +126,6 @@ def _prompts(plan: Plan, parts: int = 1) -> int:
     """Prompts of a batch, filled up so that every device has as many in each part."""
     multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
     return -(-plan.config.rollout.prompts_per_step // multiple) * multiple
-
-
-def _group(config: Config) -> int:
-    return most_completions(config)
 
 
 def compiled(plan: Plan, program: str) -> Program:
@@ -164,7 +160,7 @@ def _needed(refusal: str) -> int:
 
 def _traced_sample(plan: Plan) -> jax.stages.Traced:
     """The engine's prefill and as many of its rounds as the longest completion takes, all completions in slots."""
-    held, prompts, group_size = plan.held, (_prompts(plan), plan.prompt_tokens), _group(plan.config)
+    held, prompts, group_size = plan.held, (_prompts(plan), plan.prompt_tokens), most_completions(plan.config)
     longest, decoder = plan.config.rollout.max_completion_tokens, plan.model.decoder
     options = {"sampling": plan.config.rollout.sampling(), "round_time": capacity.round_time(longest), "stop_ids": (0,)}
     batch, rounds = prompts[0] * group_size, -(-(longest - 1) // options["round_time"])
@@ -189,11 +185,7 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
         combine(held["sampler's copy"], held["frozen parameters"]),
         laid_out(plan.mesh, prompts, jnp.int32, ROWS),
         laid_out(plan.mesh, prompts, bool, ROWS),
-        jax.eval_shape(lambda: jax.random.key(0)),
-        group_size=_group(plan.config),
-        max_tokens=plan.config.rollout.max_completion_tokens,
-        sampling=plan.config.rollout.sampling(),
-        stop_ids=(0,),
+        jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), batch))),
     )
 
 
