@@ -103,7 +103,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups),
                 "learning_rate": learning_rate(step - 1),
-                "padding_waste": padding_waste(learned, packed),
+                "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
             evaluates = step == last or (config.evaluation.every and step % config.evaluation.every == 0)

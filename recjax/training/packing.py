@@ -161,11 +161,15 @@ def _rows_for(free: np.ndarray, lengths: np.ndarray) -> list[int] | None:
     return rows if (free >= 0).all() else None
 
 
-def padding_waste(batch: Batch, packed: Packed | None) -> float:
-    """The share of token positions that the update computes and that hold no token; a shared prompt counts once."""
+def padding_waste(batch: Batch, packed: Packed | None, filled: int = 0) -> float:
+    """The share of token positions that the update computes and that hold no token; a shared prompt counts once.
+
+    Args:
+        filled: prompts of the batch, the last ones, that only fill it up; they are left out.
+    """
     if packed is not None:
         computed = int(packed.count) * packed.segments[0].size
         return 1 - sequence_lengths(batch).sum().item() / computed if computed else 0.0
     completions = np.maximum(batch.completion_mask.sum(-1) - 1, 0).sum()
-    computed = batch.prompts.size + batch.completions[:, 1:].size
-    return 1 - (batch.prompt_mask.sum() + completions).item() / computed
+    computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
+    return 1 - (batch.prompt_mask.sum() - filled + completions).item() / computed
