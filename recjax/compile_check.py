@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config_loading import load_config
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
 from recjax.planning.memory import count
 from recjax.planning.remedies import Change, changes
@@ -43,9 +43,9 @@ class Checked(NamedTuple):
         return {name for name in self.programs if self.programs[name].refusal or self.peaks[name] > memory}
 
 
+@command
 def main(argv: list[str]) -> None:
     """Reads the flags, compiles, prints."""
-    configure_logging()
     if FLAGS.topology != "host":
         jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
         # What was compiled for devices that are not here cannot be read back.

@@ -1,8 +1,10 @@
 """What a command shows while it works: the package's own messages, and bars of progress."""
 
+import functools
 import io
 import logging
 import sys
+from collections.abc import Callable
 
 import absl.logging
 from absl import flags
@@ -11,19 +13,34 @@ from tqdm import tqdm
 LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a terminal
 
 
-def configure_logging(level: int = logging.WARNING) -> None:
+def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
+    """A command's main whose user errors, ValueErrors, are one line and status 1.
+
+    With --verbosity=1 the line stands below the traceback.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> None:
+        configure_logging()
+        try:
+            main(argv)
+        except ValueError as error:
+            logging.getLogger("recjax").debug("", exc_info=True)
+            sys.exit(f"error: {error}")
+
+    return run
+
+
+def configure_logging() -> None:
     """Shows the package's messages as plain lines on standard error.
 
     Of libraries it lets warnings through, or what --verbosity asks for: 0 is INFO, 1 is DEBUG.
-
-    Args:
-        level: of the package's messages that are shown; a --verbosity that shows more holds for them too.
     """
     if not flags.FLAGS["verbosity"].present:
         absl.logging.set_verbosity(absl.logging.WARNING)
     package = logging.getLogger("recjax")
     package.handlers[:] = [_OwnMessages()]
-    package.setLevel(min(level, logging.getLogger().level))
+    package.setLevel(min(logging.INFO, logging.getLogger().level))
     package.propagate = False  # absl's handler would show them a second time, with its prefix
     sys.stdout.reconfigure(line_buffering=True)  # in a log file it keeps its place among the lines of standard error
 

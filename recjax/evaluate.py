@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from rich.table import Table
 from recjax.analysis.samples import results
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
-from recjax.console import configure_logging, progress_bar
+from recjax.console import command, progress_bar
 from recjax.host_memory import keep_freed_memory
 from recjax.plots.samples import draw_evaluation
 from recjax.tasks.grading.pool import Grading
@@ -44,18 +43,15 @@ from recjax.training.trained import Subject, fingerprint, subject
 FLAGS = flags.FLAGS
 
 
+@command
 def main(argv: list[str]) -> None:
     """Evaluates, writes the folder, prints the numbers."""
-    configure_logging()
     keep_freed_memory()
     keep_compiled_programs()
-    try:
-        checkpoint, overrides = split_arguments(argv[1:])
-        config = load_config(FLAGS.config, overrides)
-        with jax.set_mesh(make_mesh(config.mesh)):
-            folder, numbers = evaluate(config, checkpoint, FLAGS.output)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    checkpoint, overrides = split_arguments(argv[1:])
+    config = load_config(FLAGS.config, overrides)
+    with jax.set_mesh(make_mesh(config.mesh)):
+        folder, numbers = evaluate(config, checkpoint, FLAGS.output)
     show(numbers)
     print(f"folder: {folder}")
 

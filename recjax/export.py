@@ -9,13 +9,12 @@ or with --adapters written by themselves as PEFT reads them. --model writes a Hu
 dtype for instance. JAX_PLATFORMS=cpu in front leaves an accelerator to others.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
 from absl import app, flags
 
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_adapters, write_base
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
@@ -24,15 +23,12 @@ from recjax.training.trained import run_adapters, run_config, run_params
 FLAGS = flags.FLAGS
 
 
+@command
 def main(argv: list[str]) -> None:
     """Writes the folder and says what is in it."""
-    configure_logging()
-    try:
-        if argv[1:]:
-            raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
-        source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if argv[1:]:
+        raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
+    source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
     print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
 
 

@@ -12,7 +12,6 @@ same command goes on where it was stopped, with the rows that it would have writ
 import dataclasses
 import hashlib
 import json
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from absl import app, flags
 
 from recjax.config import Config
 from recjax.config_loading import load_config
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
@@ -127,17 +126,14 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
     return load_config(Path(run) / "config.yaml", overrides), Path(run).name
 
 
+@command
 def main(argv: list[str]) -> None:
     """Reads the flags, generates, says what the store holds."""
-    configure_logging()
     keep_freed_memory()
     keep_compiled_programs()
-    try:
-        config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
-        with jax.set_mesh(make_mesh(config.mesh)):
-            new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
+    with jax.set_mesh(make_mesh(config.mesh)):
+        new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
     rows = len(store.ids(FLAGS.output))
     print(f"{FLAGS.output}: {new} batches new, {FLAGS.steps - new} there before; {rows} rows in all")
 
@@ -150,5 +146,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
     flags.DEFINE_integer("steps", None, "Batches that the store is to hold of this.", required=True, lower_bound=1)
     flags.DEFINE_string("source", None, "Name of these rows; default: initial, or the run's folder name.")
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

@@ -9,14 +9,13 @@ a group unless --group_column says otherwise. A malformed row is refused with it
 so is a file that the store has already.
 """
 
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from absl import app, flags
 
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, imported
 from recjax.experience.tokenise import tokenizer_name
@@ -56,19 +55,16 @@ def import_files(
     return found
 
 
+@command
 def main(argv: list[str]) -> None:
     """Imports the files and says what came of them."""
-    configure_logging()
-    try:
-        if argv[1:]:
-            raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
-        names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
-        if FLAGS.temperature is None and (FLAGS.top_k, FLAGS.top_p) != (0, 1.0):
-            raise ValueError("--top_k and --top_p are not read without --temperature; give it, or remove them")
-        sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
-        found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if argv[1:]:
+        raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
+    names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
+    if FLAGS.temperature is None and (FLAGS.top_k, FLAGS.top_p) != (0, 1.0):
+        raise ValueError("--top_k and --top_p are not read without --temperature; give it, or remove them")
+    sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+    found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
     groups = len({row.group_id for row in found.rows})
     pending = sum(row.reward is None for row in found.rows)
     print(f"{FLAGS.output}: {len(found.rows)} rows in {groups} groups, {pending} of them pending")
@@ -87,5 +83,4 @@ if __name__ == "__main__":
     flags.DEFINE_float("temperature", None, "What the completions were sampled with.", lower_bound=0)
     flags.DEFINE_integer("top_k", 0, "Likewise; 0: all tokens.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "Likewise; 1: no cut.", lower_bound=0, upper_bound=1)
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

@@ -5,7 +5,6 @@
 A group carries signal when its rewards differ: group-relative algorithms learn nothing from any other.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Column, Table
 
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience, read
@@ -77,15 +76,12 @@ def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Con
             console.print(f"  {text[:400]!r}{'…' if len(text) > 400 else ''}", markup=False, highlight=False)
 
 
+@command
 def main(argv: list[str]) -> None:
     """Reads the store and shows it."""
-    configure_logging()
-    try:
-        if len(argv) != 2:
-            raise ValueError("give one store: python -m recjax.inspect_experience STORE")
-        rows = read(argv[1])
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if len(argv) != 2:
+        raise ValueError("give one store: python -m recjax.inspect_experience STORE")
+    rows = read(argv[1])
     show(rows, sampled(rows, FLAGS.samples, FLAGS.seed), Console())
     draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
     print(f"figure: {FLAGS.figure}")
@@ -96,5 +92,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("figure", "figures/experience.png", "Where the picture goes.")
     flags.DEFINE_integer("samples", 5, "Random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Of the random rows.")
-    sys.modules["__main__"].__doc__ = __doc__
     app.run(main)

@@ -6,7 +6,6 @@ The source is a sweep file or a Parquet table that --table wrote. Lines are the 
 their seeds' lowest and highest; panels side by side are the combinations of the other axes.
 """
 
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from recjax.analysis.collect import COLUMNS, axes_of, read_runs
 from recjax.analysis.compare import final
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save
 
@@ -39,21 +38,18 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
     return table
 
 
+@command
 def main(argv: list[str]) -> None:
     """Reads the runs, draws them, prints where they end."""
-    configure_logging()
     if len(argv) != 2:
-        sys.exit("error: give one sweep file or Parquet table: python -m recjax.plot SOURCE")
-    try:
-        table = chosen_runs(read_runs(argv[1], FLAGS.smoke), FLAGS.only)
-        axes = [axis for axis in axes_of(table) if axis != "seed"]
-        lines = FLAGS.lines or axes[0]
-        if lines not in axes:
-            raise ValueError(f"--lines {lines!r}: the axes are {', '.join(axes)}")
-        if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
-            raise ValueError(f"--metrics {unknown[0]!r}: takes some of {', '.join(COLUMNS)}")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+        raise ValueError("give one sweep file or Parquet table: python -m recjax.plot SOURCE")
+    table = chosen_runs(read_runs(argv[1], FLAGS.smoke), FLAGS.only)
+    axes = [axis for axis in axes_of(table) if axis != "seed"]
+    lines = FLAGS.lines or axes[0]
+    if lines not in axes:
+        raise ValueError(f"--lines {lines!r}: the axes are {', '.join(axes)}")
+    if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
+        raise ValueError(f"--metrics {unknown[0]!r}: takes some of {', '.join(COLUMNS)}")
     if FLAGS.table:
         table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]

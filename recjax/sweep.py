@@ -29,7 +29,7 @@ from pathlib import Path
 from absl import app, flags
 
 from recjax.analysis.sweeps import SweepRun, read_sweep
-from recjax.console import configure_logging, progress_bar
+from recjax.console import command, progress_bar
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
@@ -82,16 +82,13 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     return failed
 
 
+@command
 def main(argv: list[str]) -> None:
     """Reads the file, runs what is not finished, says what failed."""
-    configure_logging()
     if len(argv) < 2:
-        sys.exit("error: give the sweep file: python -m recjax.sweep FILE")
-    try:
-        base, runs = read_sweep(argv[1], FLAGS.smoke, argv[2:])
-        finished = sum(is_finished(run.config) for run in runs)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+        raise ValueError("give the sweep file: python -m recjax.sweep FILE")
+    base, runs = read_sweep(argv[1], FLAGS.smoke, argv[2:])
+    finished = sum(is_finished(run.config) for run in runs)
     print(f"{len(runs)} runs, {finished} of them finished")
     if FLAGS.dry_run:
         for run in runs:

@@ -10,7 +10,6 @@ step, writes a checkpoint and ends with status 143. --verbosity=0 shows what lib
 """
 
 import json
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from recjax import hosts
 from recjax.config import KEYS
 from recjax.config_fields import choices_of
 from recjax.config_loading import load_config
-from recjax.console import configure_logging
+from recjax.console import command
 from recjax.host_memory import keep_freed_memory
 from recjax.planning.dry_run import print_dry_run
 from recjax.rollout.generators import require_ray
@@ -44,9 +43,9 @@ flags.DEFINE_bool(
 )
 
 
+@command
 def main(argv: list[str]) -> None:
     """Reads the config, trains, prints the result."""
-    configure_logging(logging.INFO)
     keep_freed_memory()
     keep_compiled_programs()
     if FLAGS.dry_run:
@@ -58,9 +57,6 @@ def main(argv: list[str]) -> None:
         check_run_folder(config, FLAGS.overwrite)
         jax.set_mesh(make_mesh(config.mesh))
         summary = train(config, FLAGS.overwrite)
-    except ValueError as error:
-        logging.getLogger("recjax").debug("", exc_info=True)
-        sys.exit(f"error: {error}")
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)

@@ -79,19 +79,18 @@ class Stream(io.StringIO):
 
 
 def test_messages_are_plain_and_warnings_begin_with_the_word(package, capsys):
-    console.configure_logging(logging.INFO)
+    console.configure_logging()
     package.getChild("somewhere").info("%d problems", 3)
     package.getChild("somewhere").warning("%d problems", 4)
     assert capsys.readouterr().err == "3 problems\nwarning: 4 problems\n"
-    console.configure_logging()
-    package.getChild("somewhere").info("%d problems", 5)
+    package.getChild("somewhere").debug("%d problems", 5)
     assert capsys.readouterr().err == ""
 
 
 def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, monkeypatch):
     terminal = Stream(True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    console.configure_logging(logging.INFO)
+    console.configure_logging()
     with console.progress_bar("grpo", 200, unit="step") as bar:
         package.info("something happened")
         bar.update()

@@ -15,7 +15,7 @@ import tokenizers
 from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
-from recjax.console import configure_logging, progress_bar
+from recjax.console import command, progress_bar
 from recjax.hub.export import appearing_whole, write_base, write_tensors
 from recjax.hub.weights import tensor_names
 from recjax.models.decoder import DecoderConfig
@@ -59,8 +59,8 @@ REQUIRED_FIELDS = (
 )
 
 
+@command
 def main(argv: list[str]) -> None:
-    configure_logging()
     del argv
     convert_gguf(packaged_gguf(), flags.FLAGS.output, CREDIT)
     print(f"wrote {flags.FLAGS.output}")

@@ -6,6 +6,10 @@ import jax
 
 from recjax.models.decoder import Decoder, DecoderConfig
 
+# A sampler's layers are unrolled if there are no more than this, and if they have so many weights that copying them
+# costs more than the larger program does.
+MOST_WRITTEN_OUT, LEAST_WEIGHTS = 32, 2**18
+
 
 def unrolled_on_cpu(decoder: Decoder, most: int) -> Decoder:
     """The decoder with its layers written out where that is faster: on the CPU.
@@ -14,6 +18,14 @@ def unrolled_on_cpu(decoder: Decoder, most: int) -> Decoder:
         most: layers; with more of them compiling takes longer than it is worth.
     """
     return decoder.clone(unrolled=jax.default_backend() == "cpu" and decoder.config.num_layers <= most)
+
+
+def unrolled_for_sampling(decoder: Decoder) -> Decoder:
+    """The decoder with its layers written out where that samples faster."""
+    shape = decoder.config
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    weights = shape.hidden_size * (attention + 3 * shape.intermediate_size)
+    return unrolled_on_cpu(decoder, MOST_WRITTEN_OUT) if weights >= LEAST_WEIGHTS else decoder
 
 
 def params_for(decoder: Decoder, params: dict) -> dict:

@@ -15,7 +15,7 @@ from recjax.hub.policy import Policy
 from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
-from recjax.rollout.slots import Request, Sampled
+from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.grading.pool import FAILURES, Grading, Scores
 from recjax.tasks.prompts import Prompts
 

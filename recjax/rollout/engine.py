@@ -10,16 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
-from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host
-from recjax.models.unrolling import params_for, unrolled_on_cpu
+from recjax.models.unrolling import params_for, unrolled_for_sampling
 from recjax.rollout import capacity, decoding
 from recjax.rollout.capacity import at_least, filled_up, power_of_two
-from recjax.rollout.slots import Request, Sampled, Slots, Started, check_requests
-
-# On the CPU layers are unrolled if they are no more than this, and have weights enough for their copies to cost more
-# than the larger program does.
-MOST_WRITTEN_OUT, LEAST_WEIGHTS = 32, 2**18
+from recjax.rollout.requests import Request, Sampled, Started, by_sampling, check_requests, padded, taken
+from recjax.rollout.slots import Slots
 
 _params_for = jax.jit(params_for, static_argnums=0)
 
@@ -67,7 +63,7 @@ class Engine:
             slots: completions that are sampled at one time; None: as many as memory holds, at most what is asked.
             prefix_time: tokens that prefixes are padded to; longer ones to a power of two.
         """
-        self._decoder, self._stop_ids = _written_out(decoder), tuple(stop_ids)
+        self._decoder, self._stop_ids = unrolled_for_sampling(decoder), tuple(stop_ids)
         self._asked, self._prefix_time = slots, prefix_time
         self._stacked, self._params, self._version, self._weights = None, None, 0, 0
         self._numbers = itertools.count()
@@ -199,8 +195,8 @@ class Engine:
             requests, tickets = requests + more.requests, tickets + more.tickets
         if found := self._slots.continuations(requests):
             places = list(found)
-            self._go_on(np.array(list(found.values()), np.int32), *_taken(places, requests, tickets))
-            requests, tickets = _taken([x for x in range(len(requests)) if x not in found], requests, tickets)
+            self._go_on(np.array(list(found.values()), np.int32), *taken(places, requests, tickets))
+            requests, tickets = taken([x for x in range(len(requests)) if x not in found], requests, tickets)
         if requests:
             prefixes = {request.prefix.tobytes(): request.prefix for request in requests}
             numbers = {prefix: number for number, prefix in enumerate(prefixes)}
@@ -234,14 +230,14 @@ class Engine:
         longest, count = max(map(len, prefixes)), len(prefixes)
         filled = filled_up(count if self._longest else power_of_two(count))
         time = self._prefix_time if longest <= self._prefix_time else power_of_two(longest)
-        return _padded([prefixes[place % count] for place in range(filled)], time)
+        return padded([prefixes[place % count] for place in range(filled)], time)
 
     def _first_tokens(
         self, scores: Array, prompts: Int[np.ndarray, " requests"], requests: list[Request], tickets: list[int]
     ) -> Started:
         tokens, logprobs = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.float32)
         prompts, keys = prompts.astype(np.int32), np.stack([request.key for request in requests])
-        for sampling, rows in _by_sampling(requests).items():
+        for sampling, rows in by_sampling(requests).items():
             count = len(rows)
             asked = rows if self._longest else rows[np.arange(power_of_two(count)) % count]
             options = {"sampling": sampling, "chunk": self._sizes[-1]}
@@ -276,7 +272,7 @@ class Engine:
         slots, held = self._slots, self._slots.held[places]
         rest = [request.prefix[start:] for request, start in zip(requests, held, strict=True)]
         filled = np.arange(filled_up(power_of_two(len(rest)))) % len(rest)
-        tokens, mask = _padded([rest[place] for place in filled], power_of_two(max(map(len, rest))))
+        tokens, mask = padded([rest[place] for place in filled], power_of_two(max(map(len, rest))))
         lengths, cached = slots.columns.lengths[places], slots.columns.cached[places]
         if (needed := int(cached.max()) + tokens.shape[1]) > slots.time:
             slots.resize(self._cache_time(needed))
@@ -345,7 +341,7 @@ class Engine:
             free -= max((fewer for fewer in self._sizes if fewer < slots.count), default=0)
         slots.make_room(int(slots.columns.counts[live].max()) + time)
         places = np.flatnonzero(live)
-        for sampling, rows in _by_sampling([slots.columns.requests[place] for place in places]).items():
+        for sampling, rows in by_sampling([slots.columns.requests[place] for place in places]).items():
             mine = np.zeros(slots.count, bool)
             mine[places[rows]] = True
             enough = np.clip(slots.count - free - (len(places) - len(rows)), 0, len(rows) - 1).astype(np.int32)
@@ -355,31 +351,3 @@ class Engine:
             state = on_host(state)
             slots.record(mine, state, self._version)
             self._finished |= slots.finish(np.flatnonzero(mine & ~state.live), self._stop_ids)
-
-
-def _written_out(decoder: Decoder) -> Decoder:
-    """The decoder as it is fastest here."""
-    shape = decoder.config
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    weights = shape.hidden_size * (attention + 3 * shape.intermediate_size)
-    return unrolled_on_cpu(decoder, MOST_WRITTEN_OUT) if weights >= LEAST_WEIGHTS else decoder
-
-
-def _by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:
-    """Places of requests by their distributions."""
-    found: dict[Sampling, list[int]] = {}
-    for place, request in enumerate(requests):
-        found.setdefault(request.sampling, []).append(place)
-    return {sampling: np.array(places) for sampling, places in found.items()}
-
-
-def _taken(places: list[int], *columns: list) -> list[list]:
-    return [[column[place] for place in places] for column in columns]
-
-
-def _padded(rows: list[np.ndarray], time: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of tokens, right-padded to a length, and the mask of those that are real."""
-    mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
-    tokens = np.zeros(mask.shape, np.int32)
-    tokens[mask] = np.concatenate(rows)
-    return tokens, mask

@@ -8,83 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
-from recjax.models.logprobs import Sampling
 from recjax.rollout import decoding
 from recjax.rollout.decoding import Memory, Rows
-
-
-class Request(NamedTuple):
-    """A completion to sample.
-
-    Attributes:
-        prefix: the tokens that it follows, at least one.
-        key: key data; token t, from 0, is sampled with fold_in(key, t).
-        limit: most tokens of the completion, end-of-sequence token included.
-        sampling: the distribution.
-    """
-
-    prefix: Int[np.ndarray, " prefix_time"]
-    key: UInt32[np.ndarray, " words"]
-    limit: int
-    sampling: Sampling
-
-
-def check_requests(requests: Sequence[Request], group_size: int | None, vocabulary: int) -> None:
-    """Refuses requests that cannot be sampled.
-
-    Args:
-        group_size: so many consecutive requests must share a prefix; None: each may have its own.
-    Raises:
-        ValueError: with the request's place, what is wrong with it, and the remedy.
-    """
-    for place, request in enumerate(requests):
-        if request.limit < 1:
-            raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
-        if not len(request.prefix):
-            raise ValueError(f"request {place}: its prefix is empty; give one token at least, such as the BOS")
-        leader = requests[place - place % (group_size or 1)]
-        if leader.prefix is not request.prefix and not np.array_equal(leader.prefix, request.prefix):
-            raise ValueError(f"request {place}: its prefix differs from its group's; take another group_size, or None")
-    if group_size and len(requests) % group_size:
-        raise ValueError(f"{len(requests)} requests are not whole groups of {group_size}; take another group_size")
-    tokens = np.concatenate([request.prefix for request in requests[:: group_size or 1]] or [[0]])
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
-        place = next(place for place, request in enumerate(requests) if wrong in request.prefix)
-        raise ValueError(
-            f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; take the policy's tokenizer"
-        )
-
-
-class Sampled(NamedTuple):
-    """A completion.
-
-    Attributes:
-        tokens: the end-of-sequence token among them.
-        logprobs: of each token, under the distribution that sampled it.
-        versions: the policy version whose weights sampled each token.
-        truncated: whether it ran into its limit before it ended.
-    """
-
-    tokens: Int[np.ndarray, " time"]
-    logprobs: Float[np.ndarray, " time"]
-    versions: Int[np.ndarray, " time"]
-    truncated: bool
-
-
-class Started(NamedTuple):
-    """Requests that have their first token, sampled by the weights of `version`."""
-
-    requests: list[Request]
-    tickets: list[int]
-    tokens: Int[np.ndarray, " requests"]
-    logprobs: Float[np.ndarray, " requests"]
-    version: int
-
-    def part(self, places: Int[np.ndarray, " some"]) -> "Started":
-        """Some of them."""
-        requests, tickets = ([column[place] for place in places] for column in (self.requests, self.tickets))
-        return Started(requests, tickets, self.tokens[places], self.logprobs[places], self.version)
+from recjax.rollout.requests import Request, Sampled, Started
 
 
 class Columns(NamedTuple):

@@ -14,7 +14,7 @@ from recjax.rollout import capacity, decoding
 from recjax.rollout import engine as module
 from recjax.rollout.collecting import sample_completions, sample_groups
 from recjax.rollout.engine import Engine
-from recjax.rollout.slots import Request
+from recjax.rollout.requests import Request
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 from tests.rollout.reference_sampler import sample
