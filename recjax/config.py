@@ -5,6 +5,7 @@ The blocks of config_experience.py and config_tasks.py are imported from here as
 
 import dataclasses
 import math
+import re
 import typing
 from typing import Any, Literal
 
@@ -12,7 +13,16 @@ import omegaconf
 
 from recjax.algorithms.options import require
 from recjax.config_experience import ExperienceConfig, LateConfig, MixConfig, RegimeConfig, ReplayConfig, RolloutConfig  # noqa: F401
-from recjax.config_fields import at_least, check_numbers, number, require_defaults, require_one, schema_keys
+from recjax.config_fields import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_TEMPERATURE,
+    at_least,
+    check_numbers,
+    number,
+    require_defaults,
+    require_one,
+    schema_keys,
+)
 from recjax.config_tasks import ArithmeticTask, FileTask, GradingConfig, ReasoningGymTask, TaskConfig  # noqa: F401
 from recjax.models.sampling import Sampling
 
@@ -37,7 +47,7 @@ class LoraConfig:
     """Low-rank adapters beside frozen projections."""
 
     rank: int = at_least(1, 16)
-    alpha: float = at_least(0, 32.0)  # the adapters' product is scaled by alpha / rank
+    alpha: float = number(32.0, above=0, high=2**16)  # the adapters' product is scaled by alpha / rank
     targets: list[Projection] = dataclasses.field(default_factory=lambda: ["query", "key", "value", "output"])
 
 
@@ -64,6 +74,11 @@ class ModelConfig:
             require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
             remedy = f"must divide model.decoder.num_heads = {heads}"
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
+        for pattern in self.freeze:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                require(False, "model.freeze", pattern, f"is no regular expression ({error}); mend the pattern")
         if self.lora:
             remedy = f"takes some of {', '.join(typing.get_args(Projection))}"
             require(bool(self.lora.targets), "model.lora.targets", self.lora.targets, remedy)
@@ -77,7 +92,7 @@ class WarmStartConfig:
 
     steps: int = at_least(1, 400)
     batch_size: int = at_least(1, 128)
-    learning_rate: float = at_least(0, 2e-3)
+    learning_rate: float = number(2e-3, low=0, high=1)
     wrong_fraction: float = number(0.5, low=0, high=1)
 
 
@@ -106,6 +121,16 @@ class AlgorithmConfig:
 
         return presets.resolve(self.preset, self.overrides())
 
+    def check_singletons(self) -> None:
+        """Refuses an algorithm that learns nothing from groups of one completion."""
+        axes = self.resolved()
+        if axes.get("advantage", {"singleton": "zero"}).get("singleton") == "zero":
+            name = axes["advantage"]["name"] if "advantage" in axes else axes["objective"]["name"]
+            raise ValueError(
+                f"rollout.group_size = 1: {name} is always 0 for a group's only completion; raise it, or set"
+                " algorithm.advantage={name: raw_reward}, or for an advantage that has it singleton: reward"
+            )
+
     def build(self) -> "recjax.algorithms.losses.Algorithm":
         """The algorithm; see `presets.build_algorithm`."""
         from recjax.algorithms import presets  # as above
@@ -120,14 +145,14 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
-    learning_rate: float = at_least(0, 1e-6)
+    learning_rate: float = number(1e-6, low=0, high=1)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two decay to zero over training.steps
     warmup_steps: int = at_least(0, 0)
     clip_norm: float = number(1.0, above=0, high=math.inf)  # .inf: no clipping
-    weight_decay: float = at_least(0, 0.0)
+    weight_decay: float = number(0.0, low=0, high=1)
     beta1: float = number(0.9, low=0, below=1)
     beta2: float = number(0.999, low=0, below=1)
-    epsilon: float = number(1e-8, above=0)
+    epsilon: float = number(1e-8, above=0, high=1)
 
     def check(self, steps: int) -> None:
         """Refuses a warm-up of all `steps` of the training."""
@@ -168,7 +193,7 @@ class EvaluationConfig:
     problems: int = at_least(1, 256)
     samples: int = at_least(1, 1)  # completions a problem
     initial_kl: bool = False  # KL to the initial policy as well, at the cost of one more forward pass
-    temperature: float = at_least(0, 1.0)
+    temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)
     top_k: int = at_least(0, 0)
     top_p: float = number(1.0, above=0, high=1)
 
@@ -178,6 +203,9 @@ class EvaluationConfig:
 
     def check(self) -> None:
         """Refuses what greedy completions do not have or read."""
+        remedy = f"must be 0, for greedy completions, or at least {LOWEST_TEMPERATURE}"
+        in_range = self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE
+        require(in_range, "evaluation.temperature", self.temperature, remedy)
         if self.temperature == 0:
             remedy = "needs sampled completions; raise evaluation.temperature from 0, or leave it out"
             require_defaults("evaluation", self, ("initial_kl",), remedy)
@@ -207,7 +235,7 @@ class MeshConfig:
 class Config:
     """A whole run."""
 
-    seed: int = at_least(0, 0)
+    seed: int = number(0, low=0, high=2**32 - 1)  # beyond that JAX would take it for a smaller one
     output: str = omegaconf.MISSING  # folder of the run
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
@@ -250,3 +278,5 @@ def check(config: Config) -> None:
     config.mesh.check()
     config.training.check(config.rollout)
     config.algorithm.build()
+    if config.rollout.group_size == 1 and not (config.experience and config.experience.store):
+        config.algorithm.check_singletons()

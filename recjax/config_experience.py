@@ -6,7 +6,7 @@ from typing import Literal
 import omegaconf
 
 from recjax.algorithms.options import require
-from recjax.config_fields import at_least, number, require_defaults
+from recjax.config_fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, at_least, number, require_defaults
 from recjax.models.sampling import Sampling
 
 # What stands for behaviour log-probs that a store lacks: nothing, so that they are refused; nothing, as the algorithm
@@ -25,7 +25,7 @@ class RolloutConfig:
     long_prompts: Literal["refuse", "drop"] = "refuse"  # those beyond max_prompt_tokens; drop logs their number
     max_completion_tokens: int = at_least(1, 16)
     slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all that fit
-    temperature: float = number(1.0, above=0)  # training needs diverse samples
+    temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)  # training needs diverse samples
     top_k: int = at_least(0, 0)  # 0: all tokens
     top_p: float = number(1.0, above=0, high=1)  # 1: no cut
     stop: list[str] = dataclasses.field(default_factory=list)  # strings of one token that end a completion, beside EOS

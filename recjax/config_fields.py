@@ -9,6 +9,9 @@ from typing import Any
 
 from recjax.algorithms.options import require
 
+# Beyond these scores divided by the temperature are infinite, or all the same.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+
 _LIMITS = {
     "low": ("a finite number, {} or more", operator.ge),
     "above": ("above {}", operator.gt),

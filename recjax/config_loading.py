@@ -13,6 +13,7 @@ import omegaconf
 import yaml
 from omegaconf import OmegaConf
 
+from recjax.algorithms.options import require
 from recjax.config import KEYS, Config, TaskConfig, check
 from recjax.config_fields import block_of, choices_of
 from recjax.config_tasks import TASKS
@@ -33,6 +34,25 @@ def _check_keys(values: Any, source: str, block: type = Config, prefix: str = ""
         nested = block_of(fields[key].type)
         if nested and value is not None:
             _check_keys(value, source, nested, f"{name}.")
+        else:
+            _check_texts(value, fields[key].type, f"{source}: {name}")
+
+
+def _check_texts(value: Any, annotation: Any, place: str) -> None:
+    """Refuses `${…}`, which would be replaced, and numbers and truth values where text is taken, as a text of them."""
+    parts = (annotation,) if typing.get_origin(annotation) is list else (annotation, *typing.get_args(annotation))
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_texts(each, None, f"{place}.{key}")
+    elif isinstance(value, list):
+        of = next((typing.get_args(part)[0] for part in parts if typing.get_origin(part) is list), None)
+        for each in value:
+            _check_texts(each, of, place)
+    elif isinstance(value, str):
+        remedy = "write the value itself, or \\\\${ where these characters are meant"
+        require(not re.search(r"(?<!\\)\$\{", value), place, value, f"${{…}} is not replaced; {remedy}")
+    elif value is not None and str in parts:
+        require(False, place, value, "takes text; put it in quotes, within others on a command line")
 
 
 def _parse_override(text: str) -> dict:

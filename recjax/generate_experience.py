@@ -67,7 +67,8 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         def keep(groups: list[Group], grades: Grades) -> None:
             rows = rows_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
             store.append(folder, rows)
-            bar.set_postfix(reward=f"{sum(row.reward for row in rows) / len(rows):.2f}", refresh=False)
+            rewards = [row.reward for row in rows if row.reward is not None]
+            bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
             bar.update()
 
         # A batch is graded while the next one is sampled.

@@ -14,7 +14,7 @@ ACCURACY = "evaluation/accuracy"
 
 def _evaluations(table: pd.DataFrame, metric: str):
     """Values of an evaluated metric in the order of steps, grouped by run."""
-    return table.dropna(subset=[metric]).sort_values("step").groupby(axes_of(table), sort=False)[metric]
+    return table.dropna(subset=[metric]).sort_values("step", kind="stable").groupby(axes_of(table), sort=False)[metric]
 
 
 def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Series:

@@ -103,7 +103,8 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
         "accuracy": accurate.mean(-1),
         **{f"pass@{k}": np.array([pass_at_k(count, samples, k) for count in counts]) for k in ks},
         **{f"majority@{k}": majority[:, k - 1] for k in ks},
-        **{column: by_problem(column).mean(-1) for column in (*rewards, "truncated")},
+        **{column: _known_means(by_problem(column)) for column in rewards},
+        "truncated": by_problem("truncated").mean(-1),
         "completion_length": lengths.mean(-1),
     }
     metrics = {name: _with_interval(numbers) for name, numbers in values.items()}
@@ -120,6 +121,13 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
         "difficulty": {label: _with_interval(each) | {"problems": len(each)} for label, each in parts.items()},
         "constant_answer": {"answer": constant, "share": count / problems},
     }
+
+
+def _known_means(values: np.ndarray) -> np.ndarray:
+    """Each problem's mean over its completions that have a reward, of the problems that have such a one."""
+    values = values.astype(np.float64)
+    known = values[~np.isnan(values).all(-1)]
+    return np.nanmean(known, -1) if len(known) else np.array([np.nan])
 
 
 def _with_interval(values: np.ndarray) -> dict[str, float | None]:

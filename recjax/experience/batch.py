@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from recjax.config import TaskConfig
-from recjax.experience.group import Completion, Group
+from recjax.experience.group import Completion, Grade, Group
 
 FOREIGN = -1  # policy version of a batch's rows that another model wrote
 
@@ -87,40 +87,56 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
         accurate=np.zeros(rows, bool),
         reward_parts={name: np.full(rows, np.nan, np.float32) for name in parts},
     )
-    for place, group in enumerate(groups):
-        if len(group.completions) > shape.group:
-            size = len(group.completions)
+    sizes = np.array([len(group.completions) for group in groups], int)
+    for group, size in zip(groups, sizes, strict=True):
+        if size > shape.group:
             raise ValueError(f"group {group.id!r} has {size} rows; the batch has {shape.group} a prompt")
-        prompt = f"prompt of group {group.id!r}"
-        _fill(batch.prompts[place], batch.prompt_mask[place], group.prompt_tokens, prompt)
-        for row, completion in enumerate(group.completions, start=place * shape.group):
-            _fill_row(batch, row, completion)
+    names = [f"prompt of group {group.id!r}" for group in groups]
+    prompts = [group.prompt_tokens for group in groups]
+    _fill(batch.prompts, batch.prompt_mask, np.arange(len(groups)), prompts, names)
+    filled = np.flatnonzero(np.arange(shape.group) < sizes[:, None])
+    _fill_rows(batch, filled, [completion for group in groups for completion in group.completions])
     return batch
 
 
-def _fill_row(batch: Batch, row: int, completion: Completion) -> None:
-    name, length, grade = f"row {completion.id!r}", len(completion.tokens), completion.grade
-    if not completion.mask.all():
-        raise ValueError(
-            f"{name} of source {completion.source!r} has tokens that its policy did not choose (completion_mask); this"
-            " version trains on completions that were sampled from their first token to their last"
-        )
-    _fill(batch.completions[row], batch.completion_mask[row], completion.tokens, name)
+def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequence[Completion]) -> None:
+    """Writes completions into rows of the batch."""
+    names = [f"row {one.id!r}" for one in completions]
+    for name, one in zip(names, completions, strict=True):
+        if not one.mask.all():
+            raise ValueError(
+                f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask); this"
+                " version trains on completions that were sampled from their first token to their last"
+            )
+    _fill(batch.completions, batch.completion_mask, rows, [one.tokens for one in completions], names)
     if batch.behaviour_logprobs is not None:
-        known = completion.behaviour_logprobs
-        batch.behaviour_logprobs[row, :length] = np.nan if known is None else known
-    batch.policy_version[row] = FOREIGN if completion.policy_version is None else completion.policy_version
-    batch.truncated[row] = completion.truncated
-    batch.rewards[row] = grade.reward if grade else np.nan
-    batch.accurate[row] = bool(grade and grade.accurate)
-    for part, value in (grade and grade.reward_parts or {}).items():
-        batch.reward_parts[part][row] = value
+        known = [
+            np.full(len(one.tokens), np.nan) if one.behaviour_logprobs is None else one.behaviour_logprobs
+            for one in completions
+        ]
+        batch.behaviour_logprobs[batch.completion_mask] = np.concatenate([[], *known])
+    versions = [one.policy_version for one in completions]
+    batch.policy_version[rows] = [FOREIGN if version is None else version for version in versions]
+    batch.truncated[rows] = [one.truncated for one in completions]
+    grades = [one.grade or Grade(np.nan) for one in completions]
+    batch.rewards[rows] = [grade.reward for grade in grades]
+    batch.accurate[rows] = [bool(grade.accurate) for grade in grades]
+    for part, values in batch.reward_parts.items():
+        values[rows] = [(grade.reward_parts or {}).get(part, np.nan) for grade in grades]
 
 
-def _fill(tokens: np.ndarray, mask: np.ndarray, found: np.ndarray, place: str) -> None:
-    if len(found) > len(tokens):
-        raise ValueError(f"{place} has {len(found)} tokens; the batch has room for {len(tokens)}")
-    tokens[: len(found)], mask[:] = found, np.arange(len(mask)) < len(found)
+def _fill(
+    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, found: Sequence[np.ndarray], names: Sequence[str]
+) -> None:
+    """Writes rows of tokens, and where there are some into the mask."""
+    room, lengths = tokens.shape[1], np.array([len(each) for each in found], int)
+    for name, length in zip(names, lengths, strict=True):
+        if length > room:
+            raise ValueError(f"{name} has {length} tokens; the batch has room for {room}")
+    mask[rows] = np.arange(room) < lengths[:, None]
+    filled = np.zeros((len(rows), room), tokens.dtype)
+    filled[mask[rows]] = np.concatenate([[], *found])
+    tokens[rows] = filled
 
 
 def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:

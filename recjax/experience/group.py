@@ -1,6 +1,6 @@
 """The record that passes from the sampler to the update: a group, which is one prompt and its completions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +12,13 @@ from recjax.models.sampling import Sampling
 class Grade(NamedTuple):
     """What a completion is worth.
 
-    reward: the weighted sum of its parts.
+    reward: the weighted sum of its parts; None: the reward function gave none, and the completion is left out.
     reward_parts: the named terms, not weighted; None where there are none.
     accurate: whether the answer is right, whatever else the reward is of; None: not known.
-    failure: of recjax.tasks.grading.pool.FAILURES; None where no worker process graded.
+    failure: of recjax.tasks.grading.pool.FAILURES; None where the grade is from a store.
     """
 
-    reward: float
+    reward: float | None
     reward_parts: dict[str, float] | None = None
     accurate: bool | None = None
     failure: str | None = None
@@ -93,6 +93,11 @@ def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
         return completion._replace(grade=given or known)
 
     return group._replace(completions=tuple(map(complete, group.completions)))
+
+
+def without(group: Group, ids: Container[str]) -> Group:
+    """The group without the completions of these ids."""
+    return group._replace(completions=tuple(one for one in group.completions if one.id not in ids))
 
 
 def rewards(group: Group) -> np.ndarray:

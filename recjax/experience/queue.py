@@ -17,7 +17,16 @@ import numpy as np
 
 from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
 from recjax.experience import replay
-from recjax.experience.group import Grade, Group, completion_ids, graded, is_whole, oldest_version, reward_spread
+from recjax.experience.group import (
+    Grade,
+    Group,
+    completion_ids,
+    graded,
+    is_whole,
+    oldest_version,
+    reward_spread,
+    without,
+)
 from recjax.experience.replay import Entry
 from recjax.experience.rows import groups_of, rows_of
 from recjax.experience.store import Experience
@@ -225,9 +234,12 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
 
 def _rewarded(queue: Queue, now: dict[str, Grade]) -> Queue:
     """The queue after rewards have reached their groups; those of completions that have left are counted."""
-    waiting = tuple(one._replace(group=graded(one.group, now)) for one in queue.waiting)
     here = {*completion_ids([one.group for one in queue.waiting])}
-    left = queue.left | {"rewards_too_late": queue.left["rewards_too_late"] + len(now.keys() - here)}
+    none = {name for name, grade in now.items() if grade.reward is None}
+    waiting = tuple(one._replace(group=without(graded(one.group, now), none)) for one in queue.waiting)
+    left = dict(queue.left)
+    left["rows_without_reward"] += len(none & here)
+    left["rewards_too_late"] += len(now.keys() - here)
     failures = [grade.failure for grade in now.values() if grade.failure is not None]
     ungraded = dict(Counter(queue.ungraded) + Counter(failures)) if failures else queue.ungraded
     return queue._replace(waiting=waiting, left=left, ungraded=ungraded)
@@ -243,10 +255,10 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
                 continue
             completions = tuple(completion for completion in group.completions if completion.grade)
             left["rows_without_reward"] += len(group.completions) - len(completions)
-            left["groups_without_reward"] += not completions
-            if not completions:
-                continue
             group = group._replace(completions=completions)
+        if not group.completions:
+            left["groups_without_reward"] += 1
+            continue
         if limits.keep_no_signal or reward_spread(group) > 0:
             ready.append(Entry(group, step, 0))
         else:

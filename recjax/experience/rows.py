@@ -20,7 +20,8 @@ def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> l
 
 def _row(group: Group, completion: Completion, tokenizer: str | None, time: datetime) -> Experience:
     chat = not isinstance(group.prompt, str)
-    reward, parts, accurate, _ = completion.grade or (None,) * 4
+    is_rewarded = completion.grade is not None and completion.grade.reward is not None
+    reward, parts, accurate, _ = completion.grade if is_rewarded else (None,) * 4
     return Experience(
         id=completion.id,
         group_id=group.id,

@@ -51,7 +51,7 @@ def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
     """The parameters that are trained, and those that are not.
 
     Raises:
-        ValueError: a pattern of `freeze` that is none or that no path has, or nothing left to train.
+        ValueError: a pattern of `freeze` that no path has, or nothing left to train.
     """
     leaves = flatten(params)
     frozen = {path for path in leaves if not is_adapter(path)} if config.lora else _matching(leaves, config.freeze)
@@ -64,10 +64,7 @@ def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
 def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
     found = set()
     for pattern in patterns:
-        try:
-            matching = {path for path in leaves if re.search(pattern, path)}
-        except re.error as error:
-            raise ValueError(f"model.freeze: {pattern!r} is no regular expression ({error})") from error
+        matching = {path for path in leaves if re.search(pattern, path)}
         if not matching:
             raise ValueError(f"model.freeze: {pattern!r} is in none of the paths {', '.join(leaves)}")
         found |= matching

@@ -45,7 +45,7 @@ def sample_groups(
     engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
     engine.replace_weights(params, version)
     sampled = sample_completions(engine, prompts.tokens, prompts.mask, key, group_size, max_tokens, sampling)
-    texts = policy.tokenizer.batch_decode([one.tokens[~np.isin(one.tokens, policy.stop_ids)] for one in sampled])
+    texts = policy.tokenizer.batch_decode([one.tokens if one.truncated else one.tokens[:-1] for one in sampled])
     completions = [
         Completion(
             id=f"{name}/{row:05d}",
@@ -116,10 +116,10 @@ class Grades:
         rewards, parts, accurate, failures = hosts.gathered(self._scores.result(), self._count)
         return [
             Grade(
-                reward=float(rewards[row]),
-                reward_parts={name: float(values[row]) for name, values in parts.items()} or None,
+                reward=None if np.isnan(rewards[row]) else float(rewards[row]),
+                reward_parts={name: float(values[row]) for name, values in parts.items() if not np.isnan(values[row])},
                 accurate=bool(accurate[row]),
-                failure=None if failures is None else FAILURES[failures[row]],
+                failure=FAILURES[failures[row]],
             )
             for row in range(self._count)
         ]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -134,10 +135,10 @@ def evaluate(
             divergence, tokens = divergence + difference, tokens + count
         samples += sample_rows(done)
     warn_of_ungraded(sample["ungraded"] for sample in samples)
-    rewards = np.array([sample["reward"] for sample in samples])
+    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / tokens
-    return Evaluation(accuracy, float(rewards.mean()), initial_kl, samples)
+    return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
 
 
 def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) -> tuple[float, int]:

@@ -167,8 +167,9 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
     """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
     config = run.config
     logged = {}
-    if run.grading.reward.per_row and run.own[0]:
-        logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in FAILURES[1:]}
+    if run.own[0]:
+        reasons = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
+        logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in reasons}
     if config.experience or run.generators:
         rows = Counter(completion.source for group in groups for completion in group.completions)
         logged["source_rows"] = dict(rows)

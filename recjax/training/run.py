@@ -17,8 +17,9 @@ from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.sources import by_prompt
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
 from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
-from recjax.models.trainable import in_compute_dtype, with_adapters
+from recjax.models.trainable import in_compute_dtype, split, with_adapters
 from recjax.rollout.generators import Generators
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
@@ -127,6 +128,8 @@ def prepare(config: Config) -> tuple[Run, dict]:
         check_prompts(stored, experience.mix, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
+    if config.model.freeze:
+        split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
     params = load_params(config, policy.decoder.config)
     if config.warm_start:
         params = warm_start(config, policy, params, train)

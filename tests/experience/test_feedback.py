@@ -89,7 +89,7 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
         ({"group_id": "group 0", "reward": [1, 0]}, "reward has 2 values, but the group has 3 rows"),
         ({"id": "row 0", "reward": 2}, "row 'row 0' has another reward above, 1.0"),
         ({"id": "text 6", "reward": 2}, "row 'text 6' has another reward, 1.0"),
-        ([1], "takes names and values"),
+        ([1], "must be an object with named columns"),
     ],
 )
 def test_a_bad_line_changes_nothing(folder, tmp_path, entry, reason):

@@ -176,6 +176,20 @@ def test_completions_that_could_not_be_graded_are_counted_when_delivered():
     assert queue.ungraded == {"none": 1, "timeout": 2}
 
 
+def test_completions_whose_reward_is_none_leave_and_are_counted():
+    how, whole, empty = settings_with(), make_group(0, (1.0, 0.0, 2.0)), make_group(5, (1.0, 1.0))
+    given = [Grade(1.0), Grade(None, None, False, "no_reward"), Grade(2.0), Grade(None), Grade(None)]
+    queue = add(begin_round(Queue()), [ungraded(whole), ungraded(empty)], given, 1, 0, how)
+    queue = plain_and_back(wait_for_grades(queue)[0])
+    queue = deliver(queue, 1, how)
+    assert [[grade.reward for grade in grades(entry.group)] for entry in queue.ready] == [[1.0, 2.0]]
+    assert not queue.waiting and queue.ungraded == {"no_reward": 1}
+    assert {name: number for name, number in queue.left.items() if number} == {
+        "rows_without_reward": 3,
+        "groups_without_reward": 1,
+    }
+
+
 def test_the_oldest_weights_go_first_where_batches_come_in_any_order():
     groups = [make_group(number, version=version) for number, version in enumerate((3, 1, None, 1))]
     for oldest_first, expected in ((False, [0, 1, 2]), (True, [2, 1, 3])):

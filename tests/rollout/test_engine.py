@@ -47,10 +47,6 @@ def small_sizes(monkeypatch):
     for name, value in {"ROUND": 5, "SHORTEST_CACHE": 8, "FEWEST_SLOTS": 3}.items():
         monkeypatch.setattr(capacity, name, value)
     monkeypatch.setattr(module, "LEAST_WEIGHTS", 0)
-    # Nearly all the time here goes into compiling.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def problem(config):

@@ -206,7 +206,49 @@ def test_functions_of_the_users_own():
     rows = [{"level": 3}, {"hint": "h"}]
     assert scores_of(custom(with_columns), ["a", "b"], columns=rows).rewards.tolist() == [3, 0]
     assert scores_of(custom(with_options), ["a"]).rewards.tolist() == [2]
-    assert scores_of(custom(shares), ["ab"]).failures is None
+    assert scores_of(custom(shares), ["ab"]).failures.tolist() == [0]
+
+
+def none_for_b(prompts, completions, answers):
+    return [None if text == "b" else 1.0 for text in completions]
+
+
+def no_style_for_b(prompts, completions, answers):
+    return {"right": [1.0] * len(completions), "style": none_for_b(prompts, completions, answers)}
+
+
+@pytest.mark.parametrize("function", [none_for_b, no_style_for_b])
+def test_none_is_no_reward(function):
+    scores = scores_of(custom(function), ["a", "b"])
+    assert np.isnan(scores.rewards).tolist() == scores.accurate.tolist()[::-1] == [False, True]
+    assert [FAILURES[place] for place in scores.failures] == ["none", "no_reward"]
+
+
+def other_parts_for_b(prompts, completions, answers):
+    return {"right": [1.0], "style" if completions == ["a"] else "brief": [2.0]}
+
+
+def test_parts_that_change_between_batches_are_refused():
+    with Grading(CONFIG, custom(other_parts_for_b)) as grading:
+        submitted(grading, ["a"]).result()
+        with pytest.raises(ValueError, match="returned the parts brief, right, and earlier right, style; it must"):
+            submitted(grading, ["b"]).result()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def score(:\n", r"SyntaxError: .*\(broken\.py, line 1\)"),
+        ("x = 1\ny = 1 / 0\n", r"ZeroDivisionError: division by zero\n  .*broken\.py:2 in <module>: y = 1 / 0$"),
+        ("import nothing_of_this_name\n", r"ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_error_with_the_users_own_lines(tmp_path, monkeypatch, text, reason):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"task.reward = 'broken:score': .*{reason}") as error:
+        load_reward("broken:score")
+    assert "importlib" not in str(error.value)
 
 
 def test_success_is_the_reward_where_there_is_no_accuracy():
@@ -220,10 +262,6 @@ def too_few(prompts, completions, answers):
 
 def not_a_number(prompts, completions, answers):
     return [1.0, np.nan]
-
-
-def none_of_them(prompts, completions, answers):
-    return [None, 1.0]
 
 
 def fails_on_b(prompts, completions, answers):
@@ -249,10 +287,9 @@ def nan_part(prompts, completions, answers):
     [
         (too_few, "returned 1 rewards for 2 completions"),
         (not_a_number, r"nan for completion 'b' \(row 1, answer 'a'\)"),
-        (none_of_them, "None.*must return numbers"),
-        (fails_on_b, "failed on row 1 with KeyError: 'b'; its completion is 'b'"),
-        (fails_on_b_async, "failed on row 1 with KeyError: 'b'; its completion is 'b'"),
-        (fails_on_two, "failed with KeyError: 'oops'; each row by itself passes"),
+        (fails_on_b, r"failed with KeyError: 'b'\n  .*test_grading.py:\d+ in fails_on_b: .*\n  "),
+        (fails_on_b_async, r"failed with KeyError: 'b'\n  .*in fails_on_b_async: .*\n  .* in fails_on_b: "),
+        (fails_on_two, r"failed with KeyError: 'oops'\n  .*test_grading.py:\d+ in fails_on_two: raise"),
         (nan_part, "part 'style', returned inf for completion 'b'"),
     ],
 )

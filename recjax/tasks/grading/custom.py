@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.tasks.grading.reward import Reward
+from recjax.tasks.grading.reward import Reward, described
 
 SCORE = "score"  # the part of a function that returns plain numbers
 Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
@@ -20,8 +20,11 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     It is called as function(prompts, completions, answers), with equally long lists of strings (prompts as the model
     saw them), or with a fourth argument where it takes one: a dict from the name of each further column to the list
     of its values, None in rows without it. It returns one finite number a completion, or a dict from names of parts
-    to such lists. It may be `async def`: the batch is awaited as one.
+    to such lists. None in place of a number, there or in one part, leaves the completion without a reward. It may be
+    `async def`: the batch is awaited as one.
 
+    Returns:
+        The values of each part; NaN for None.
     Raises:
         ValueError: the function raised, or returned the wrong number of values or one that is not a finite number;
             the message names the function and, where one is at fault, row and completion.
@@ -29,7 +32,7 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     try:
         result = _call(reward.function, rows)
     except Exception as error:
-        raise ValueError(f"reward function {reward.name} failed{_culprit(reward.function, rows, error)}") from error
+        raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
 
@@ -52,25 +55,16 @@ def _takes_columns(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _culprit(function: Callable[..., Any], rows: Sequence[Row], error: Exception) -> str:
-    """Which row the function fails on when given one at a time, and how; none where the failure is of the batch."""
-    for index, row in enumerate(rows):
-        try:
-            _call(function, [row])
-        except Exception as alone:
-            return f" on row {index} with {type(alone).__name__}: {alone}; its completion is {row[1]!r:.200}"
-    return f" with {type(error).__name__}: {error}; each row by itself passes"
-
-
 def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.ndarray:
     name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
     try:
-        numbers = [float(value) for value in values]
+        values = list(values)
+        numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} returned {values!r:.200}: {error}; it must return numbers") from error
+        raise ValueError(f"{name} returned {values!r:.200}: {error}; it must return numbers, or None") from error
     if len(numbers) != len(rows):
         raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
     for index, (value, (_, completion, answer, _)) in enumerate(zip(numbers, rows, strict=True)):
-        if not math.isfinite(value):
+        if not (math.isfinite(value) or values[index] is None):
             raise ValueError(f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r})")
     return np.array(numbers)

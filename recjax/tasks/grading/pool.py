@@ -17,19 +17,21 @@ from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.reward import LENGTH, Reward, check_parts
 
-FAILURES = ("none", "timeout", "crash", "too_long", "error")  # why a completion could not be graded
+# Why a completion could not be graded; no_reward: the user's function said None.
+FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
 
 
 class Scores(NamedTuple):
     """Of each completion: its reward, the parts that this is the weighted sum of, whether it is right.
 
-    failures are places in FAILURES; None where the reward is a user's function, whose failures stop the run.
+    failures are places in FAILURES. A user's function has no other than no_reward, where the reward is NaN: what it
+    raises stops the run.
     """
 
     rewards: np.ndarray
     parts: dict[str, np.ndarray]
     accurate: np.ndarray
-    failures: np.ndarray | None
+    failures: np.ndarray
 
 
 class Grading:
@@ -44,6 +46,7 @@ class Grading:
         self._config, self.reward = config, reward
         self._thread: ThreadPoolExecutor | None = None
         self._server: subprocess.Popen | None = None
+        self._names: list[str] | None = None  # of the parts that a user's function returned first
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
@@ -87,16 +90,28 @@ class Grading:
         return self._thread.submit(self._scores, rows, lengths)
 
     def _scores(self, rows: Sequence[Row], lengths: np.ndarray) -> Scores:
-        parts, failures = self._graded(rows) if self._server else (custom_parts(self.reward, rows), None)
+        parts, failures = self._graded(rows) if self._server else self._custom(rows)
         parts[LENGTH] = lengths / self._config.rollout.max_completion_tokens
         weights = self.reward.weights
         check_parts(self.reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
-        if failures is not None:
+        if self._server:
             rewards = np.where(failures > 0, 0.0, rewards)
         success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, success, failures)
+
+    def _custom(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Parts of each row from a user's function, and which rows got no reward."""
+        parts = custom_parts(self.reward, rows)
+        self._names = self._names or sorted(parts)
+        if sorted(parts) != self._names:
+            raise ValueError(
+                f"reward function {self.reward.name} returned the parts {', '.join(sorted(parts))}, and earlier"
+                f" {', '.join(self._names)}; it must return the same parts for every batch, with 0 or None in them"
+            )
+        missing = np.isnan(list(parts.values())).any(0)
+        return parts, np.where(missing, FAILURES.index("no_reward"), 0).astype(np.int32)
 
     def _graded(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row and how its grading failed, from the worker processes."""

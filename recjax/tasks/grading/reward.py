@@ -1,12 +1,16 @@
 """What completions are worth: the reward that `task.reward` names, its parts and their weights."""
 
 import importlib
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from recjax.tasks.grading.graders import GRADERS
 
+PACKAGE = Path(__file__).parents[2]
 LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
 
 
@@ -53,6 +57,14 @@ def answer_parser(name: str) -> Callable[[str], str | None]:
     return imported(GRADERS[name].parse) if name in GRADERS else str.strip
 
 
+def described(error: BaseException) -> str:
+    """An exception's type and message, then a line for each place in the user's own code that it passed."""
+    skipped = ("<frozen", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
+    places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    return f"{type(error).__name__}: {error}" + "".join(places)
+
+
 def imported(name: str) -> Callable[..., Any]:
     """The function module:function.
 
@@ -63,9 +75,10 @@ def imported(name: str) -> Callable[..., Any]:
     try:
         loaded = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"task.reward = {name!r}: {error}; the module must be importable from the folder you start in or installed"
-        ) from error
+        remedy = "the module must be importable from the folder you start in or installed"
+        raise ValueError(f"task.reward = {name!r}: {described(error)}; {remedy}") from error
+    except Exception as error:
+        raise ValueError(f"task.reward = {name!r}: importing it failed with {described(error)}") from error
     if not callable(loaded):
         raise ValueError(f"task.reward = {name!r}: {function} is not a function")
     return loaded
