@@ -39,6 +39,7 @@ def printed_lines(folder, *arguments):
     return text.splitlines()
 
 
+@pytest.mark.slow
 def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path):
     lines = printed_lines(tmp_path)
     assert lines[0].startswith("compiled programs are kept in ")
@@ -50,6 +51,7 @@ def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path
     assert not [line for line in lines if "speaks" in line or ".py:" in line] and len(lines) < 25, lines
 
 
+@pytest.mark.slow
 def test_verbosity_shows_what_libraries_log(tmp_path):
     lines = printed_lines(tmp_path, "--verbosity=0")
     said = [line for line in lines if "speaks" in line]

@@ -177,6 +177,7 @@ def test_problems_that_a_run_trains_on_are_counted(finished):
     assert seen_in_training(gone, load_task(config()).evaluation) is None
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_one_line(finished, tmp_path):
     folder, _ = finished
 

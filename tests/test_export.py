@@ -118,6 +118,7 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
         run_params(run, changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
 def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
     def command(*arguments):

@@ -34,6 +34,7 @@ def test_help_lists_flags_and_config_keys():
         assert part in shown.stdout + shown.stderr
 
 
+@pytest.mark.slow
 def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_path):
     rows = [{"question": f"{a}-{b}=", "result": a - b} for a in range(9) for b in range(9)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

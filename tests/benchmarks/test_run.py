@@ -27,6 +27,7 @@ def result(tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_recjax_alone_fills_the_rows(result):
     rows = {row["phase"]: row for row in result["rows"]}
     expected = {"step", "generate", "grade", "update", "prefill", "decode", "rescore", "checkpoint", "weight_copy"}
@@ -43,6 +44,7 @@ def test_recjax_alone_fills_the_rows(result):
     assert result["notes"]["recjax"]["config"] == ["rollout.slots=8"]
 
 
+@pytest.mark.slow
 def test_a_system_that_cannot_start_is_left_out_with_its_reason(result):
     assert "/no/such/python" in result["skipped"]["trl"]
     assert "Left out: trl" in tables.tables([result])

@@ -35,7 +35,9 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize(("sizes", "micro_batches"), [((2, 1, 1), 3), ((1, 1, 4), 1)])
+@pytest.mark.parametrize(
+    ("sizes", "micro_batches"), [pytest.param((2, 1, 1), 3, marks=pytest.mark.slow), ((1, 1, 4), 1)]
+)
 def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
     assert_equal(numbers(sizes, micro_batches), on_one_device())
 
@@ -47,6 +49,7 @@ def test_eight_devices_change_no_number(tmp_path):
         assert_equal(dict(found), on_one_device())
 
 
+@pytest.mark.slow
 def test_packed_rows_on_a_mesh_change_no_number():
     with on((2, 2, 1)):
         _, metrics = updated(batch_of(np.random.default_rng(0)), 1, packed=True)
@@ -54,6 +57,7 @@ def test_packed_rows_on_a_mesh_change_no_number():
     assert_equal(found, {name: value for name, value in on_one_device().items() if name.startswith("metrics/")})
 
 
+@pytest.mark.slow
 def test_slots_on_a_mesh_draw_the_same():
     batch, expected = batch_of(np.random.default_rng(0)), on_one_device()
     with on((2, 1, 2)):
@@ -70,6 +74,7 @@ def test_pmap_gives_the_numbers_of_one_device():
         np.testing.assert_allclose(value, expected[f"params/{path}"], **CLOSE, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_state_is_split_from_the_start_and_stays_so():
     batch = batch_of(np.random.default_rng(0))
     with on((1, 4, 1)):
