@@ -42,8 +42,9 @@ def check_numbers(block: Any, prefix: str = "") -> None:
             check_numbers(value, f"{key}.")
         elif isinstance(value, int | float):
             limits = [(*_LIMITS[name], limit) for name, limit in field.metadata.items()]
-            finite = math.isfinite(value) or value == field.metadata.get("high")
-            require(finite, key, value, "must be a finite number")
+            is_whole = isinstance(value, int)
+            finite = abs(value) < 2**63 if is_whole else math.isfinite(value) or value == field.metadata.get("high")
+            require(finite, key, value, f"must be a {'64-bit' if is_whole else 'finite'} number")
             words = ", ".join(text.format(limit) for text, _, limit in limits)
             require(all(holds(value, limit) for _, holds, limit in limits), key, value, f"must be {words}")
 

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +40,10 @@ def _check_keys(values: Any, source: str, block: type = Config, prefix: str = ""
 
 
 def _check_texts(value: Any, annotation: Any, place: str) -> None:
-    """Refuses `${…}`, which would be replaced, and numbers and truth values where text is taken, as a text of them."""
-    parts = (annotation,) if typing.get_origin(annotation) is list else (annotation, *typing.get_args(annotation))
+    """Refuses `${…}`, which would be replaced, and anything but text where text is taken, as a text of it."""
+    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if str in parts and value is not None and not isinstance(value, str):
+        require(False, place, value, "takes text; put it in quotes, within others on a command line")
     if isinstance(value, dict):
         for key, each in value.items():
             _check_texts(each, None, f"{place}.{key}")
@@ -49,10 +52,8 @@ def _check_texts(value: Any, annotation: Any, place: str) -> None:
         for each in value:
             _check_texts(each, of, place)
     elif isinstance(value, str):
-        remedy = "write the value itself, or \\\\${ where these characters are meant"
+        remedy = "write the value itself, or \\${ where these characters are meant"
         require(not re.search(r"(?<!\\)\$\{", value), place, value, f"${{…}} is not replaced; {remedy}")
-    elif value is not None and str in parts:
-        require(False, place, value, "takes text; put it in quotes, within others on a command line")
 
 
 def _parse_override(text: str) -> dict:
@@ -110,6 +111,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             merged = OmegaConf.unsafe_merge(_writable(merged), layer)
         except omegaconf.errors.OmegaConfBaseException as error:
             raise ValueError(f"{source}: {_refusal(error, layer)}") from error
+        except (TypeError, OverflowError) as error:  # of OmegaConf, which names no key then
+            raise ValueError(f"{source}: {error}; give a value of the key's type") from error
     try:
         config = OmegaConf.to_object(merged)
     except omegaconf.errors.MissingMandatoryValue as error:

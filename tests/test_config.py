@@ -133,7 +133,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("rollout.stop=5", ["rollout.stop", "5", "list"]),
         ("rollout.stop=[1]", ["rollout.stop", "1", "takes text", "quotes"]),
         ("model.path=no", ["model.path", "False", "takes text", "quotes"]),
-        ("output=${seed}", ["output", "${seed}", "not replaced", "\\\\${"]),
+        ("output=${seed}", ["output", "${seed}", "not replaced", "\\${"]),
         ("algorithm.clip.name=${seed}", ["algorithm.clip.name", "${seed}", "not replaced"]),
         ("seed=4294967296", ["seed = 4294967296", "at most 4294967295"]),
         ("optimizer.weight_decay=1e30", ["optimizer.weight_decay = 1e+30", "at most 1"]),
