@@ -44,7 +44,7 @@ FLAGS = flags.FLAGS
 
 
 def generate(config: Config, folder: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
-    """Draws batches 1 to `steps` into the store, those that it holds already left out.
+    """Samples batches 1 to `steps` into the store, those that it holds already left out.
 
     Args:
         config: of the prompts, sampling and rewards, and of the policy where `run` is None.

@@ -39,7 +39,7 @@ def drop_excess_negatives(
     spread = -group_minima(-centred, index) - group_minima(centred, index)
     negative = centred < -TIE * spread
     positives = group_sums((centred > TIE * spread).astype(rewards.dtype), index)
-    # Sorted by group, negatives first in random order, a negative's place in its group is its rank in the draw.
+    # Sorted by group, negatives first in random order, a negative's place in its group is its rank in that order.
     order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
     place = jnp.argsort(order)
     start = jax.ops.segment_min(place, index, num_segments=index.shape[0])[index]

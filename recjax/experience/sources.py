@@ -107,7 +107,7 @@ def with_logprobs(
 
 
 def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> list[Group]:
-    """The groups of batch number `batch` (from 1): all of them once an epoch, in an order drawn from the seed.
+    """The groups of batch number `batch` (from 1): all of them once an epoch, in an order that follows from the seed.
 
     A pure function of its arguments: a run that goes on has the same batches.
 

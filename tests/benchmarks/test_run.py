@@ -106,6 +106,7 @@ def test_least_work_by_hand():
     assert shares(work["decode"], 2.0, {"flops": 1.0, "bytes": 1.0})["bytes_share"] == work["decode"].bytes / 2
 
 
+@pytest.mark.slow
 def test_tables_go_between_the_marks_and_nowhere_else(tmp_path, result):
     page, file = tmp_path / "page.md", tmp_path / "toy.json"
     file.write_text(json.dumps(result))
