@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.tasks.grading.reward import Reward, described
+from recjax.tasks.grading.reward import LENGTH, Reward, check_parts, described
 
 SCORE = "score"  # the part of a function that returns plain numbers
 Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
@@ -35,6 +35,15 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
+
+
+def check_weights(reward: Reward, row: Row) -> None:
+    """Refuses weights of parts that a user's function does not return. Calls it once, with `row` alone.
+
+    Raises:
+        ValueError: with the weight and the parts that there are; and as `custom_parts`.
+    """
+    check_parts(reward.name, reward.weights, {**custom_parts(reward, [row]), LENGTH: None})
 
 
 def _call(function: Callable[..., Any], rows: Sequence[Row]) -> Any:
