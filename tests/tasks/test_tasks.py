@@ -192,6 +192,13 @@ def test_evaluation_problems_are_held_out(tmp_path):
         load_task(load_config(config, ["rollout.prompts_per_step=31"]))
 
 
+def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_the_task():
+    path = "experiments/quickstart.yaml"
+    with pytest.raises(ValueError, match="task.reward_weights.scor: the reward recjax.*has the parts score, length"):
+        load_task(load_config(path, ["task.reward_weights={scor: 2}"]))
+    assert load_task(load_config(path, ["task.reward_weights={score: 2, length: -1}"])).reward.weights["score"] == 2
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
@@ -213,13 +220,6 @@ def test_evaluation_problems_are_held_out(tmp_path):
         ("٤٢", "42", 0),
     ],
 )
-def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_the_task():
-    path = "experiments/quickstart.yaml"
-    with pytest.raises(ValueError, match="task.reward_weights.scor: the reward recjax.*has the parts score, length"):
-        load_task(load_config(path, ["task.reward_weights={scor: 2}"]))
-    assert load_task(load_config(path, ["task.reward_weights={score: 2, length: -1}"])).reward.weights["score"] == 2
-
-
 def test_number_match(completion, answer, reward):
     assert number_match([""], [completion], [answer]) == [reward]
 
