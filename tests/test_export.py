@@ -34,7 +34,7 @@ def finished(request, tmp_path_factory):
     prepared, params = prepare(config)
     initial, frozen = split(params, config.model)
     state = TrainState(initial, make_optimizer(config.optimizer, config.training.steps).init(initial))
-    manager = checkpoint.open_checkpoints(folder / "run" / "checkpoints", keep=2)
+    manager = checkpoint.open_checkpoints(folder / "run" / "checkpoints")
     restored = checkpoint.restore(manager, state, initial)
     manager.close()
     assert restored.step == 2

@@ -2,13 +2,12 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from recjax.tasks.grading.reward import Reward
+from recjax.tasks.grading.reward import MOST_REWARD, Reward
 
 SCORE = "score"  # the part of a function that returns plain numbers
 Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
@@ -19,16 +18,16 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
     It is called as function(prompts, completions, answers), with equally long lists of strings (prompts as the model
     saw them), or with a fourth argument where it takes one: a dict from the name of each further column to the list
-    of its values, None in rows without it. It returns one finite number a completion, or a dict from names of parts
-    to such lists. It may be `async def`: the batch is awaited as one.
+    of its values, None in rows without it. It returns one number a completion, of at most MOST_REWARD either way, or a
+    dict from names of parts to such lists. It may be `async def`: the batch is awaited as one.
 
     Raises:
-        ValueError: the function raised, or returned the wrong number of values or one that is not a finite number;
-            the message names the function and, where one is at fault, row and completion.
+        ValueError: the function raised or would end the program, or returned the wrong number of values or one that is
+            no such number; the message names the function and, where one is at fault, row and completion.
     """
     try:
         result = _call(reward.function, rows)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too, which would end the run as if it had succeeded
         raise ValueError(f"reward function {reward.name} failed{_culprit(reward.function, rows, error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
@@ -57,7 +56,7 @@ def _culprit(function: Callable[..., Any], rows: Sequence[Row], error: Exception
     for index, row in enumerate(rows):
         try:
             _call(function, [row])
-        except Exception as alone:
+        except BaseException as alone:
             return f" on row {index} with {type(alone).__name__}: {alone}; its completion is {row[1]!r:.200}"
     return f" with {type(error).__name__}: {error}; each row by itself passes"
 
@@ -66,11 +65,14 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.
     name = f"reward function {reward.name}" + ("" if part == SCORE else f", part {part!r},")
     try:
         numbers = [float(value) for value in values]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} returned {values!r:.200}: {error}; it must return numbers") from error
     if len(numbers) != len(rows):
         raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
     for index, (value, (_, completion, answer, _)) in enumerate(zip(numbers, rows, strict=True)):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r})")
+        if not abs(value) <= MOST_REWARD:
+            raise ValueError(
+                f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r}); rewards are"
+                f" finite and at most {MOST_REWARD:g} either way, so scale or bound it there"
+            )
     return np.array(numbers)

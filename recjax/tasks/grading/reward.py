@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from recjax.tasks.grading.graders import GRADERS
 
 LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
+# Of a reward or a part of one, either sign. Advantages and their squares are float32, which ends at 3e38.
+MOST_REWARD = 1e9
 
 
 class Reward(NamedTuple):
@@ -62,6 +64,11 @@ def imported(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), function)
+    except SystemExit as error:
+        raise ValueError(
+            f"task.reward = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
+            ' script does under `if __name__ == "__main__":`'
+        ) from error
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"task.reward = {name!r}: {error}; the module must be importable from the folder you start in or installed"
