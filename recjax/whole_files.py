@@ -22,13 +22,18 @@ def writing(path: str | Path) -> Iterator[None]:
         ) from error
 
 
+def partial_of(name: str) -> str:
+    """The name beside it of a file that is being written."""
+    return f".{name}.partial"
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file, or replaces it, in one step: killed at any time, it leaves the file as it was before.
 
     Raises:
         ValueError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(partial_of(path.name))
     with writing(path):
         try:
             with partial.open("wb") as file:

@@ -16,8 +16,8 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.config_loading import to_yaml
 from recjax.training import run_lock
-from recjax.training.checkpoint import newest_whole, progress
-from recjax.whole_files import write_whole, writing
+from recjax.training.checkpoint import newest_whole, progress, steps_of
+from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     output = Path(config.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
-    if not output.exists() or all(path.name == run_lock.NAME for path in output.iterdir()):
+    # A process that was killed before it had written the config leaves these.
+    if not output.exists() or {path.name for path in output.iterdir()} <= {run_lock.NAME, partial_of("config.yaml")}:
         return
     if not (output / "config.yaml").is_file():
         raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
@@ -73,7 +74,9 @@ def is_finished(config: Config) -> bool:
         return False
     _check_same_config(config, Path(config.output))
     try:
-        return json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.training.steps
+        made = json.loads(summary.read_text(encoding="utf-8"))["steps"]
+        # Who has deleted the checkpoints of a finished run has its summary's word alone.
+        return min([made, *steps_of(summary.parent / "checkpoints")[-1:]]) >= config.training.steps
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged (%s: %s); the run makes it again", summary, type(error).__name__, error)
         return False
@@ -119,8 +122,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     came_later = _dotted(ours).keys() - _dotted(theirs).keys()
     if changed := differences(ours, theirs, _MAY_CHANGE | came_later):
         raise ValueError(
-            f"{run / 'config.yaml'} is not that of the run's checkpoints, being what is there ({changed}); it was"
-            " changed or damaged since, so put it back as it was"
+            f"{run / 'config.yaml'} is not that of the run's checkpoints ({changed}); it was changed or"
+            " damaged since, so put it back as it was"
         )
 
 

@@ -140,7 +140,7 @@ def test_a_config_file_that_was_changed_is_not_exported(run, tmp_path):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_kv_heads: 1", "num_kv_heads: 2"))
     with pytest.raises(
-        ValueError, match="config.yaml is not that of the run's checkpoints.*num_kv_heads: 1 there, 2 now"
+        ValueError, match="config.yaml is not that of the run's checkpoints .*num_kv_heads: 1 there, 2 now"
     ):
         export(str(folder), None, str(tmp_path / "out"), None, "float32")
 

@@ -51,7 +51,7 @@ def _takes_columns(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _culprit(function: Callable[..., Any], rows: Sequence[Row], error: Exception) -> str:
+def _culprit(function: Callable[..., Any], rows: Sequence[Row], error: BaseException) -> str:
     """Which row the function fails on when given one at a time, and how; none where the failure is of the batch."""
     for index, row in enumerate(rows):
         try:
