@@ -43,6 +43,7 @@ setup(
         "tokenizers>=0.22",
         "tqdm>=4.66",
         "transformers>=5.0",
+        "xxhash>=3.4",
     ],
     extras_require={
         "async": ["ray>=2.60,<3"],

@@ -1,5 +1,6 @@
 """What a command shows while it works: the package's own messages, and bars of progress."""
 
+import errno
 import functools
 import io
 import logging
@@ -10,11 +11,12 @@ import absl.logging
 from absl import flags
 from tqdm import tqdm
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
 LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a terminal
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """A command's main whose user errors, ValueErrors, are one line and status 1.
+    """A command's main whose user errors, ValueErrors and a full disk, are one line and status 1.
 
     With --verbosity=1 the line stands below the traceback.
     """
@@ -27,6 +29,12 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         except ValueError as error:
             logging.getLogger("recjax").debug("", exc_info=True)
             sys.exit(f"error: {error}")
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            logging.getLogger("recjax").debug("", exc_info=True)
+            place = error.filename or "a file"
+            sys.exit(f"error: {place} cannot be written ({error.strerror}); make room, and the same command goes on")
 
     return run
 

@@ -62,7 +62,8 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
             alive.add(process)
             code = process.wait()
             alive.discard(process)
-        if code:
+        # A reward that ends its process with status 0 leaves no whole run.
+        if code or not is_finished(run.config):
             lines = log.read_text(errors="replace").strip().splitlines()
             failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'nothing printed'} ({log})"
 

@@ -72,22 +72,39 @@ def show_result(output: Path, summary: dict) -> None:
     """Prints accuracies before and after, costs, and a few completions of the same problems before and after."""
     console = Console()
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
-    table.add_row("held-out accuracy", f"{summary['accuracy_before']:.3f}", f"{summary['accuracy_after']:.3f}")
-    before, after = (
-        [json.loads(line) for line in (output / "samples" / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("before", "after")
-    )
-    pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=True)}
+    table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
+    try:
+        before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
+    except ValueError as error:
+        print(f"warning: {error}; samples are not shown", file=sys.stderr)
+        before, after = [], []
+    pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=False)}
     for old, new in list(pairs.values())[:5]:
         question = old["prompt"].strip().splitlines()[-1]
         table.add_row(*(repr(text)[1:-1] for text in (question, old["completion"], new["completion"])))
     console.print(table)
     console.print(
-        f"{summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} completion tokens/s,"
+        f"{summary['wall_seconds']:.0f} s, {_shown(summary['tokens_per_second'], 0)} completion tokens/s,"
         f" peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB; figure: {output / 'figures' / 'training.png'}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _shown(number: float | None, places: int = 3) -> str:
+    """A number of the summary; a dash where the row that had it is lost."""
+    return "–" if number is None else f"{number:.{places}f}"
+
+
+def _samples(path: Path) -> list[dict]:
+    samples = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
+        try:
+            sample = json.loads(line)
+            samples.append({key: str(sample[key]) for key in ("prompt", "completion")})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: line {number} is damaged ({type(error).__name__}: {error})") from error
+    return samples
 
 
 def _help() -> str:

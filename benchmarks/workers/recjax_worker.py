@@ -108,7 +108,7 @@ def prepare(inputs: Inputs) -> System:
 
     def write_checkpoint(number: int) -> dict:
         held["state"] = held["state"]._replace(step=held["state"].step + 1)
-        checkpoint.save(manager, held["state"])
+        checkpoint.save(manager, held["state"], keep=1)
         return {}
 
     # --- Behaviour log-probs: what storing them adds to drawing, and the forward pass that it saves.

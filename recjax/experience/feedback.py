@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from recjax.experience import store
 from recjax.experience.group import Grade
-from recjax.experience.store_checks import check_rows, is_finite_number
+from recjax.experience.store_checks import MOST_REWARD, check_rows, is_finite_number
 
 _GIVEN = ("reward", "reward_parts", "accurate")
 _KEYS = ("id", "group_id", *_GIVEN)
@@ -87,7 +87,7 @@ def _resolved(
 def _checked(late: Grade, place: str) -> Grade:
     reward, parts, accurate, _ = late
     if not is_finite_number(reward):
-        raise ValueError(f"{place}: reward = {reward!r:.80}: takes finite numbers")
+        raise ValueError(f"{place}: reward = {reward!r:.80}: takes finite numbers of at most {MOST_REWARD:g}")
     if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
         raise ValueError(f"{place}: reward_parts = {parts!r:.80}: takes names and finite numbers")
     if not isinstance(accurate, bool | None):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recjax.experience.store import Experience, parts_of
-from recjax.experience.store_checks import is_finite_number
+from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.tasks.reading import Row, read_file
 
@@ -208,7 +208,7 @@ def _label(row: _Source, column: str) -> str:
 
 
 def _number(row: _Source, column: str, value: Any) -> float:
-    row.require(is_finite_number(value), column, "takes finite numbers")
+    row.require(is_finite_number(value), column, f"takes finite numbers of at most {MOST_REWARD:g}")
     return float(value)
 
 

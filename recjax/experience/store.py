@@ -1,7 +1,7 @@
 """The experience store: a folder of Parquet part files, one row a completion, whoever produced it.
 
-`part-00000000.parquet`, `part-00000001.parquet` … are read in this order. A part appears whole or not at all. The
-columns are described in docs/experience.md.
+`part-00000000.parquet`, `part-00000001.parquet` … are read in this order. A part appears whole or not at all, and one
+that is damaged or lost since is noticed by the ledger beside it. The columns are described in docs/experience.md.
 """
 
 import contextlib
@@ -17,7 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
+from recjax.experience import ledger
 from recjax.experience.store_checks import check_rows, check_schema
+from recjax.manifest import size_and_digest, sync_folder
+from recjax.whole_files import writing
 
 VERSION = "1"
 _VERSION_KEY = b"recjax.experience.version"
@@ -118,7 +121,8 @@ def keep_parts(folder: str | Path, wanted: Callable[[str], bool]) -> None:
         with locked(folder):
             for part in part_files(folder):
                 if not wanted(read_columns(part, ["id"])["id"][0].as_py()):
-                    part.unlink()
+                    with ledger.entered(part, None):
+                        part.unlink()
 
 
 def read(folder: str | Path) -> list[Experience]:
@@ -142,9 +146,10 @@ def existing_parts(folder: str | Path) -> list[Path]:
     """The part files of a store, in order.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or one was lost.
     """
     parts = part_files(folder)
+    ledger.check_none_lost(Path(folder))
     if not parts:
         raise ValueError(
             f"{str(folder)!r} holds no experience (no part-*.parquet); python -m recjax.generate_experience and"
@@ -168,8 +173,10 @@ def ids(folder: str | Path) -> set[str]:
     """The ids of a store's rows; none where there is no store yet.
 
     Raises:
-        ValueError: a file stands where the folder should, or a part cannot be read or is of another version.
+        ValueError: a file stands where the folder should, a part was lost, or one cannot be read or is of another
+            version.
     """
+    ledger.check_none_lost(Path(folder))
     statuses = [(part, part.stat()) for part in part_files(folder)]
     return set().union(*(_part_ids(part, status.st_ino, status.st_mtime_ns) for part, status in statuses))
 
@@ -187,6 +194,7 @@ def locked(folder: str | Path) -> Iterator[None]:
         # Whoever was writing these is dead.
         for unfinished in Path(folder).glob(".part-*"):
             unfinished.unlink()
+        ledger.settled(Path(folder))
         yield
 
 
@@ -207,8 +215,9 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
     """Columns of a part file, or all of them, of which nothing is checked but the version.
 
     Raises:
-        ValueError: the file cannot be read, or is of another version.
+        ValueError: the file is damaged, cannot be read, or is of another version.
     """
+    ledger.check_part(part)
     try:
         table = pq.read_table(part, columns=columns, partitioning=None)
     except (pa.ArrowInvalid, OSError) as error:
@@ -224,21 +233,23 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def write_part(table: pa.Table, path: Path) -> None:
-    """Writes a part file, or replaces it, in one indivisible step that survives a loss of power; the lock is held."""
+    """Writes a part file, or replaces it, in one indivisible step that survives a loss of power; the lock is held.
+
+    Raises:
+        ValueError: it cannot be written; the store is as it was.
+    """
     temporary = path.with_name(f".{path.name}")
-    try:
-        with temporary.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                pq.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            with ledger.entered(path, size_and_digest(temporary)):
+                os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
 
 def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> pa.Table:

@@ -1,6 +1,5 @@
 """What a store's rows must not say; every refusal names file, row, column, value and reason."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,11 +7,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recjax.tasks.grading.reward import MOST_REWARD
+
 _NEEDED = ("id", "group_id", "source", "completion", "truncated", "time")
+_REWARD = f"must be finite and at most {MOST_REWARD:g}, or null while it is pending"
+_PARTS = f"takes pairs of a name, each once, and a finite value of at most {MOST_REWARD:g}"
 _ROUNDING = 1e-5  # nats by which a recorded log-probability may exceed 0
 # What numbers say of themselves where they are not null.
 _NUMBERS = (
-    ("reward", np.isfinite, "must be finite, or null while it is pending"),
+    (
+        "reward",
+        lambda x: np.abs(x) <= MOST_REWARD,
+        _REWARD,
+    ),
     ("policy_version", lambda x: x >= 0, "counts updates: 0 or more, or null"),
     ("temperature", lambda x: (x >= 0) & np.isfinite(x), "must be a finite number, 0 or more, or null"),
     ("top_k", lambda x: x >= 0, "must be 0 (all tokens) or more, or null"),
@@ -54,7 +61,7 @@ def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
 
 def is_finite_number(value: Any) -> bool:
     """Whether a value of unknown type is a number that a reward can be; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_REWARD
 
 
 Rule = tuple[str, np.ndarray, str]
@@ -74,7 +81,7 @@ def _rules(table: pa.Table) -> Iterator[Rule]:
         yield name, ~(fits(_numbers(table[name])) | _is_null(table[name])), reason
     unrewarded = _is_null(table["reward"]) & ~_is_null(table["reward_parts"])
     yield "reward_parts", unrewarded, "has parts of a reward that is not there"
-    yield "reward_parts", _unless(table, "reward_parts", _sound), "takes pairs of a name, each once, and a finite value"
+    yield "reward_parts", _unless(table, "reward_parts", _sound), _PARTS
     reason = "takes one message or more, each with role and content"
     yield "messages", _unless(table, "messages", lambda turns: turns and all(map(_whole, turns))), reason
 
@@ -147,4 +154,4 @@ def _whole(message: dict | None) -> bool:
 def _sound(parts: list[dict]) -> bool:
     names = [part["name"] for part in parts if part and part["name"]]
     values = [part["value"] for part in parts if part and part["value"] is not None]
-    return len({*names}) == len(values) == len(parts) and bool(np.isfinite(values).all())
+    return len({*names}) == len(values) == len(parts) and all(abs(value) <= MOST_REWARD for value in values)

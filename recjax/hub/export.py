@@ -19,8 +19,10 @@ from recjax.console import progress_bar
 from recjax.hub.families import FIELDS, SILU
 from recjax.hub.tokenizers import TOKENIZER_FILES
 from recjax.hub.weights import MODULES, read_config, tensor_names
+from recjax.manifest import write_manifest
 from recjax.models.decoder import DecoderConfig
 from recjax.models.trainable import flatten
+from recjax.whole_files import writing
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -79,14 +81,21 @@ def export_model(
 
 @contextlib.contextmanager
 def appearing_whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which becomes `folder` at the end; after an error nothing is left of it."""
+    """A new folder to write into, which becomes `folder` at the end, with a manifest; after an error nothing is left.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir()
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
     try:
         yield partial
-        partial.rename(folder)
+        write_manifest(partial)
+        with writing(folder):
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

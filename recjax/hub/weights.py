@@ -13,6 +13,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from recjax import manifest
 from recjax.hub.families import check_fields, decoder_config
 from recjax.hub.tokenizers import TOKENIZER_FILES, model_folder
 from recjax.models.decoder import DecoderConfig, abstract_params
@@ -57,8 +58,24 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
             with the config.
     """
     folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
+    _check_unchanged(folder)
     config = read_config(folder)
     return config, read_params(folder, config)
+
+
+def _check_unchanged(folder: Path) -> None:
+    """Compares a folder that recjax wrote with its manifest; folders of others have none.
+
+    Raises:
+        ValueError: a file is not as it was written.
+    """
+    if (folder / manifest.NAME).is_file():
+        try:
+            manifest.check_manifest(folder)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; write the folder again, or, if it was changed on purpose, delete {folder / manifest.NAME}"
+            ) from error
 
 
 def read_config(folder: Path) -> DecoderConfig:

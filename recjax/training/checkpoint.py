@@ -1,30 +1,44 @@
-"""Checkpoints that hold everything a run needs to go on exactly as if it had never stopped."""
+"""Checkpoints that hold everything a run needs to go on exactly as if it had never stopped.
 
+Each has a manifest, written when all else is on disk. One without, or with a file that does not agree with it, is not
+whole, and the run goes on from the one before.
+"""
+
+import json
+import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 
+from recjax import hosts, manifest
 from recjax.experience import store
 from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 2  # of checkpoints; 1 held several queues
+LAYOUT = 3  # of checkpoints; 2 had no manifest, 1 several queues
+READS = (2, 3)
+
+logger = logging.getLogger(__name__)
 
 
-def open_checkpoints(folder: Path, keep: int) -> ocp.CheckpointManager:
-    """The run's checkpoints, the newest `keep` of them; a checkpoint appears whole or not at all."""
-    return ocp.CheckpointManager(
-        folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-    )
+def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
+    """The run's checkpoints."""
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
-def save(manager: ocp.CheckpointManager, state: State) -> None:
-    """Writes a checkpoint and waits until it is on disk.
+def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
+    """Writes a checkpoint and its manifest, waits until it is on disk, then deletes all but the newest.
 
     Args:
         state: between two steps, all grades of its queue waited for.
+        keep: how many checkpoints stay.
+    Raises:
+        ValueError: it cannot be written; those before it stay.
     """
     rows, queue = to_plain(state.queue)
     plain = {"layout": LAYOUT, "version": state.version, "in_flight": state.in_flight, "queue": queue}
@@ -35,8 +49,21 @@ def save(manager: ocp.CheckpointManager, state: State) -> None:
     }
     if rows:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
-    manager.save(state.step, args=ocp.args.Composite(**items), force=True)
-    manager.wait_until_finished()
+    folder = Path(manager.directory)
+    try:
+        manager.save(state.step, args=ocp.args.Composite(**items), force=True)
+        manager.wait_until_finished()
+        if hosts.is_first():
+            manifest.write_manifest(folder / str(state.step))
+    except Exception as error:
+        # Tensorstore raises kinds of its own for a full disk and the like.
+        raise ValueError(
+            f"{folder}: the checkpoint of step {state.step} cannot be written ({_short(error)}); make room or give the"
+            " right to write there, and the same command goes on from the checkpoint before"
+        ) from error
+    hosts.wait_for_all("the checkpoint's manifest")
+    for step in sorted(manager.all_steps())[:-keep]:
+        manager.delete(step)
 
 
 def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_params: dict) -> State:
@@ -45,22 +72,29 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     Args:
         trained, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved.
     Raises:
-        ValueError: a checkpoint of an earlier layout.
+        ValueError: a checkpoint of an earlier layout, or one that cannot be read.
     """
     step = manager.latest_step()
-    plain = manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
-    if plain.get("layout") != LAYOUT:
+    place = f"{manager.directory}: the checkpoint of step {step}"
+    plain = progress(Path(manager.directory), step)
+    if plain.get("layout") not in READS:
         raise ValueError(
-            f"{manager.directory}: the checkpoint of step {step} has the layout of an earlier recjax, which this one"
-            " cannot go on from; go on with the recjax that wrote it, or give another output=…. evaluate and export"
-            " read it as it is"
+            f"{place} has the layout of an earlier recjax, which this one cannot go on from; go on with the recjax that"
+            " wrote it, or give another output=…. evaluate and export read it as it is"
         )
     items = {
         "state": ocp.args.StandardRestore(trained),
         "behaviour_params": ocp.args.StandardRestore(behaviour_params),
         **({"groups": ocp.args.StandardRestore()} if plain["rows"] else {}),
     }
-    restored = manager.restore(step, args=ocp.args.Composite(**items))
+    try:
+        restored = manager.restore(step, args=ocp.args.Composite(**items))
+    except Exception as error:
+        # Its files are as they were written, so this is the model's or the code's doing, or an old one's damage.
+        raise ValueError(
+            f"{place} cannot be read ({_short(error)}); if the model or the problems changed since, put them back as"
+            " they were"
+        ) from error
     rows = store.from_bytes(np.asarray(restored["groups"]["parquet"]).tobytes()) if plain["rows"] else []
     return State(
         step=step,
@@ -71,3 +105,95 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
         in_flight=tuple(plain["in_flight"]),
         totals=plain["totals"],
     )
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps of a folder's checkpoints, whole or not, in order."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+
+
+def progress(folder: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint says in plain words: layout, version, the queue's numbers, totals.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = folder / str(step) / "progress" / "metadata"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no keys and values")
+    return found
+
+
+def check_whole(folder: Path, step: int) -> None:
+    """Compares every file of a checkpoint with its manifest.
+
+    Raises:
+        ValueError: one is damaged or missing, or there is no manifest.
+    """
+    place = folder / str(step)
+    if not (place / manifest.NAME).exists() and progress(folder, step).get("layout", 1) < LAYOUT:
+        logger.warning("%s is of an earlier recjax, without checksums: damage in it would not be noticed", place)
+        return
+    manifest.check_manifest(place)
+
+
+def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
+    """The step of the newest whole checkpoint, and what is wrong with each one after it; None: no one is whole."""
+    damaged: dict[int, str] = {}
+    for step in reversed(steps_of(folder)):
+        try:
+            check_whole(folder, step)
+            return step, damaged
+        except ValueError as error:
+            damaged[step] = str(error)
+    return None, damaged
+
+
+def set_damaged_aside(folder: Path) -> None:
+    """Moves the checkpoints after the newest whole one to `damaged/` beside their folder.
+
+    Of several processes the first one does. A damaged checkpoint of step 0 alone goes as well: the run begins again,
+    and nothing is lost.
+
+    Raises:
+        ValueError: there are checkpoints, and none is whole; nothing is moved.
+    """
+    refused = None
+    if hosts.is_first() and folder.is_dir():
+        for unfinished in folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(unfinished)  # of a process that is dead: this one holds the run's lock
+        whole, damaged = newest_whole(folder)
+        if whole is None and damaged.keys() - {0}:
+            refused = none_whole(folder, damaged)
+        else:
+            for step, reason in damaged.items():
+                aside = _free(folder.parent / "damaged" / str(step))
+                aside.parent.mkdir(exist_ok=True)
+                (folder / str(step)).rename(aside)
+                back = "the run begins again" if whole is None else f"the run goes back to that of step {whole}"
+                logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, back)
+    if hosts.any_says(refused is not None):
+        raise refused or ValueError(f"{folder}: no checkpoint is whole; process 0 says why")
+
+
+def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
+    """The error for a folder of which no checkpoint is whole."""
+    reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+    return ValueError(
+        f"{folder}: no checkpoint is whole ({reasons}); bring one back from a copy, or start anew with --overwrite"
+    )
+
+
+def _free(path: Path) -> Path:
+    """The path, with a number where it is taken."""
+    names = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))]
+    return next(name for name in names if not name.exists())
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__

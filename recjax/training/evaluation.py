@@ -20,6 +20,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.rollout.collecting import sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.prompts import Prompts
+from recjax.whole_files import write_whole, writing
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 logger = logging.getLogger(__name__)
@@ -159,5 +160,6 @@ def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) 
 
 def write_samples(path: Path, evaluation: Evaluation) -> None:
     """One JSON line a completion."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in evaluation.samples), encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+    write_whole(path, "".join(json.dumps(sample) + "\n" for sample in evaluation.samples))

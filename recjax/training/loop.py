@@ -21,16 +21,18 @@ from recjax.experience.group import Group
 from recjax.models.placement import put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.plots.training import draw_experience, draw_training
-from recjax.training import checkpoint, rounds
+from recjax.training import checkpoint, rounds, run_lock
 from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.evaluation import evaluate, write_samples
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
 from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
+from recjax.training.run_folder import check_run_folder
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.update import learning_rate_schedule, recipe_of, update
+from recjax.whole_files import write_whole, writing
 
 
 class Preempted(Exception):
@@ -49,29 +51,33 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         Preempted: SIGTERM came; the step that was under way is done and its checkpoint written.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
-    run, state, manager = begin(config, overwrite)
-    output, last, resumed = Path(config.output), config.training.steps, manager.latest_step() is not None
-    recipe, micro_batches = recipe_of(config, run.policy.decoder), config.micro_batches()
-    learning_rate = learning_rate_schedule(config.optimizer, last)
-    drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
-    with contextlib.ExitStack() as stack:
+    check_run_folder(config, overwrite)
+    output, last = Path(config.output), config.training.steps
+    with run_lock.held(output) as lock, contextlib.ExitStack() as stack:
+        run, state, manager = begin(config, overwrite)
+        resumed = manager.latest_step() is not None
+        recipe, micro_batches = recipe_of(config, run.policy.decoder), config.micro_batches()
+        learning_rate = learning_rate_schedule(config.optimizer, last)
+        drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators)):
             stack.enter_context(workers)
         stopping = stack.enter_context(_stop_requests())
         if run.generators:
             rounds.start_generators(run, state)
-        writer = MetricsWriter(output, keep_through=state.step if resumed else -1)
+        writer = MetricsWriter(output, state.step if resumed else -1, state.totals["metrics"])
         stack.enter_context(contextlib.closing(writer))
         if not resumed:
             writer.write({"step": 0, **_evaluated(run, state, "before"), **_left_out(run)})
-            state = _saved(run, state, manager)
+            state = _saved(run, state, manager, writer)
         bar = stack.enter_context(progress_bar(config.algorithm.preset, last, initial=state.step))
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
         metrics = stack.enter_context(DeferredMetrics(writer, bar, run.phases, manager))
         for step in steps:
+            lock.check()
+
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
             state, groups = next_groups(run, state, step)
 
@@ -121,13 +127,15 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             if saves or evaluates or run.record:
                 metrics.settle()
             if saves:
-                state = _saved(run, state, manager)
+                lock.check()
+                state = _saved(run, state, manager, writer)
             if asked_to_stop and step < last:
                 raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
-    manager.close()
-    if hosts.is_first():
-        _finish(run)
-    hosts.wait_for_all("the summary")
+        stack.close()
+        manager.close()
+        if hosts.is_first():
+            _finish(run)
+        hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
@@ -175,13 +183,13 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
 
-def _saved(run: Run, state: State, manager: ocp.CheckpointManager) -> State:
+def _saved(run: Run, state: State, manager: ocp.CheckpointManager, writer: MetricsWriter) -> State:
     """The state as its checkpoint, which is now on disk, has it: all grades are there."""
     state = state._replace(queue=rounds.graded(run, state.queue, all_of_them=True))
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
-        state = state._replace(totals=state.totals | seconds)
-        checkpoint.save(manager, state)
+        state = state._replace(totals=state.totals | seconds | {"metrics": writer.written})
+        checkpoint.save(manager, state, run.config.training.keep_checkpoints)
     return state
 
 
@@ -209,16 +217,20 @@ def _finish(run: Run) -> None:
     config, output = run.config, Path(run.config.output)
     rows = read_metrics(output / "metrics.jsonl")
     title = f"{config.algorithm.preset}: {output.name}"
-    draw_training(rows, title, output / "figures" / "training.png")
-    if config.experience or config.regime.mode == "async":
-        draw_experience(rows, title, output / "figures" / "experience.png")
+    with writing(output / "figures"):
+        draw_training(rows, title, output / "figures" / "training.png")
+        if config.experience or config.regime.mode == "async":
+            draw_experience(rows, title, output / "figures" / "experience.png")
+    # A row is missing where metrics.jsonl was damaged before the run went on.
+    by_step = {row["step"]: row for row in rows}
+    before, after = by_step.get(0, {}), by_step.get(config.training.steps, {})
     summary = {
-        "accuracy_before": rows[0]["evaluation/accuracy"],
-        "accuracy_after": rows[-1]["evaluation/accuracy"],
-        "steps": rows[-1]["step"],
+        "accuracy_before": before.get("evaluation/accuracy"),
+        "accuracy_after": after.get("evaluation/accuracy"),
+        "steps": config.training.steps,
         "wall_seconds": run.phases.wall_seconds,
-        "tokens_per_second": rows[-1]["tokens_per_second"],
+        "tokens_per_second": after.get("tokens_per_second"),
         "peak_memory_bytes": peak_memory_bytes(),
         "seconds": dict(run.phases.totals),
     }
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")

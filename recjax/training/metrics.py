@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import resource
 import sys
 import time
@@ -12,34 +13,58 @@ from typing import Any
 
 import jax
 import numpy as np
+import xxhash
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
+from recjax.manifest import digest
+from recjax.whole_files import write_whole, writing
+
+Written = list  # size in bytes and checksum of a file's content
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Writes one row a step to metrics.jsonl and to TensorBoard files; of several processes the first one does."""
 
-    def __init__(self, output: Path, keep_through: int):
-        """Opens a run's files; rows of steps past `keep_through`, the checkpoint that the run goes on from, go."""
+    def __init__(self, output: Path, keep_through: int, written: Written | None = None):
+        """Opens a run's files; rows of steps past `keep_through`, the checkpoint that the run goes on from, go.
+
+        Args:
+            keep_through: a step; -1 keeps nothing.
+            written: metrics.jsonl as that checkpoint knows it.
+        Raises:
+            ValueError: a line of metrics.jsonl is no row, or the file cannot be written.
+        """
         self._file = self._tensorboard = None
         if not hosts.is_first():
             return
-        path = output / "metrics.jsonl"
-        kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a")
+        self._path = output / "metrics.jsonl"
+        kept = _kept(self._path, keep_through, written)
+        write_whole(self._path, kept)
+        self._size, self._digest = len(kept), xxhash.xxh3_128(kept)
+        self._file = self._path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=keep_through + 1)
+
+    @property
+    def written(self) -> Written | None:
+        """All that metrics.jsonl holds now; None in the processes that do not write it."""
+        return None if self._file is None else [self._size, self._digest.hexdigest()]
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row, which has a "step", to both files; what is counted by name, in a dictionary, to the first."""
         if self._file is None:
             return
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        line = json.dumps(row) + "\n"
+        with writing(self._path):
+            self._file.write(line)
+            self._file.flush()
+        self._size += len(line.encode())
+        self._digest.update(line.encode())
         for name, value in row.items():
             if name != "step" and not isinstance(value, dict):
                 self._tensorboard.add_scalar(name, value, row["step"])
@@ -47,17 +72,52 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes both files."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a row that could not be written, which has been said
+                self._file.close()
             self._tensorboard.close()
 
 
+def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:
+    """What a run that goes on keeps of its metrics.jsonl."""
+    if keep_through < 0:
+        return b""
+    content = path.read_bytes() if path.exists() else b""
+    if written and digest(content[: written[0]]) == written[1]:
+        return content[: written[0]]
+    rows = [row for row in read_metrics(path) if row["step"] <= keep_through]
+    if written:
+        logger.warning(
+            "%s: its rows up to step %d are not those that the run wrote: some were changed or lost since. Training"
+            " does not read them and goes on; figures and summary are made of what is there",
+            path,
+            keep_through,
+        )
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a metrics.jsonl; a row cut short by a kill is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
+    """The rows of a metrics.jsonl; a last line that is not whole yet, or was cut short by a kill, is left out.
+
+    Raises:
+        ValueError: any other line that is no row.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    return [_row(line, f"{path}: line {number}") for number, line in enumerate(lines[:-1], 1)]
+
+
+def _row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        is_row = isinstance(row, dict) and type(row.get("step")) is int
+        reason = None if is_row else "it has no whole number as its step"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    if reason:
+        raise ValueError(
+            f"{place} is no row of metrics ({reason}): {line[:60]!r}; bring the file back from a copy, or remove the"
+            " line, without which a run goes on"
+        )
+    return row
 
 
 def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:

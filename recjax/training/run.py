@@ -92,7 +92,8 @@ class State(NamedTuple):
     version: the updates that they had when copied.
     queue: groups that were sampled and may still be trained on.
     in_flight: numbers of the batches that generators are at.
-    totals: of the run so far: seconds by phase, wall seconds, tokens; a digest of the store.
+    totals: of the run so far: seconds by phase, wall seconds, tokens; a digest of the store; size and checksum of
+        metrics.jsonl; the config.
     """
 
     step: int

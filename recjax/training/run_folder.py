@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import logging
 import shutil
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import jax
 import yaml
@@ -13,6 +15,11 @@ from flax.traverse_util import flatten_dict
 from recjax import hosts
 from recjax.config import Config
 from recjax.config_loading import to_yaml
+from recjax.training import run_lock
+from recjax.training.checkpoint import newest_whole, progress, steps_of
+from recjax.whole_files import partial_of, write_whole, writing
+
+logger = logging.getLogger(__name__)
 
 # Settings that do not change what the steps made so far would have been.
 _MAY_CHANGE = {
@@ -40,12 +47,15 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         ValueError: the folder holds a finished run, one of another config, or something that is not a run.
     """
     output = Path(config.output)
-    if not output.exists() or not any(output.iterdir()):
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
+    # A process that was killed before it had written the config leaves these.
+    if not output.exists() or {path.name for path in output.iterdir()} <= {run_lock.NAME, partial_of("config.yaml")}:
         return
     if not (output / "config.yaml").is_file():
         raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
     if not overwrite:
-        _check_same_config(config, output / "config.yaml")
+        _check_same_config(config, output)
         if is_finished(config):
             raise ValueError(
                 f"output = {config.output!r} holds a finished run of {config.training.steps} steps or more; give"
@@ -54,16 +64,22 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
 
 
 def is_finished(config: Config) -> bool:
-    """Whether `output` holds a whole run of this config.
+    """Whether `output` holds a whole run of this config; a damaged summary.json is made again by running on.
 
     Raises:
         ValueError: it holds a run of another config.
     """
-    output = Path(config.output)
-    if not (output / "summary.json").is_file():
+    summary = Path(config.output) / "summary.json"
+    if not summary.is_file():
         return False
-    _check_same_config(config, output / "config.yaml")
-    return json.loads((output / "summary.json").read_text(encoding="utf-8"))["steps"] >= config.training.steps
+    _check_same_config(config, Path(config.output))
+    try:
+        made = json.loads(summary.read_text(encoding="utf-8"))["steps"]
+        # Who has deleted the checkpoints of a finished run has its summary's word alone.
+        return min([made, *steps_of(summary.parent / "checkpoints")[-1:]]) >= config.training.steps
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged (%s: %s); the run makes it again", summary, type(error).__name__, error)
+        return False
 
 
 def open_run_folder(config: Config, overwrite: bool) -> Path:
@@ -78,10 +94,11 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     output = Path(config.output)
     hosts.wait_for_all("checks of the run's folder")
     if hosts.is_first():
-        if overwrite and output.exists():
-            shutil.rmtree(output)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        with writing(f"output = {config.output!r}: it"):
+            if overwrite and output.exists():
+                _empty(output)
+            output.mkdir(parents=True, exist_ok=True)
+        write_whole(output / "config.yaml", to_yaml(config))
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -91,8 +108,34 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     return output
 
 
-def _check_same_config(config: Config, stored: Path) -> None:
-    ours, theirs = dataclasses.asdict(config), yaml.safe_load(stored.read_text(encoding="utf-8"))
+def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
+    """Compares a run's config.yaml, as it was read, with the config that its checkpoint was written under.
+
+    Args:
+        said: the checkpoint's progress; an earlier recjax put no config there.
+    Raises:
+        ValueError: they differ in what decides the weights.
+    """
+    ours, theirs = dataclasses.asdict(config), said["totals"].get("config")
+    if not theirs:
+        return
+    came_later = _dotted(ours).keys() - _dotted(theirs).keys()
+    if changed := differences(ours, theirs, _MAY_CHANGE | came_later):
+        raise ValueError(
+            f"{run / 'config.yaml'} is not that of the run's checkpoints ({changed}); it was changed or"
+            " damaged since, so put it back as it was"
+        )
+
+
+def _empty(output: Path) -> None:
+    """Deletes what is in a run's folder, but for the lock, config.yaml last: without it the rest would be no run."""
+    for path in sorted(output.iterdir(), key=lambda path: path.name == "config.yaml"):
+        if path.name != run_lock.NAME:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _check_same_config(config: Config, output: Path) -> None:
+    ours, theirs = dataclasses.asdict(config), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     if changed := differences(ours, theirs, fixed):
         raise ValueError(
@@ -101,10 +144,32 @@ def _check_same_config(config: Config, stored: Path) -> None:
         )
 
 
+def _stored_config(output: Path) -> dict[str, Any]:
+    """What a run's config.yaml says; where it is damaged, what the newest whole checkpoint says."""
+    path = output / "config.yaml"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+        reason = f"it holds {'nothing' if values is None else 'no keys and values'}"
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+    step, _ = newest_whole(output / "checkpoints")
+    if step is not None and (config := progress(output / "checkpoints", step)["totals"].get("config")):
+        logger.warning("%s is damaged (%s); that of the checkpoint of step %d is taken", path, reason, step)
+        return config
+    raise ValueError(
+        f"{path} is damaged ({reason}), and no checkpoint says what was in it; bring it back from a copy, or give"
+        " --overwrite to delete that run"
+    )
+
+
 def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> str:
     """What is set otherwise `there` than `now`, by dotted key; empty where nothing is."""
-    ours, theirs = (
-        {".".join(map(str, path)): value for path, value in flatten_dict(values).items()} for values in (ours, theirs)
-    )
+    ours, theirs = _dotted(ours), _dotted(theirs)
     changed = sorted(key for key in (ours.keys() | theirs.keys()) - ignored if ours.get(key) != theirs.get(key))
     return "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)
+
+
+def _dotted(values: dict) -> dict[str, Any]:
+    return {".".join(map(str, path)): value for path, value in flatten_dict(values).items()}

@@ -1,5 +1,6 @@
 """Where a run begins: before its first step, or at its newest checkpoint."""
 
+import dataclasses
 import functools
 import logging
 
@@ -29,7 +30,8 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     """
     run, params = prepare(config)
     output = open_run_folder(config, overwrite)
-    manager = checkpoint.open_checkpoints(output / "checkpoints", config.training.keep_checkpoints)
+    checkpoint.set_damaged_aside(output / "checkpoints")
+    manager = checkpoint.open_checkpoints(output / "checkpoints")
     decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)
     params, frozen = split(params, config.model)
     initial = in_compute_dtype(decoder, params, copy=True)
@@ -37,6 +39,7 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     frozen = in_compute_dtype(decoder, frozen, copy=False)
     run = run._replace(frozen=frozen, initial=initial if reads_initial else None)
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
+    totals |= {"config": dataclasses.asdict(config), "metrics": None}
     state = State(0, first_state(recipe.optimizer, params), initial, 0, Queue(), (), totals)
     if manager.latest_step() is None:
         return run, state, manager
@@ -50,6 +53,7 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
             f"the experience store {place!r} is not what it was when this run began, and its batches would be others;"
             f" put its rows back, or give another output than {config.output!r}"
         )
+    state = state._replace(totals=totals | state.totals | {"config": totals["config"]})
     logger.info("going on from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return run, state, manager

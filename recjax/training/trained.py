@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,12 @@ from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task
+from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
 from recjax.training.mesh import check_fits
 from recjax.training.run import characters, prepare, untrained
+from recjax.training.run_folder import check_config_file
+
+logger = logging.getLogger(__name__)
 
 
 class Subject(NamedTuple):
@@ -105,7 +110,7 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
         ValueError: there is no such checkpoint, or the model or task of the config is no longer what it was.
     """
     lora = config.model.lora
-    step = _checkpoint_step(run, step)
+    step = _whole_step(run, config, step)
     if lora or config.model.freeze:
         prepared, params = prepare(untrained(config))
         policy, (like, constant) = prepared.policy, split(on_host(params), config.model)
@@ -131,18 +136,31 @@ def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[in
         ValueError: there is no such checkpoint.
     """
     decoder_config = adapted(policy_alone(config, "").decoder.config, config.model.lora)
-    step = _checkpoint_step(run, step)
+    step = _whole_step(run, config, step)
     return step, decoder_config, _restored(run, step, split(abstract_params(decoder_config), config.model)[0])
 
 
-def _checkpoint_step(run: Path, step: int | None) -> int:
+def _whole_step(run: Path, config: Config, step: int | None) -> int:
+    """The step of the newest whole checkpoint, or `step`, whose checkpoint must be whole and of this config."""
     folder = run / "checkpoints"
-    steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    steps = steps_of(folder)
     if not steps:
         raise ValueError(f"run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
-    if step is not None and step not in steps:
+    if step is None:
+        step, damaged = newest_whole(folder)
+        if step is None:
+            raise none_whole(folder, damaged)
+        for left_out, reason in damaged.items():
+            logger.warning("checkpoint of step %d: %s; that of step %d is taken", left_out, reason, step)
+    elif step not in steps:
         raise ValueError(f"step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
-    return steps[-1] if step is None else step
+    else:
+        try:
+            check_whole(folder, step)
+        except ValueError as error:
+            raise ValueError(f"step {step}: {error}; name another one, or bring it back from a copy") from error
+    check_config_file(run, config, progress(folder, step))
+    return step
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:

@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,14 @@ from filelock import FileLock
 from recjax import __version__
 from recjax.config import Config, WarmStartConfig
 from recjax.hub.policy import Policy
+from recjax.manifest import check_manifest, write_manifest
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
 from recjax.training.cache import cache_folder
 from recjax.training.metrics import progress_bar
+from recjax.whole_files import writing
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +35,11 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     """Parameters after the warm start, from the cache where the same one was made before.
 
     The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on, but for the mesh,
-    which changes how it is rounded. Several processes make theirs together and leave the cache alone.
+    which changes how it is rounded. What is damaged there is made anew. Several processes make theirs together and
+    leave the cache alone.
+
+    Raises:
+        ValueError: the cache cannot be written.
     """
     if jax.process_count() > 1:
         return supervise(config.warm_start, policy, params, prompts, config.seed)
@@ -40,17 +48,41 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder("warm_start") / digest
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     # Of several runs that need the same base policy at one time, one makes it and the others wait.
     with FileLock(f"{folder}.lock"), ocp.StandardCheckpointer() as checkpointer:
-        if folder.exists():
+        if _is_whole(folder):
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed)
-        checkpointer.save(folder, params)
-        checkpointer.wait_until_finished()
+        for left in folder.parent.glob(f"{digest}*"):
+            if left.is_dir():  # damaged, or of a process that was killed at it
+                shutil.rmtree(left)
+        try:
+            checkpointer.save(folder, params)
+            checkpointer.wait_until_finished()
+            write_manifest(folder)
+        except Exception as error:
+            # Tensorstore raises kinds of its own for a full disk and the like.
+            raise ValueError(
+                f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); make room"
+                " there, or set RECJAX_CACHE to another folder"
+            ) from error
     logger.info("base policy written to the cache: %s", folder)
     return params
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the cache has a base policy, every byte as it was written."""
+    if not folder.exists():
+        return False
+    try:
+        check_manifest(folder)
+    except ValueError as error:
+        logger.warning("base policy in the cache: %s; it is made anew", error)
+        return False
+    return True
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.experience import store
+from recjax.experience import ledger, store
 from tests.experience.rows import make_row, same, text_row
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
@@ -41,7 +41,7 @@ def test_rows_come_out_as_they_went_in(tmp_path):
 
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    rewards=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=8, max_size=8),
+    rewards=st.lists(st.floats(-1e9, 1e9), min_size=8, max_size=8),
     text=st.text(),
     seed=st.integers(0, 99),
 )
@@ -162,6 +162,8 @@ BAD_ROWS = {
     ),
     "NaN log-prob": (dict(behaviour_logprobs=np.array([-1, NAN, -1], np.float32)), "behaviour_logprobs", "give null"),
     "NaN reward": (dict(reward=NAN), "reward", "finite"),
+    "reward beyond float32": (dict(reward=1e300), "reward", "at most 1e\\+09"),
+    "part beyond float32": (dict(reward_parts={"correct": -1e39}), "reward_parts", "at most 1e\\+09"),
     "infinite reward": (dict(reward=np.inf), "reward", "finite"),
     "NaN part": (dict(reward_parts={"correct": NAN}), "reward_parts", "finite"),
     "parts alone": (dict(reward=None), "reward_parts", "not there"),
@@ -209,6 +211,7 @@ def test_ids_are_unique_in_a_store_and_groups_go_on(tmp_path):
 def rewrite(part: Path, change) -> None:
     table = pq.read_table(part, partitioning=None)
     pq.write_table(change(table), part)
+    (part.parent / ledger.NAME).unlink()
 
 
 @pytest.mark.parametrize(

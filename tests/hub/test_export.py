@@ -98,7 +98,7 @@ def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(ba
         (folder / name).write_text(text)
     export_model(tmp_path / "out", config, params, folder, "bfloat16")
     kept = {str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()}
-    assert kept == {*list(files)[:5], "config.json", "model.safetensors"}
+    assert kept == {*list(files)[:5], "config.json", "model.safetensors", "manifest.json"}
     for name in list(files)[:5]:
         assert (tmp_path / "out" / name).read_text() == files[name]
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))

@@ -278,6 +278,30 @@ def fails_on_two(prompts, completions, answers):
     return [1.0]
 
 
+def huge(prompts, completions, answers):
+    return [0.0, 1e300]
+
+
+def beyond_float32(prompts, completions, answers):
+    return [0.0, -1e39]
+
+
+def whole_and_huge(prompts, completions, answers):
+    return [0, 10**400]
+
+
+def leaves(prompts, completions, answers):
+    sys.exit(0)
+
+
+def leaves_on_b(prompts, completions, answers):
+    return [1.0 if text == "a" else sys.exit() for text in completions]
+
+
+async def cancelled(prompts, completions, answers):
+    raise asyncio.CancelledError
+
+
 def nan_part(prompts, completions, answers):
     return {"style": [1.0, float("inf")]}
 
@@ -290,12 +314,34 @@ def nan_part(prompts, completions, answers):
         (fails_on_b, r"failed with KeyError: 'b'\n  .*test_grading.py:\d+ in fails_on_b: .*\n  "),
         (fails_on_b_async, r"failed with KeyError: 'b'\n  .*in fails_on_b_async: .*\n  .* in fails_on_b: "),
         (fails_on_two, r"failed with KeyError: 'oops'\n  .*test_grading.py:\d+ in fails_on_two: raise"),
+        (huge, r"returned 1e\+300 for completion 'b' .*at most 1e\+09 either way"),
+        (beyond_float32, r"returned -1e\+39 for completion 'b'"),
+        (whole_and_huge, "must return numbers"),
+        (leaves, r"failed with SystemExit: 0\n.* in leaves: "),
+        (leaves_on_b, r"failed with SystemExit: \n.* in leaves_on_b: "),
+        (cancelled, "failed with CancelledError"),
         (nan_part, "part 'style', returned inf for completion 'b'"),
     ],
 )
 def test_a_faulty_function_is_named_with_its_row(function, message):
     with pytest.raises(ValueError, match=f"test_grading:{function.__name__}.*{message}"):
         scores_of(custom(function), ["a", "b"])
+
+
+def test_weights_that_make_rewards_infinite_are_refused():
+    with pytest.raises(
+        ValueError, match=r"the sum of its parts.*is 1e\+20 for completion 'abcd'.*lower task.reward_weights"
+    ):
+        scores_of(custom(shares, score=1e20), ["abcd"])
+
+
+def test_a_module_that_ends_the_program_on_its_import_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "leaves_at_once.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"task.reward = 'leaves_at_once:f': importing .* ends the program .SystemExit: 0"
+    ):
+        load_reward("leaves_at_once:f")
 
 
 def test_a_weight_of_no_part_is_refused_at_first_use():

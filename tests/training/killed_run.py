@@ -19,12 +19,16 @@ from tests.training.tiny_run import train
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def trained(config: str, overrides: list[str], compiled: str, kill_at: int | None) -> None:
+def trained(config: str, overrides: list[str], compiled: str, kill_at: int | None, cache: str = "no cache") -> None:
     """Trains in this process, which ends itself at event number `kill_at`; the number of events goes to `events.json`.
+
+    Which event it was is written beside the run's folder.
 
     Args:
         compiled: folder where compiled programs are kept.
+        cache: folder for base policies; changes to its files are events as well.
     """
+    os.environ["RECJAX_CACHE"] = cache
     jax.config.update("jax_compilation_cache_dir", compiled)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     output = next(value.split("=", 1)[1] for value in overrides if value.startswith("output="))
@@ -33,14 +37,14 @@ def trained(config: str, overrides: list[str], compiled: str, kill_at: int | Non
     def event(name: str) -> None:
         seen.append(name)
         if len(seen) == kill_at:
-            Path(output, "killed_at.txt").open("a").write(f"{kill_at} {name}\n")
+            Path(f"{output}.killed").open("a").write(f"{kill_at} {name}\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def file_change(name: str, arguments: tuple) -> None:
         written = name == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING
-        if (written or name in ("os.rename", "os.mkdir", "os.remove")) and str(arguments[0]).startswith(output):
-            if "killed_at" not in str(arguments[0]):
-                event(f"{name} {Path(str(arguments[0])).relative_to(output)}")
+        if written or name in ("os.rename", "os.mkdir", "os.remove"):
+            if str(arguments[0]).startswith((f"{output}/", f"{cache}/")):
+                event(f"{name} {Path(str(arguments[0])).name}")
 
     def watched(function, name: str):
         def calls(*args, **named):

@@ -69,7 +69,7 @@ def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, forks, mode)
     for kill_at in generator.integers(1, 65, size=KILLS).tolist():
         assert run(kill_at) == -signal.SIGKILL
     assert run(None) == 0
-    assert len((output / "run" / "killed_at.txt").read_text().splitlines()) == KILLS
+    assert len((output / "run.killed").read_text().splitlines()) == KILLS
     rows = read_metrics(output / "run" / "metrics.jsonl")
     assert without_times(rows) == without_times(straight)
     if "experience.record=true" in options:

@@ -92,10 +92,10 @@ def test_a_state_is_split_from_the_start_and_stays_so():
 def test_a_checkpoint_of_one_mesh_restores_onto_another(tmp_path):
     with on((1, 4, 1)):
         state = start()
-        with checkpoint.open_checkpoints(tmp_path, 1) as manager:
-            checkpoint.save(manager, State(3, state, state.params, 0, Queue(), (), {"tokens": 7}))
+        with checkpoint.open_checkpoints(tmp_path) as manager:
+            checkpoint.save(manager, State(3, state, state.params, 0, Queue(), (), {"tokens": 7}), 1)
     for sizes in ((2, 1, 2), None):
-        with on(sizes), checkpoint.open_checkpoints(tmp_path, 1) as manager:
+        with on(sizes), checkpoint.open_checkpoints(tmp_path) as manager:
             here = start()
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, here)
             restored = checkpoint.restore(manager, like, like.params)

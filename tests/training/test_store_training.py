@@ -66,9 +66,9 @@ def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypa
     store.append(tmp_path / "one", store.read(drawn)[:16])
     saved, save = [], loop.checkpoint.save
 
-    def kept(manager, state: State):
+    def kept(manager, state: State, keep):
         saved.append(np.concatenate([np.ravel(x) for x in loop.jax.tree.leaves(state.trained.params)]))
-        save(manager, state)
+        save(manager, state, keep)
 
     monkeypatch.setattr(loop.checkpoint, "save", kept)
     options = ["training.steps=1", "evaluation.every=0"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.tasks.grading.reward import LENGTH, Reward, check_parts, described
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, Reward, check_parts, described
 
 SCORE = "score"  # the part of a function that returns plain numbers
 Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
@@ -19,19 +19,19 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
     It is called as function(prompts, completions, answers), with equally long lists of strings (prompts as the model
     saw them), or with a fourth argument where it takes one: a dict from the name of each further column to the list
-    of its values, None in rows without it. It returns one finite number a completion, or a dict from names of parts
-    to such lists. None in place of a number, there or in one part, leaves the completion without a reward. It may be
-    `async def`: the batch is awaited as one.
+    of its values, None in rows without it. It returns one number a completion, of at most MOST_REWARD either way, or a
+    dict from names of parts to such lists. None in place of a number, there or in one part, leaves the completion
+    without a reward. It may be `async def`: the batch is awaited as one.
 
     Returns:
         The values of each part; NaN for None.
     Raises:
-        ValueError: the function raised, or returned the wrong number of values or one that is not a finite number;
-            the message names the function and, where one is at fault, row and completion.
+        ValueError: the function raised or would end the program, or returned the wrong number of values or one that is
+            no such number; the message names the function and, where one is at fault, row and completion.
     """
     try:
         result = _call(reward.function, rows)
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
         raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
@@ -69,11 +69,14 @@ def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.
     try:
         values = list(values)
         numbers = [math.nan if value is None else float(value) for value in values]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} returned {values!r:.200}: {error}; it must return numbers, or None") from error
     if len(numbers) != len(rows):
         raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
     for index, (value, (_, completion, answer, _)) in enumerate(zip(numbers, rows, strict=True)):
-        if not (math.isfinite(value) or values[index] is None):
-            raise ValueError(f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r})")
+        if not (abs(value) <= MOST_REWARD or values[index] is None):
+            raise ValueError(
+                f"{name} returned {value} for completion {completion!r} (row {index}, answer {answer!r}); rewards are"
+                f" finite and at most {MOST_REWARD:g} either way, so scale or bound it there"
+            )
     return np.array(numbers)

@@ -15,7 +15,7 @@ import numpy as np
 from recjax.config import Config
 from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.grading.reward import LENGTH, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, Reward, check_parts
 
 # Why a completion could not be graded; no_reward: the user's function said None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
@@ -97,6 +97,7 @@ class Grading:
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
         if self._server:
             rewards = np.where(failures > 0, 0.0, rewards)
+        self._check_bounded(rewards, parts, rows, failures == 0)
         success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
         parts = {part: values.astype(np.float32) for part, values in parts.items()}
         return Scores(rewards.astype(np.float32), parts, success, failures)
@@ -112,6 +113,20 @@ class Grading:
             )
         missing = np.isnan(list(parts.values())).any(0)
         return parts, np.where(missing, FAILURES.index("no_reward"), 0).astype(np.int32)
+
+    def _check_bounded(
+        self, rewards: np.ndarray, parts: dict[str, np.ndarray], rows: Sequence[Row], graded: np.ndarray
+    ) -> None:
+        """Refuses weighted sums that training could not compute with, and built-in parts that are no such numbers."""
+        for part, values in {"": rewards, **parts}.items():
+            if (bad := graded & ~(np.abs(values) <= MOST_REWARD)).any():
+                row = int(np.argmax(bad))
+                place = f"completion {rows[row][1]!r:.200} (row {row})"
+                what = f"part {part!r}" if part else "the sum of its parts, each times its weight,"
+                raise ValueError(
+                    f"reward {self.reward.name}: {what} is {values[row]} for {place};"
+                    f" rewards are finite and at most {MOST_REWARD:g} either way, so lower task.reward_weights"
+                )
 
     def _graded(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row and how its grading failed, from the worker processes."""

@@ -12,6 +12,8 @@ from recjax.tasks.grading.graders import GRADERS
 
 PACKAGE = Path(__file__).parents[2]
 LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
+# Of a reward or a part of one, either sign. Advantages and their squares are float32, which ends at 3e38.
+MOST_REWARD = 1e9
 
 
 class Reward(NamedTuple):
@@ -74,6 +76,11 @@ def imported(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), function)
+    except SystemExit as error:
+        raise ValueError(
+            f"task.reward = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
+            ' script does under `if __name__ == "__main__":`'
+        ) from error
     except (ImportError, AttributeError) as error:
         remedy = "the module must be importable from the folder you start in or installed"
         raise ValueError(f"task.reward = {name!r}: {described(error)}; {remedy}") from error

@@ -1,0 +1,121 @@
+"""What a store's files are: size and checksum of every part, by which a lost or damaged one is noticed.
+
+A part is entered before it appears and confirmed after it: whoever is killed between the two leaves an entry with two
+states, of which the part has either.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recjax.manifest import read_sealed, size_and_digest, sync_folder, write_sealed
+
+NAME = ".manifest.json"
+
+State = list[Any] | None  # size and checksum of a part; None: it is not there
+Ledger = dict[str, list[State]]  # a part's name → the states that it may be in
+
+logger = logging.getLogger(__name__)
+
+
+def read_ledger(folder: Path) -> Ledger | None:
+    """A store's ledger; None: it has none, being of an earlier recjax.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / NAME
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return _read(path, status.st_ino, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, inode: int, modified: int) -> Ledger:
+    # Kept, because every part of a store is looked up in it.
+    try:
+        return read_sealed(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; bring it back from a copy, or {_anew(path.parent)}") from error
+
+
+def check_none_lost(folder: Path) -> None:
+    """Refuses a store of which a part is missing.
+
+    Raises:
+        ValueError: with the part.
+    """
+    for name, states in (read_ledger(folder) or {}).items():
+        if None not in states and not (folder / name).exists():
+            raise ValueError(
+                f"{folder / name} is missing, a part of the store; bring it back from a copy, or {_anew(folder)}"
+            )
+
+
+def check_part(part: Path) -> None:
+    """Refuses a part that is not as it was written; one that is not in the ledger is taken with a warning.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    ledger = read_ledger(part.parent)
+    if ledger is None:
+        _warn_once(f"{part.parent} is of an earlier recjax, without checksums: damage in it would not be noticed")
+    elif part.name not in ledger:
+        _warn_once(f"{part} was not written by recjax, or got lost from {NAME}: damage in it would not be noticed")
+    elif (found := size_and_digest(part)) not in ledger[part.name]:
+        # A writer may have replaced it meanwhile.
+        if found not in (read_ledger(part.parent) or {}).get(part.name, [found]):
+            raise ValueError(
+                f"{part} is damaged: it is not as it was written; bring it back from a copy, or, if it was changed on"
+                f" purpose, {_anew(part.parent)}"
+            )
+
+
+@contextlib.contextmanager
+def entered(part: Path, state: State) -> Iterator[None]:
+    """A block in which a part comes into a state; the store's lock is held.
+
+    A store without a ledger gets one, with its parts as they are.
+
+    Args:
+        state: the part's after the block; None deletes it.
+    """
+    folder = part.parent
+    ledger = read_ledger(folder)
+    if ledger is None:
+        ledger = {known.name: [size_and_digest(known)] for known in folder.glob("part-*.parquet")}
+    before = ledger.get(part.name, [None])
+    write_sealed(folder / NAME, ledger | {part.name: [*before, state]})
+    sync_folder(folder)
+    yield
+    after = {name: states for name, states in (ledger | {part.name: [state]}).items() if states != [None]}
+    write_sealed(folder / NAME, after)
+
+
+def settled(folder: Path) -> None:
+    """Confirms what a writer who was killed had entered; the store's lock is held."""
+    ledger = read_ledger(folder)
+    if ledger is None or all(len(states) == 1 for states in ledger.values()):
+        return
+    for name, states in ledger.items():
+        if len(states) > 1:
+            part = folder / name
+            found = size_and_digest(part) if part.exists() else None
+            if found in states:
+                ledger = ledger | {name: [found]}
+    write_sealed(folder / NAME, {name: states for name, states in ledger.items() if states != [None]})
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _anew(folder: Path) -> str:
+    return f"delete {folder / NAME}, and the store is taken as it is"

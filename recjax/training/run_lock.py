@@ -1,0 +1,189 @@
+"""One process, or one group of processes, at a time in a run's folder: who holds it stands in `running.json`."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from recjax import hosts
+from recjax.whole_files import writing
+
+NAME = "running.json"
+BEAT_SECONDS = 10.0  # between two signs of life
+STALE_SECONDS = 60.0  # after so long without one, a holder on another host is taken for dead
+
+logger = logging.getLogger(__name__)
+
+
+class Holder(NamedTuple):
+    """The process that holds a run's folder."""
+
+    host: str
+    pid: int
+    since: str
+
+    def __str__(self) -> str:
+        """The holder as messages call it."""
+        return f"process {self.pid} on host {self.host}, since {self.since}"
+
+
+class RunLock:
+    """Held in a run's folder; of several processes the first one holds it for all."""
+
+    def __init__(self, output: Path, descriptor: int | None, holder: Holder | None):
+        """Takes over an open and locked file; None in the processes that hold nothing themselves."""
+        self._path, self._descriptor, self._holder = output / NAME, descriptor, holder
+
+    def check(self) -> None:
+        """Makes sure that the folder is still there and still this process's.
+
+        Raises:
+            ValueError: somebody deleted the folder, or took it over.
+        """
+        if self._descriptor is None:
+            return
+        output = str(self._path.parent)
+        try:
+            is_ours = self._path.stat().st_ino == os.fstat(self._descriptor).st_ino
+        except OSError as error:
+            raise ValueError(
+                f"output = {output!r}: the folder, or {NAME} in it, was deleted while the run was going on"
+                f" ({error.strerror}); nothing more is written there. The same command goes on from what is left"
+            ) from error
+        found = _read(self._descriptor)
+        if not is_ours or found != self._holder:
+            raise ValueError(
+                f"output = {output!r}: another process has taken the folder over ({found or 'it does not say who'});"
+                " this one ends, and what the other one does is not touched"
+            )
+
+
+@contextlib.contextmanager
+def held(output: Path) -> Iterator[RunLock]:
+    """Holds a run's folder, which is made where there is none, for as long as the block lasts.
+
+    The file is locked (`flock`), which ends with the process however it ends. Where hosts share the folder and not
+    the lock, a sign of life in the file, its time of modification, tells whether the holder lives.
+
+    Raises:
+        ValueError: another process holds the folder, or it cannot be made or written.
+    """
+    made, lock, refused = not output.exists(), RunLock(output, None, None), None
+    if hosts.is_first():
+        try:
+            lock = _taken(output)
+        except ValueError as error:
+            refused = error
+    if hosts.any_says(refused is not None):
+        raise refused or ValueError(f"output = {str(output)!r}: process 0 was refused the folder and says why")
+    if lock._descriptor is None:
+        yield lock
+        return
+    ended = threading.Event()
+    beats = threading.Thread(target=_beat, args=(lock._descriptor, ended), name="sign of life", daemon=True)
+    beats.start()
+    try:
+        yield lock
+    finally:
+        ended.set()
+        beats.join()
+        _release(lock, made)
+
+
+def _taken(output: Path) -> RunLock:
+    path = output / NAME
+    with writing(f"output = {str(output)!r}: {path}"):
+        output.mkdir(parents=True, exist_ok=True)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            locked = _lock(descriptor)
+            # Whoever held it may have removed it between the two calls.
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    break
+            os.close(descriptor)
+    try:
+        found = _read(descriptor)
+        if _is_alive(found, locked, output, descriptor):
+            raise ValueError(
+                f"output = {str(output)!r} is in use: {found or 'another process'} is writing a run there; wait for it,"
+                f" stop it, or give another output=…. If it is dead for certain, delete {path}"
+            )
+        if found:
+            logger.info("%s was left by %s, which is dead; it is taken over", path, found)
+        holder = Holder(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder._asdict()).encode(), 0)
+            os.fsync(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return RunLock(output, descriptor, holder)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file could be locked; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_alive(holder: Holder | None, locked: bool | None, output: Path, descriptor: int) -> bool:
+    """Whether somebody else holds the folder."""
+    if locked is False:
+        return True
+    if holder is None:
+        return False
+    if holder.host != socket.gethostname():
+        # Both times are the file system's, whatever this host's clock says.
+        with tempfile.TemporaryFile(dir=output) as now:
+            return os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime < STALE_SECONDS
+    return locked is None and holder.pid != os.getpid() and _runs(holder.pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _read(descriptor: int) -> Holder | None:
+    """Who holds the file; None where it does not say so."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        return Holder(str(found["host"]), int(found["pid"]), str(found["since"]))
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
+
+
+def _beat(descriptor: int, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
+
+
+def _release(lock: RunLock, made: bool) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        lock.check()
+        lock._path.unlink()
+    os.close(lock._descriptor)
+    if made:
+        with contextlib.suppress(OSError):  # a run is in it
+            lock._path.parent.rmdir()

@@ -1,0 +1,45 @@
+"""Files that appear whole or not at all, and what is said where one cannot be written."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Names `path` where the block under it cannot write: no room, no right, no such place.
+
+    Raises:
+        ValueError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror or error}); make room or give the right to write there, and"
+            " the same command goes on"
+        ) from error
+
+
+def partial_of(name: str) -> str:
+    """The name beside it of a file that is being written."""
+    return f".{name}.partial"
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, or replaces it, in one step: killed at any time, it leaves the file as it was before.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    partial = path.with_name(partial_of(path.name))
+    with writing(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""Tiny runs in processes that a server forks, with JAX imported and no device yet: started, waited for, compared."""
+
+import datetime as clock
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from absl import flags
+
+from recjax.config_loading import load_config
+from recjax.console import command
+from recjax.experience import store
+from recjax.generate_experience import generate
+from recjax.training import loop, rounds
+from recjax.training.metrics import read_metrics
+from tests.training.tiny_run import TINY, without_times
+
+OPTIONS = ["training.steps=12", "training.checkpoint_every=2", "evaluation.every=4", "evaluation.problems=5"]
+SECONDS = 300  # after so long a run is taken for one that hangs
+
+
+class Place(NamedTuple):
+    """Where a campaign works: a folder with a config, a store, and what was compiled; and the server of processes."""
+
+    folder: Path
+    forks: multiprocessing.context.BaseContext
+
+    @property
+    def config(self) -> str:
+        """The config's file."""
+        return str(self.folder / "tiny.yaml")
+
+
+def place_in(folder: Path) -> Place:
+    """A place for a campaign."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.yaml").write_text(TINY)
+    if not (folder / "store").exists():
+        config = load_config(folder / "tiny.yaml", [f"output={folder}"])
+        generate(config, folder / "store", 12, None, None, "initial")
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tests.faults.runs", "tests.training.killed_run"])
+    return Place(folder, forks)
+
+
+class Started(NamedTuple):
+    """A process that trains, and all that it says, a list of pieces until it has ended."""
+
+    process: multiprocessing.process.BaseProcess
+    pieces: list[str]
+    reader: threading.Thread
+
+    def ended(self) -> tuple[int, str]:
+        """Its status and what it said, when it has ended."""
+        self.process.join(SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            return -1000, "it hangs"
+        self.reader.join()
+        return self.process.exitcode, "".join(self.pieces)
+
+
+def start(place: Place, options: Sequence[str], output: Path, **faults) -> Started:
+    """Starts a run; faults are keyword arguments of `_train`."""
+    ours, theirs = place.forks.Pipe(duplex=False)
+    overrides = [*options, f"output={output}"]
+    arguments = (place.config, overrides, str(place.folder), theirs)
+    process = place.forks.Process(target=_train, args=arguments, kwargs=faults)
+    process.start()
+    theirs.close()
+    pieces: list[str] = []
+
+    def read() -> None:
+        with os.fdopen(os.dup(ours.fileno()), "r", errors="replace") as stream:
+            pieces.extend(stream)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    return Started(process, pieces, reader)
+
+
+def run(place: Place, options: Sequence[str], output: Path, **faults) -> tuple[int, str]:
+    """Status and words of a run that was started and waited for."""
+    return start(place, options, output, **faults).ended()
+
+
+def differs(output: Path, straight: Path) -> str:
+    """What a run's rows and record have otherwise than those of one that nothing happened to; empty where nothing."""
+    ours, theirs = (without_times(read_metrics(path / "metrics.jsonl")) for path in (output, straight))
+    if ours != theirs:
+        steps = [row["step"] for row in ours]
+        first = next((a["step"] for a, b in zip(ours, theirs, strict=False) if a != b), "none")
+        return f"{output}: rows of steps {steps}; the first that differs is {first}"
+    if (straight / "experience").exists():
+        ours, theirs = (
+            [(row.id, row.reward) for row in store.read(path / "experience")] for path in (output, straight)
+        )
+        if ours != theirs:
+            return f"{output}: the record has {len(ours)} rows and not the {len(theirs)} of the other"
+    return ""
+
+
+def _train(
+    config: str,
+    overrides: list[str],
+    folder: str,
+    said: Connection,
+    *,
+    cache: str | None = None,
+    most_bytes: int | None = None,
+    clock_back: bool = False,
+) -> None:
+    """Trains as the command does, in a process of its own.
+
+    Args:
+        said: what becomes standard error and output.
+        cache: for base policies.
+        most_bytes: no file may grow beyond; stands for a full disk.
+        clock_back: the clock goes back a day after every fourth look at it.
+    """
+    os.dup2(said.fileno(), 1)
+    os.dup2(said.fileno(), 2)
+    said.close()
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    os.environ["RECJAX_CACHE"] = cache or f"{folder}/cache"
+    jax.config.update("jax_compilation_cache_dir", f"{folder}/jax")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if most_bytes is not None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if clock_back:
+        _set_clock_back()
+    flags.FLAGS(["train"])
+    command(lambda argv: loop.train(load_config(config, overrides)))([])
+
+
+def _set_clock_back() -> None:
+    looks, now = [], time.time
+
+    def back() -> float:
+        looks.append(1)
+        return now() - 86_400 * (len(looks) // 4)
+
+    class Clock(clock.datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return clock.datetime.fromtimestamp(back(), zone)
+
+    time.time, rounds.datetime = back, Clock

@@ -1,0 +1,235 @@
+"""Damage to a run's folder: the run goes on from what is whole, with the same numbers, or says what is wrong."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recjax import manifest
+from recjax.config_loading import load_config
+from recjax.export import export
+from recjax.train import show_result
+from recjax.training import loop, run_folder
+from recjax.training.metrics import MetricsWriter, read_metrics
+from recjax.training.trained import run_config, run_params
+from tests.training.tiny_run import TINY, train, without_times
+
+OPTIONS = ["training.checkpoint_every=2", "evaluation.every=0", "evaluation.problems=5", "training.keep_checkpoints=4"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run of six steps that was killed after step 5, and the rows of one of six steps that was not."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "tiny.yaml").write_text(TINY)
+    straight = train(load_config(folder / "tiny.yaml", [*OPTIONS, "training.steps=6", f"output={folder / 'straight'}"]))
+    shutil.copytree(folder / "straight", folder / "killed")
+    shutil.rmtree(folder / "killed" / "checkpoints" / "6")
+    (folder / "killed" / "summary.json").unlink()
+    rows = (folder / "killed" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "killed" / "metrics.jsonl").write_text("".join(rows[:6]) + rows[6][:20])
+    return folder, straight
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A copy of that run to damage: its config and folder."""
+    folder, _ = made
+    shutil.copytree(folder / "killed", tmp_path / "run")
+    config = load_config(folder / "tiny.yaml", [*OPTIONS, "training.steps=6", f"output={tmp_path / 'run'}"])
+    return config, tmp_path / "run"
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Messages of the package, whose own handler a command may have set."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    package = logging.getLogger("recjax")
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    yield records
+    package.removeHandler(handler)
+    package.setLevel(level)
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGES = {
+    "a flipped bit": lambda step: flip(largest(step / "state")),
+    "a truncated file": lambda step: largest(step).write_bytes(largest(step).read_bytes()[:-7]),
+    "an emptied folder": empty,
+    "a deleted array": lambda step: shutil.rmtree(step / "state"),
+    "no manifest": lambda step: (step / manifest.NAME).unlink(),
+    "a flipped word": lambda step: flip(step / "progress" / "metadata"),
+}
+
+
+QUICK = ("a flipped bit", "an emptied folder")
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in DAMAGES]
+)
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_happened(made, run, said, damage):
+    config, folder = run
+    DAMAGES[damage](folder / "checkpoints" / "4")
+    assert without_times(train(config)) == without_times(made[1])
+    lines = [line for line in said if "checkpoint of step 4" in line and "damaged/4" in line]
+    assert len(lines) == 1 and "the run goes back to that of step 2" in lines[0]
+    assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / manifest.NAME).is_file()
+
+
+def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run):
+    config, folder = run
+    for step in (0, 2, 4):
+        flip(largest(folder / "checkpoints" / str(step)))
+    with pytest.raises(ValueError, match="no checkpoint is whole .step 4: .*; step 2: .*; step 0: .*--overwrite"):
+        train(config)
+    assert not (folder / "damaged").exists() and not (folder / "running.json").exists()
+    with pytest.raises(ValueError, match="no checkpoint is whole"):
+        run_params(folder, run_config(folder))
+
+
+def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
+    config, folder = run
+    for step in (2, 4):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    flip(largest(folder / "checkpoints" / "0"))
+    assert without_times(train(config)) == without_times(made[1])
+    assert any("damaged/0, and the run begins again" in line for line in said)
+
+
+def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damaged_one_by_name(run, tmp_path, said):
+    _, folder = run
+    flip(largest(folder / "checkpoints" / "4"))
+    assert export(str(folder), None, str(tmp_path / "out"), None, "float32").endswith("after step 2")
+    assert any("checkpoint of step 4" in line and "that of step 2 is taken" in line for line in said)
+    with pytest.raises(ValueError, match="step 4: .* is damaged"):
+        export(str(folder), None, str(tmp_path / "named"), 4, "float32")
+    assert not (folder / "damaged").exists()  # a reader moves nothing
+
+
+def test_an_exported_folder_that_was_damaged_is_refused(run, tmp_path):
+    _, folder = run
+    export(str(folder), None, str(tmp_path / "out"), None, "float32")
+    flip(tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors is damaged.*delete .*manifest.json"):
+        export(None, str(tmp_path / "out"), str(tmp_path / "again"), None, "bfloat16")
+
+
+def test_a_config_file_that_was_changed_is_not_exported(run, tmp_path):
+    _, folder = run
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("num_kv_heads: 1", "num_kv_heads: 2"))
+    with pytest.raises(
+        ValueError, match="config.yaml is not that of the run's checkpoints .*num_kv_heads: 1 there, 2 now"
+    ):
+        export(str(folder), None, str(tmp_path / "out"), None, "float32")
+
+
+@pytest.mark.parametrize("content", ["", "{", "- 1", "\0", "seed: 2026-99-99"])
+def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said, content):
+    config, folder = run
+    (folder / "config.yaml").write_text(content)
+    run_folder.check_run_folder(config, overwrite=False)
+    assert any("config.yaml is damaged" in line and "checkpoint of step 4 is taken" in line for line in said)
+    with pytest.raises(ValueError, match="learning_rate: 0.01 there, 0.5 now"):
+        other = load_config(made[0] / "tiny.yaml", [*OPTIONS, "optimizer.learning_rate=0.5", f"output={folder}"])
+        run_folder.check_run_folder(other, overwrite=False)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ValueError, match="config.yaml is damaged .*, and no checkpoint says what was in it"):
+        run_folder.check_run_folder(config, overwrite=False)
+
+
+def test_lines_that_are_no_rows_are_named(tmp_path):
+    for line in ('{"loss": 1.0}', "garbage", "", '{"step": "1"}', "[1]", "\udcff"):
+        content = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n{{"st'
+        (tmp_path / "metrics.jsonl").write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match="metrics.jsonl: line 2 is no row of metrics .*; bring the file back"):
+            read_metrics(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "lo')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_metrics_that_changed_since_the_checkpoint_are_noticed(run, said):
+    _, folder = run
+    path = folder / "metrics.jsonl"
+    known = json.loads((folder / "checkpoints" / "4" / "progress" / "metadata").read_text())["totals"]["metrics"]
+    rows = path.read_bytes()
+    for content, kept, warns in [
+        (rows, 5, False),
+        (rows.replace(b'"step": 3', b'"step": 2'), 5, True),
+        (b"", 0, True),
+        (rows[: rows.index(b"\n") + 1], 1, True),
+    ]:
+        path.write_bytes(content)
+        said.clear()
+        writer = MetricsWriter(folder, 4, known)
+        writer.close()
+        assert len(read_metrics(path)) == kept
+        assert any("are not those that the run wrote" in line for line in said) == warns
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": null}', "{}"])
+def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, tmp_path, capsys, content):
+    folder, straight = made
+    shutil.copytree(folder / "straight", tmp_path / "run")
+    config = load_config(folder / "tiny.yaml", [*OPTIONS, "training.steps=6", f"output={tmp_path / 'run'}"])
+    (tmp_path / "run" / "summary.json").write_text(content)
+    if content == "":
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        (tmp_path / "run" / "samples" / "before.jsonl").write_text("")
+    if content == "{":
+        (tmp_path / "run" / "samples" / "after.jsonl").write_text("{")
+    assert not run_folder.is_finished(config)
+    summary = loop.train(config)
+    assert summary["steps"] == 6
+    assert summary["accuracy_after"] == (None if content == "" else straight[-1]["evaluation/accuracy"])
+    show_result(tmp_path / "run", summary)
+    shown = capsys.readouterr()
+    assert "held-out accuracy" in shown.out and ("line 1 is damaged" in shown.err) == (content == "{")
+
+
+def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run, monkeypatch):
+    config, folder = run
+    update = loop.update
+
+    def deletes(*args, **named):
+        shutil.rmtree(folder)
+        return update(*args, **named)
+
+    monkeypatch.setattr(loop, "update", deletes)
+    with pytest.raises(ValueError, match="was deleted while the run was going on"):
+        train(config)
+    assert not folder.exists()
+
+
+def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkeypatch):
+    config, folder = run
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as without_room:
+        without_room.setattr(manifest, "write_whole", full)
+        with pytest.raises(ValueError, match="checkpoints: the checkpoint of step 6 cannot be written .*No space left"):
+            train(config)
+    assert without_times(train(config)) == without_times(made[1])

@@ -1,0 +1,120 @@
+"""The lock of a run's folder: one holder, named to all others; the dead hold nothing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recjax.training import run_lock
+from recjax.training.run_lock import NAME, held
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from recjax.training.run_lock import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def left_by(folder, host, pid, seconds_ago):
+    """A lock's file as a process leaves it."""
+    folder.mkdir(exist_ok=True)
+    (folder / NAME).write_text(json.dumps({"host": host, "pid": pid, "since": "2026-01-01T00:00:00+00:00"}))
+    os.utime(folder / NAME, (time.time() - seconds_ago,) * 2)
+
+
+def test_the_second_is_refused_by_name_and_the_dead_hold_nothing(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"in use: process {process.pid} on host {socket.gethostname()}, since"):
+        with held(run):
+            pass
+    assert json.loads((run / NAME).read_text())["pid"] == process.pid  # the refused one changed nothing
+    process.kill()
+    process.wait()
+    with held(run):
+        assert json.loads((run / NAME).read_text())["pid"] == os.getpid()
+    assert not (run / NAME).exists()
+
+
+def test_a_folder_that_was_made_for_the_lock_goes_with_it(tmp_path):
+    with held(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    with held(tmp_path / "old"):
+        pass
+    assert (tmp_path / "old").is_dir()
+
+
+def test_a_holder_on_another_host_is_believed_while_it_shows_life(tmp_path):
+    left_by(tmp_path, "elsewhere", 7, seconds_ago=20)
+    with pytest.raises(ValueError, match=f"process 7 on host elsewhere.*delete {tmp_path / NAME}"):
+        with held(tmp_path):
+            pass
+    left_by(tmp_path, "elsewhere", 7, seconds_ago=-3600)  # this host's clock was set back
+    with pytest.raises(ValueError, match="process 7 on host elsewhere"):
+        with held(tmp_path):
+            pass
+    left_by(tmp_path, "elsewhere", 7, seconds_ago=run_lock.STALE_SECONDS + 5)
+    with held(tmp_path) as lock:
+        lock.check()
+
+
+def test_without_locks_in_the_file_system_a_process_of_this_host_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_lock", lambda descriptor: None)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    left_by(tmp_path, socket.gethostname(), process.pid, seconds_ago=5000)
+    with pytest.raises(ValueError, match=f"process {process.pid}"):
+        with held(tmp_path):
+            pass
+    process.kill()
+    process.wait()
+    with held(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"host": 1}', "\0" * 50])
+def test_a_damaged_record_that_nobody_holds_is_taken_over(tmp_path, content):
+    (tmp_path / NAME).write_text(content)
+    with held(tmp_path) as lock:
+        lock.check()
+
+
+def test_signs_of_life_are_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
+    with held(tmp_path):
+        os.utime(tmp_path / NAME, (0, 0))
+        deadline = time.monotonic() + 10
+        while (tmp_path / NAME).stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (tmp_path / NAME).stat().st_mtime > 0
+
+
+def test_a_holder_notices_what_becomes_of_its_folder(tmp_path):
+    with held(tmp_path) as lock:
+        lock.check()
+        left_by(tmp_path, "elsewhere", 7, seconds_ago=0)
+        with pytest.raises(ValueError, match="taken the folder over .process 7 on host elsewhere"):
+            lock.check()
+    assert (tmp_path / NAME).exists()  # of the other one
+    (tmp_path / NAME).unlink()
+    with held(tmp_path) as lock:
+        (tmp_path / NAME).unlink()
+        with pytest.raises(ValueError, match="was deleted while the run was going on"):
+            lock.check()
+
+
+@pytest.mark.parametrize("place", ["file", "file/inner", "/proc/recjax"])
+def test_where_no_folder_can_be_is_refused_with_its_name(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=f"{place}.*cannot be written"):
+        with held(tmp_path / place):
+            pass
