@@ -9,7 +9,7 @@ from recjax.config import Config
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
-from recjax.tasks.grading.reward import answer_parser, load_reward
+from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -37,7 +37,7 @@ def load_task(config: Config) -> Task:
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    return Task(kept, evaluation, reward, answer_parser(name))
+    return Task(kept, evaluation, reward)
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:

@@ -1,6 +1,6 @@
 r"""What completions are worth: (name, reward, completion, answer, verdict, reason), the verdict as it is right.
 
-Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more of mathematics alone.
+Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more.
 """
 
 BOX = r"So the answer is \boxed{%s}."

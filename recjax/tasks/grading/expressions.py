@@ -25,7 +25,8 @@ _NORMAL = NormalizationConfig(
 )
 _EXTRACTION = (math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMAL),)
 _FUNCTIONS = set(
-    "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh exp log ln lg max min gcd lcm mod det deg dim ker lim".split()
+    "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh exp log ln lg"
+    " max min gcd lcm mod det deg dim ker lim".split()
 )
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![a-z])")
 _CIRCLE = (("angle", 1),)

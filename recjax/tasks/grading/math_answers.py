@@ -16,9 +16,7 @@ from recjax.tasks.grading.quantities import quantity
 
 LONGEST, DEEPEST = 2000, 16  # characters of an answer, and brackets within brackets; what has more is none
 
-_TAGGED = re.compile(
-    r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>\s*[^<>\s][^<>]*</answer>\s*", re.S
-)
+_TAGGED = re.compile(r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>\s*[^<>\s][^<>]*</answer>\s*", re.S)
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
 _HASHES = re.compile(r"^#### *(.+)$", re.M)
 

@@ -14,7 +14,8 @@ from recjax.tasks.grading.structures import Structure, structure
 
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
-    r"|[A-Z]{1,3}|[A-Za-z](?:'|_\{?\w+\}?)?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_\{?\w+\}?)?|\([A-Za-z](?: ?, ?[A-Za-z]){1,3}\)"
+    r"|[A-Z]{1,3}|[A-Za-z](?:'|_\{?\w+\}?)?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
+    r"|\([A-Za-z](?: ?, ?[A-Za-z]){1,3}\)"
     r"|\\text ?\{[A-Za-z ]{1,40}\}(?:_\w)?)"
 )
 _NAMED = re.compile(rf"(?P<name>{_NAME}) ?(?:=|:|\\approx|\\in\b|\bis\b) ?(?P<value>[^=]+(?:=[^=]+)*)")
@@ -164,10 +165,15 @@ def _as_ratio(truth: str, given: str, finished: bool) -> bool | None:
 def _as_named(truth: str, given: str, finished: bool) -> bool | None:
     """x = 5: a number with its name, which may be left out, but not changed."""
     match = _NAMED.fullmatch(truth)
-    if not match or ("=" in match["value"]) or (quantity(match["value"]) is None and not _spread(match["value"])) or r"\in" in truth:
+    if (
+        not match
+        or ("=" in match["value"])
+        or (quantity(match["value"]) is None and not _spread(match["value"]))
+        or r"\in" in truth
+    ):
         return None
     said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
-    if said and not r"\text" in said["name"] and _squeezed(said["name"]) != _squeezed(match["name"]):
+    if said and r"\text" not in said["name"] and _squeezed(said["name"]) != _squeezed(match["name"]):
         return False
     if said is None and "=" in given:
         return False

@@ -60,7 +60,7 @@ _SECOND = re.compile(r"^(?P<first>.*?[A-Za-z}]\.?),? (?:and )?(?P<second>\d.*)$"
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number that a whole text, in the notation of `notation.plain`, writes down; None where it is anything else."""
+    """The number that a whole text, in the notation of `notation.plain`, is; None where it is anything else."""
     if len(text) > 2 * _MOST_DIGITS:
         return None
     found = _quantity(text.strip())
@@ -112,7 +112,9 @@ def _quantity(text: str) -> Quantity | None:
 def _without_parentheses(text: str) -> str:
     while len(text) > 2 and text[0] in "({" and text[-1] in ")}":
         inside = text[1:-1]
-        if any(character in inside for character in "(){}") and not re.fullmatch(r"-?\s*\\frac\{[^{}]*\}\{[^{}]*\}", inside):
+        if any(character in inside for character in "(){}") and not re.fullmatch(
+            r"-?\s*\\frac\{[^{}]*\}\{[^{}]*\}", inside
+        ):
             break
         text = inside.strip()
     return text
@@ -187,8 +189,9 @@ def _of_words(text: str, sign: int) -> Quantity | None:
     said = _without_text(text).strip()
     if (value := number_in_words(said)) is not None:
         return Quantity(sign * value)
-    if (match := re.fullmatch(r"(\d{1,50}) and ((?:an? |one |two |three )\w+)", said)) and (part := number_in_words(match[2])):
-        return Quantity(sign * (int(match[1]) + part)) if part < 1 else None
+    if match := re.fullmatch(r"(\d{1,50}) and ((?:an? |one |two |three )\w+)", said):
+        part = number_in_words(match[2])
+        return Quantity(sign * (int(match[1]) + part)) if part and part < 1 else None
     words = said.split()
     for count in range(len(words) - 1, max(0, len(words) - 5), -1):
         if (value := number_in_words(" ".join(words[:count]))) is not None:
@@ -240,9 +243,10 @@ def same(truth: Quantity, given: Quantity) -> bool:
         return same_number(truth, given)
     for unit in truth.units:
         for other in given.units:
-            if _is_plain_degree(unit, other) or (unit.dimensions == other.dimensions and _same_in(truth, unit, given, other)):
-                if unit.dimensions == other.dimensions or same_number(truth, given):
-                    return True
+            if unit.dimensions == other.dimensions and _same_in(truth, unit, given, other):
+                return True
+            if _is_plain_degree(unit, other) and same_number(truth, given):
+                return True
     return False
 
 

@@ -96,17 +96,17 @@ def _rows() -> Iterator[tuple[str, str, str, int]]:
     yield from ((noun, noun.split()[0], "1", 1) for noun in COUNTED)
 
 
-# What answers count, in the singular; a second name is another form of the same. A noun that is missing makes its answer
-# wrong, so this list may grow; what is no countable thing ("more", "left", "wrong") must not get here.
+# What answers count, in the singular; a second name is another form of the same. A noun that is missing makes its
+# answer wrong, so this list may grow; what is no countable thing ("more", "left", "wrong") must not get here.
 COUNTED = """
 adult;animal;answer;ant;apartment;apple;arrangement;article;atom;bag;ball;balloon;banana;barrel;basket;bean;bear;bed;bee
 bicycle bike;bill;bird;block;boat;book;bookmark;bottle;bow;bowl;box boxe;boy;branch branche;brick;brother;bucket
 building;bulb;bus buse;bush bushe;button;cake;calf calves;camera;can;candle;candy candie;car;card;carrot;case;cat;chair
-chapter;cherry cherrie;chick;chicken;chip;choice;chocolate;class classe;client;clip;coat;coin;colony colonie;color colour
-column;combination;committee;computer;container;cookie;copy copie;corner;cow;crayon;crate;cube;cupcake;customer;cycle
-desk;diagonal;digit;dinner;dish dishe;divisor;dog;doll;donut doughnut;door;dot;dress dresse;drink;duck;edge;egg;element
-elephant;employee;envelope;episode;error;event;face;factor;family familie;fan;fish fishe;flower;fly flie;fork;friend;frog
-function;game;gift;girl;glass glasse;goal;goat;goldfish;grade;grape;group;guest;hamburger burger;hand;handshake;hat;head
+chapter;cherry cherrie;chick;chicken;chip;choice;chocolate;class classe;client;clip;coat;coin;colony colonie
+color colour;column;combination;committee;computer;container;cookie;copy copie;corner;cow;crayon;crate;cube;cupcake;customer
+cycle;desk;diagonal;digit;dinner;dish dishe;divisor;dog;doll;donut doughnut;door;dot;dress dresse;drink;duck;edge;egg
+element;elephant;employee;envelope;episode;error;event;face;factor;family familie;fan;fish fishe;flower;fly flie;fork;friend
+frog;function;game;gift;girl;glass glasse;goal;goat;goldfish;grade;grape;group;guest;hamburger burger;hand;handshake;hat;head
 hen;horse;hot-dog;house;integer;item;jar;jelly-bean;journey;kid;kitten;lamp;lap;laptop;lawn;leaf leave leaves;leg;lemon
 lesson;letter;lime;line;lion;log;lollipop;machine;magazine;mango mangoe;map;marble;mark;match matche;meal;medal;member
 message;mistake;monkey;mouse mice;movie;muffin;mug;nail;necklace;neighbor neighbour;newspaper;notebook;number
