@@ -54,7 +54,15 @@ def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
 
 def is_finite_number(value: Any) -> bool:
     """Whether a value of unknown type is a number that a reward can be; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # A whole number beyond float64's is as infinite to a reward.
+    return isinstance(value, int | float) and not isinstance(value, bool) and _is_float(value)
+
+
+def _is_float(value: float) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 Rule = tuple[str, np.ndarray, str]
