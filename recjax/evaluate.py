@@ -149,7 +149,7 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
     with Grading(config, task.reward) as grading, progress_bar(evaluated.name, count, begin, unit="problem") as bar:
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin):
             rows = pd.DataFrame(sample_rows(done))
-            rows["parsed"] = [task.parse(text) for text in rows["completion"]]
+            rows["parsed"] = grading.parsed(rows["completion"].tolist())
             _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
     _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")

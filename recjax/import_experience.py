@@ -9,11 +9,12 @@ a group unless --group_column says otherwise. A malformed row is refused with it
 so is a file that the store has already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from absl import app, flags
+from transformers import PreTrainedTokenizerBase
 
 from recjax.console import command
 from recjax.experience import store
@@ -51,8 +52,54 @@ def import_files(
         for row, place in zip(found.rows, found.places, strict=True):
             if max([*(row.prompt_tokens or []), *(row.completion_tokens or [])], default=0) >= size:
                 raise ValueError(f"{place}: a token id is {size} or more, beyond the vocabulary of {tokenizer}")
+        check_texts(found.rows, vocabulary, found.places.__getitem__)
     store.append(folder, found.rows, found.places.__getitem__)
     return found
+
+
+def check_texts(
+    rows: Sequence[store.Experience], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]
+) -> None:
+    """Refuses rows whose tokens do not decode to their text, spaces at the ends and special tokens left aside.
+
+    Tokens of a prompt must decode to its text, or to a text with every message's content in order.
+
+    Raises:
+        ValueError: with the place, and what the tokens decode to.
+    """
+    special = [token for token in tokenizer.all_special_tokens if token]
+
+    def plain(text: str) -> str:
+        for token in special:
+            text = text.replace(token, "")
+        return "".join(text.split())
+
+    for number, row in enumerate(rows):
+        for column, tokens in (("prompt_tokens", row.prompt_tokens), ("tokens", row.completion_tokens)):
+            if not tokens:
+                continue  # no tokens in a list are refused with the rest of what a store must not hold
+            said = plain(tokenizer.decode(tokens))
+            if column == "tokens":
+                parts = [row.completion]
+            else:
+                parts = [row.prompt] if row.messages is None else [turn["content"] for turn in row.messages]
+            wanted = list(map(plain, parts))
+            whole = said == wanted[0] if row.messages is None or column == "tokens" else _in_order(wanted, said)
+            if not whole:
+                raise ValueError(
+                    f"{place(number)}: {column} decode to {tokenizer.decode(tokens)!r:.120}, but the text is"
+                    f" {' … '.join(parts)!r:.120}; give the tokens of that text, or leave them out"
+                )
+
+
+def _in_order(parts: Sequence[str], text: str) -> bool:
+    place = 0
+    for part in parts:
+        found = text.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return True
 
 
 @command

@@ -95,7 +95,7 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
     """Cells of text, numbers and JSON; an empty cell is null, except that a completion may be empty."""
     structured = {columns.messages, columns.reward_parts, columns.prompt_tokens, columns.tokens, columns.logprobs}
     structured |= {columns.reward, columns.truncated}
-    with file.open(encoding="utf-8", newline="") as text:
+    with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.DictReader(text, restkey="", strict=True)
         try:
             for cells in reader:
@@ -108,13 +108,16 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
                 yield Row(row, place)
         except csv.Error as error:
             raise ValueError(f"--input: {file}: line {reader.line_num}: {error}") from error
+        except UnicodeDecodeError as error:
+            place = f"--input: {file}: after line {reader.line_num}"
+            raise ValueError(f"{place}: is not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
 def _parsed(cell: str | None, place: str) -> Any:
     try:
         # Spreadsheets write truth values in capitals.
         return None if cell is None else json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {cell!r:.80} is neither a number nor JSON ({error})") from error
 
 

@@ -190,7 +190,10 @@ def _part_ids(part: Path, inode: int, modified: int) -> list[str]:
 @contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
     """Holds the lock that every writer of the store takes; it falls open when its holder dies."""
-    with FileLock(Path(folder) / ".lock"):
+    lock = Path(folder) / ".lock"
+    if lock.exists() and not lock.is_file():
+        raise ValueError(f"{lock} is no file, and a store's lock is one; remove it, or name another folder")
+    with FileLock(lock):
         # Whoever was writing these is dead.
         for unfinished in Path(folder).glob(".part-*"):
             unfinished.unlink()
@@ -220,7 +223,7 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
     ledger.check_part(part)
     try:
         table = pq.read_table(part, columns=columns, partitioning=None)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{part} cannot be read ({error}); move it away, or bring it back from a copy") from error
     found = (table.schema.metadata or {}).get(_VERSION_KEY)
     if found != VERSION.encode():
@@ -229,6 +232,8 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
             f"{part}: this recjax reads experience of version {VERSION!r}, and the file is {was}; read it with the"
             " recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
         )
+    if not table.num_rows:
+        raise ValueError(f"{part} holds no rows; a part of a store has at least one, so remove the file")
     return table
 
 

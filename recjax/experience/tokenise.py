@@ -8,8 +8,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.store import Experience
+from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
-from recjax.hub.tokenizers import encode_prompts, render_chat
+from recjax.hub.tokenizers import encode_prompts
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -29,6 +30,9 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             with the row's id; or a chat that the tokenizer's template refuses.
     """
     name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
+    # A group shares its prompt: each chat is rendered once.
+    asked = {json.dumps(row.messages): row.messages for row in rows if row.prompt_tokens is None and row.messages}
+    rendered = dict(zip(asked, render_chats(policy.tokenizer, list(asked.values())) if asked else [], strict=True))
     for row in rows:
         if row.tokenizer not in (None, name):
             raise ValueError(
@@ -36,8 +40,8 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
                 f" policy's ({name}); train the model that they are of, or import the texts without tokens"
             )
         if row.prompt_tokens is None:
-            text = row.prompt if row.messages is None else render_chat(policy.tokenizer, row.messages)
-            # A group shares its prompt: each text is encoded once.
+            text = row.prompt if row.messages is None else rendered[json.dumps(row.messages)]
+            # Each text is encoded once.
             if text not in prompts:
                 prompts[text] = _prompt_tokens(policy.tokenizer, text, row)
             row = row._replace(prompt_tokens=prompts[text])

@@ -1,5 +1,6 @@
 """Model families: how each `model_type`'s config.json becomes decoder options, and what is refused by name."""
 
+import math
 from typing import NamedTuple
 
 from recjax.models.decoder import DecoderConfig
@@ -116,6 +117,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
     Raises:
         ValueError: a layer or rotary setting that the decoder does not know; the message names it.
     """
+    _check_numbers(fields)
     usual = rope = fields["rope_parameters"]
     options = {name: fields[theirs] for name, theirs in FIELDS.items()} | FAMILIES[fields["model_type"]].options
     if "full_attention" in rope:
@@ -142,6 +144,33 @@ def decoder_config(fields: dict) -> DecoderConfig:
         logit_cap=fields.get("final_logit_softcapping"),
         **options,
     )
+
+
+# Fields that are whole numbers of 1 or more, and ones that are finite numbers above 0.
+_COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
+_COUNTS += ("num_key_value_heads", "head_dim")
+_AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_LARGEST = 2**31
+
+
+def _check_numbers(fields: dict) -> None:
+    """Refuses sizes, and settings of rotations and norms, that nothing could be computed with."""
+    numbers = {name: fields.get(name) for name in (*_COUNTS, *_AMOUNTS)}
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters = {rope!r:.80}: takes settings by name; correct config.json")
+    for name, part in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
+        numbers |= {f"{name}.{key}": value for key, value in part.items() if key in ("rope_theta", *SCALINGS["llama3"])}
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} = {value!r:.80}: takes a finite number above 0; correct config.json")
+        if name in _COUNTS and not (isinstance(value, int) and value < _LARGEST):
+            raise ValueError(f"{name} = {value!r:.80}: takes a whole number below {_LARGEST}; correct config.json")
+    heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"] or fields["num_attention_heads"]
+    if heads % groups:
+        raise ValueError(f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; correct it")
 
 
 def _windows(fields: dict) -> tuple[int | None, ...]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
-import jinja2
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -67,13 +66,32 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     # Without this check transformers may build an empty tokenizer from config.json alone.
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
+    check_no_code(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         # The Rust tokenizers raise bare Exceptions, so nothing narrower would catch a damaged file.
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
         ) from error
+
+
+def check_no_code(folder: Path) -> None:
+    """Refuses a model folder that asks for code of its own to be run: `auto_map` in one of its JSON files.
+
+    Raises:
+        ValueError: with the file and what it names.
+    """
+    for file in sorted(folder.glob("*config*.json")):
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8-sig"))
+        except (ValueError, OSError, RecursionError):
+            continue  # whoever needs the file says what is wrong with it
+        if isinstance(fields, dict) and fields.get("auto_map"):
+            raise ValueError(
+                f"{file}: auto_map = {fields['auto_map']!r:.200} asks for Python code of the model's own, which recjax"
+                " never runs; use a model of a supported family, and remove auto_map if its code is not needed"
+            )
 
 
 def stop_token_ids(
@@ -114,25 +132,6 @@ def _listed_eos(folder: Path) -> list[int]:
             raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
         return eos if isinstance(eos, list) else [] if eos is None else [eos]
     return []
-
-
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
-    """Messages as the text that asks the model for its next turn.
-
-    Args:
-        tokenizer: holds the chat template.
-        messages: {"role": …, "content": …} in order.
-    Raises:
-        ValueError: the tokenizer has no chat template, or the template refuses the messages.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use an instruct model's, or give prompts as plain text")
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-        roles = [message.get("role") for message in messages]
-        remedy = "; if it takes no system message, say it in the first user message" if "system" in roles else ""
-        raise ValueError(f"the chat template refuses messages with roles {roles}: {error}{remedy}") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -15,10 +16,12 @@ from transformers import AutoConfig
 
 from recjax import manifest
 from recjax.hub.families import check_fields, decoder_config
-from recjax.hub.tokenizers import TOKENIZER_FILES, model_folder
+from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import DecoderConfig, abstract_params
 from recjax.models.placement import Axes, constrain, param_axes, put
 from recjax.models.trainable import flatten, unflatten
+
+MOST_LAYERS = 1000
 
 # Module of the decoder → Hugging Face's; a decoder has some of them. A `kernel` is stored transposed there, [out, in].
 MODULES = {
@@ -88,11 +91,13 @@ def read_config(folder: Path) -> DecoderConfig:
     if not file.is_file():
         raise ValueError(f"{folder} holds no config.json; give a Hugging Face style model folder")
     try:
-        written = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        written = dict(json.loads(file.read_text(encoding="utf-8-sig")))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no model config ({error}); correct it or fetch the file again") from error
+    check_no_code(folder)
     try:
         check_fields(written)
+        _check_layers(folder, written)
         return decoder_config(_with_defaults(folder))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -100,10 +105,50 @@ def read_config(folder: Path) -> DecoderConfig:
 
 def _with_defaults(folder: Path) -> dict:
     try:
-        return AutoConfig.from_pretrained(folder).to_dict()
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     except Exception as error:
         # transformers raises many kinds here: missing fields, wrong types, failed validation.
         raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
+
+
+def _check_layers(folder: Path, written: dict) -> None:
+    """Refuses a number of layers that the weights beside config.json do not have, before anything is made of it."""
+    layers = written.get("num_hidden_layers")
+    if type(layers) is int and not 0 < layers <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if type(layers) is not int or not (single.is_file() or index.is_file()):
+        return
+    if single.is_file():
+        with _opened(single) as opened:
+            names = opened.keys()
+    else:
+        names = _weight_map(index)
+    found = [int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
+    if found and max(found) + 1 != layers:
+        raise ValueError(
+            f"num_hidden_layers = {layers}, but the weights in {folder} have {max(found) + 1} layers; use the"
+            " config.json that belongs to them"
+        )
+
+
+def _opened(file: Path):
+    _check_inside(file)
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
+
+
+def _check_inside(file: Path) -> None:
+    """Refuses weights that are a link out of their folder; the hub's cache, whose files are links, is one folder."""
+    folder = file.parent.resolve()
+    place = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    if not file.resolve().is_relative_to(place):
+        raise ValueError(
+            f"{file} is a link to {file.resolve()}, outside of its folder; put the file itself there, or name the"
+            " folder that has it"
+        )
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
@@ -130,10 +175,7 @@ def read_params(folder: Path, config: DecoderConfig) -> dict:
     with contextlib.ExitStack() as stack:
         found = {}
         for file in _safetensors_files(folder):
-            try:
-                opened = stack.enter_context(safe_open(file, framework="numpy"))
-            except SafetensorError as error:
-                raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
+            opened = stack.enter_context(_opened(file))
             found |= {name: (file, opened) for name in opened.keys()}
         _check_names(folder, {name for group in names.values() for name in group}, found)
 
@@ -177,15 +219,27 @@ def _safetensors_files(folder: Path) -> list[Path]:
             f"{folder} holds {reason}; give a folder with model.safetensors, or with model.safetensors.index.json and "
             "its shards (transformers' save_pretrained writes them)"
         )
-    try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no safetensors index ({error!r}); fetch the file again") from error
-    files = [folder / name for name in sorted(set(shards))]
+    files = [folder / name for name in sorted(set(_weight_map(index).values()))]
     for file in files:
         if not file.is_file():
             raise ValueError(f"{index} names the shard {file.name}, which is not there; fetch the missing file")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → its file, by name alone: a file of the index's own folder."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = set(names.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no safetensors index ({error!r}); fetch the file again") from error
+    for name in shards:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise ValueError(
+                f"{index}: weight_map names {name!r:.200}; a shard is a .safetensors file of the same folder,"
+                " without a path. Fetch the file again, from whom you trust"
+            )
+    return names
 
 
 def _check_names(folder: Path, expected: set[str], found: dict) -> None:
@@ -215,4 +269,16 @@ def _read(file: Path, opened, name: str, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(
             f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
         )
-    return opened.get_tensor(name)
+    values = opened.get_tensor(name)
+    if not _all_finite(values):
+        raise ValueError(f"{file}: tensor {name!r} has NaN or infinite values; fetch the file again")
+    return values
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """By the bits of exponents, as bfloat16 is slow to convert."""
+    if values.size == 0:
+        return True
+    exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
+    bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
+    return int((bits & bits.dtype.type(exponent)).max()) < exponent

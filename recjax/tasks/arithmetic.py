@@ -3,6 +3,7 @@
 import itertools
 import operator
 import re
+import string
 
 import numpy as np
 
@@ -75,6 +76,10 @@ def _slips(a: int, b: int) -> tuple[str, ...]:
 
 def _check_template(template: str) -> None:
     try:
+        # {a:>999999999} would be that long; {a.real} and {a!r} say nothing that {a} does not.
+        for _, field, width, conversion in string.Formatter().parse(template):
+            if field is not None and (field not in ("a", "op", "b") or width or conversion):
+                raise ValueError(f"{{{field}}} with a width, a conversion or another name is not supported")
         texts = {template.format(a=a, op=op, b=b) for a, op, b in [(1, "+", 2), (3, "+", 2), (1, "-", 2), (1, "+", 3)]}
     except (KeyError, IndexError, ValueError) as error:
         remedy = "it takes {a}, {op} and {b}"

@@ -10,7 +10,7 @@ from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import answer_parser, load_reward
+from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -40,7 +40,7 @@ def load_task(config: Config) -> Task:
         )
     if config.task.reward_weights and not reward.per_row:
         check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
-    return Task(kept, evaluation, reward, answer_parser(name))
+    return Task(kept, evaluation, reward)
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:

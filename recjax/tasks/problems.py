@@ -1,6 +1,6 @@
 """What a task is: problems to train on, problems held out, and a reward for completions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,15 +22,11 @@ class Problem(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Problems and what completions of them are worth; no evaluation problem is among the train problems.
-
-    `parse` takes a completion to the answer that it gives, as text by which votes are counted; None: it gives none.
-    """
+    """Problems and what completions of them are worth; no evaluation problem is among the train problems."""
 
     train: list[Problem]
     evaluation: list[Problem]
     reward: Reward
-    parse: Callable[[str], str | None] = str.strip
 
 
 def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.hub.tokenizers import encode_prompts, render_chat
+from recjax.hub.chat_rendering import render_chats
+from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import Problem
 
 
@@ -31,12 +32,14 @@ class Prompts(NamedTuple):
 
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
     """The problems whose rendered prompts have at most `max_tokens` tokens."""
-    lengths = map(len, encode_prompts(tokenizer, [_text(problem, tokenizer) for problem in problems]))
+    lengths = map(len, encode_prompts(tokenizer, _texts(problems, tokenizer)))
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
 
-def _text(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
-    return problem.prompt if isinstance(problem.prompt, str) else render_chat(tokenizer, problem.prompt)
+def _texts(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    chats = [problem.prompt for problem in problems if not isinstance(problem.prompt, str)]
+    rendered = iter(render_chats(tokenizer, chats) if chats else [])
+    return [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
 
 
 def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> Prompts:
@@ -47,7 +50,7 @@ def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerB
     Raises:
         ValueError: a prompt without tokens, outside the vocabulary, or longer than `max_tokens`.
     """
-    texts = [_text(problem, tokenizer) for problem in problems]
+    texts = _texts(problems, tokenizer)
     encoded = encode_prompts(tokenizer, texts)
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):

@@ -1,5 +1,6 @@
 """Rows of problems from files: the one place that reads them, whether a user's own or a hub data set's."""
 
+import codecs
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ def read_file(file: Path, key: str) -> list[Row]:
         raise ValueError(f"{where}: there is no such file")
     if file.suffix == ".jsonl":
         # By line and not by a library, which names neither the line of a syntax error nor a column whose type changes.
-        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
+        lines = enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1)
         texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
         rows = [Row(_parsed(line, place), place) for place, line in texts.items()]
     elif file.suffix in (".json", ".parquet"):
@@ -98,19 +99,34 @@ def _from_hub(name: str, files: str, key: str) -> Path:
 def _parquet(file: Path, where: str) -> datasets.Dataset:
     try:
         return datasets.load_dataset("parquet", data_files=str(file), split="train")
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"{where}: {error.__cause__ or error}") from error
+    except Exception as error:  # Arrow, datasets and fsspec raise many kinds for a damaged or encrypted file
+        reason = str(error.__cause__ or error).strip() or type(error).__name__
+        raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
 
 
 def _json_list(file: Path, where: str) -> list[Any]:
-    rows = _parsed(file.read_text(encoding="utf-8"), where)
+    rows = _parsed(file.read_bytes().removeprefix(codecs.BOM_UTF8), where)
     if not isinstance(rows, list):
         raise ValueError(f"{where}: must hold one list of rows; got {rows!r:.80}")
     return rows
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parsed(line: bytes, place: str) -> Any:
     try:
-        return json.loads(text)
+        text = line.decode("utf-8")
+        values = json.loads(text)
+        if "\\ud" in text.casefold():
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place}: byte {error.start} is not UTF-8 ({error.reason}); save the file as UTF-8"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: has half of a character, {error.object[error.start]!r}; remove it") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: is nested too deeply; give rows of plain columns") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not valid JSON ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: has a number that is too long ({error})") from error
+    return values

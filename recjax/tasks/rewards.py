@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?", re.ASCII)
+# With its thousands whole: the last number of "1,234" is not 234. More digits than these are no answer.
+_NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", re.ASCII)
+_MOST_CHARACTERS = 1000
 
 
 def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -46,4 +48,4 @@ def _last_number(text: str) -> Fraction | None:
 
 def _number(text: str) -> Fraction | None:
     text = text.strip()
-    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+    return Fraction(text.replace(",", "")) if len(text) <= _MOST_CHARACTERS and _NUMBER.fullmatch(text) else None

@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
-from recjax.hub.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
+from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
 from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import flatten, unflatten
@@ -42,6 +43,11 @@ raise_exception('no system role') }}{% endif %}{% for m in messages %}<start_of_
 {{ m.content | trim }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
+
+
+def render_chat(tokenizer, messages):
+    """One chat through its template."""
+    return render_chats(tokenizer, [messages])[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,20 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
+from recjax.hub.chat_rendering import render_chats
 from recjax.hub.smollm2 import convert_gguf, packaged_gguf
-from recjax.hub.tokenizers import encode_prompts, load_tokenizer, render_chat, stop_token_ids
+from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import Decoder, logits
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 16, 64, 96
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>", *ALPHABET, "ab", "12"]
+
+
+def render_chat(tokenizer, messages):
+    """One chat through its template."""
+    return render_chats(tokenizer, [messages])[0]
 
 
 def hugging_face_weights(tied):

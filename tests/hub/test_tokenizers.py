@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from recjax.hub.chat_rendering import render_chats
 from recjax.hub.tokenizers import (
     character_tokenizer,
     encode_prompts,
     load_tokenizer,
-    render_chat,
     stop_token_ids,
 )
 
@@ -21,6 +21,11 @@ TEMPLATE = (
     "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+
+def render_chat(tokenizer, messages):
+    """One chat through its template."""
+    return render_chats(tokenizer, [messages])[0]
 
 
 def llama_like(adds=("<s>",), template=TEMPLATE):

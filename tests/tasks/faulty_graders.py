@@ -35,3 +35,9 @@ def grade(completion, answer, columns):
     if completion == "pid":
         return {"accuracy": float(os.getpid())}
     return {"accuracy": float(completion == answer)}
+
+
+def parse(completion):
+    """Misbehaves as `grade` does; else the answer in capitals, None of "none"."""
+    grade(completion, "", {})
+    return None if completion == "none" else completion.upper()

@@ -1,7 +1,6 @@
 r"""What completions are worth: (name, reward, completion, answer, verdict, reason), the verdict as it is right.
 
-Verdicts are of the accuracy; those of `gsm8k_format` of the format. LIBRARY at the head of a reason marks the few where
-math-verify leaves no choice and the verdict is its own.
+Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more.
 """
 
 BOX = r"So the answer is \boxed{%s}."
@@ -48,7 +47,7 @@ NUMBERS = [
     ("million_dropped", r"5\text{ million}", "5", 0, "the word is no unit"),
     ("hundred_plain", "2.5 thousand", "2500", 1, "the same without TeX"),
     ("dozen", "5 dozen", "5", 0, "sixty, not five"),
-    ("number_word", "five", "5", 0, "digits are asked for; letters are a product"),
+    ("number_word", "five", "5", 1, "a number in words"),
     ("arabic_digits", "٥", "5", 0, "a digit of another script is not the ASCII digit that data has"),
     ("lookalike_letter", "l0", "10", 0, "the letter l is no one"),
     ("lookalike_o", "1O", "10", 0, "the letter O is no zero"),
@@ -104,9 +103,9 @@ UNITS = [
     ("currency_gold", "18", r"\$18", 1, "in the true answer"),
     ("degree", r"90^\circ", "90", 1, "degrees, as the question asks for"),
     ("degree_gold", "90", r"90^{\circ}", 1, "the other way round"),
-    ("radian", r"30^\circ", r"\frac{\pi}{6}", 0, "LIBRARY: equal angles, but degrees are not converted"),
-    ("converted", r"120\text{ minutes}", r"2\text{ hours}", 0, "the question names its unit"),
-    ("other_unit", r"5\text{ km}", r"5\text{ m}", 1, "LIBRARY: wrong, but units are dropped on both sides"),
+    ("radian", r"30^\circ", r"\frac{\pi}{6}", 1, "equal angles"),
+    ("converted", r"120\text{ minutes}", r"2\text{ hours}", 1, "the same time in another unit"),
+    ("other_unit", r"5\text{ km}", r"5\text{ m}", 0, "another length"),
     ("percent", r"10\%", "10", 1, "the question asks for per cent"),
     ("percent_value", "0.1", r"10\%", 1, "ten per cent are a tenth"),
     ("percent_fraction", r"\frac{1}{4}", r"25\%", 1, "as a fraction"),
@@ -214,7 +213,7 @@ BOXES = [
     ("null_character", "\\boxed{5\0}", "6", 0, "another number"),
     ("code", r"\boxed{__import__('os').getpid()}", "5", 0, "nothing is run"),
     ("chain_gold", r"\boxed{x=2+3=5}", "5", 0, "a working is no answer"),
-    ("colour", r"\boxed{\color{red}5}", "5", 0, "LIBRARY: right, but it does not read colours"),
+    ("colour", r"\boxed{\color{red}5}", "5", 1, "a matter of type"),
     ("huge", r"\boxed{" + "9" * 6000 + "}", "5", 0, "another number, however long"),
 ]
 # Of these, `math` wants a number where the true answer is one; `guru_math` symbolic equality.

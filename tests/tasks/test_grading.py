@@ -358,3 +358,16 @@ def test_a_reward_that_cannot_be_imported_is_named(name):
 def test_functions_in_this_process_start_no_other():
     with Grading(CONFIG, custom(shares)) as grading:
         assert submitted(grading, ["abcd"]).result().rewards == [1] and grading._server is None
+
+
+def test_votes_are_read_in_worker_processes_under_their_limits():
+    patch = pytest.MonkeyPatch()
+    faulty = "tests.tasks.faulty_graders"
+    patch.setitem(GRADERS, "faulty", Grader(f"{faulty}:grade", {"accuracy": 1.0}, f"{faulty}:parse"))
+    with Grading(CONFIG, load_reward("faulty")) as grading:
+        assert submitted(grading, ["a"]).result().rewards == [1]
+        found = grading.parsed(["a", "sleep", "exit", "memory", "deep", "raise", "x" * 5_001, "none", "b"])
+        assert found == ["A", None, None, None, None, None, None, None, "B"]
+    patch.undo()
+    with Grading(CONFIG, custom(shares)) as grading:
+        assert grading.parsed([" a ", "b"]) == ["a", "b"]

@@ -1,10 +1,18 @@
 """The built-in rewards on answers that are right in odd notation, and on ones that only look right."""
 
+import time
+
 import pytest
 
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.grading.reward import answer_parser, imported
+from recjax.tasks.grading.reward import imported
+from recjax.tasks.rewards import last_number_match, number_match
 from tests.tasks.reward_cases import CASES, TWO
+
+
+def answer_parser(reward):
+    """What takes a completion to the text by which votes are counted."""
+    return imported(GRADERS[reward].parse)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +61,29 @@ def test_an_answer_that_holds_no_calls_is_refused(answer):
     with pytest.raises(ValueError, match="answers that are JSON lists.*f"):
         imported(GRADERS["tool_calls"].grade)("<think>t</think>[]", answer, {})
     assert answer_parser("tool_calls")(f"<think>t</think>{answer}") is None
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        *(
+            r"\boxed{" + text + "}"
+            for text in ("9" * 5_000, " " * 49_000, "5" + "." * 1_990, "*" * 49_000, "1/" + "9" * 1_900)
+        ),
+        *(r"\boxed{" + opening * 900 + "5" + closing * 900 + "}" for opening, closing in ("()", "[]", "{}")),
+        *("<think></think><answer>" + "a" * 49_000, "<answer>" * 6_000, "#### " + " " * 49_000, r"\boxed" * 8_000),
+        *("<think>t</think>```json\n" + "\n" * 49_000, "<think>t</think>" + "[" * 49_000, "9" * 49_000, "1," * 24_000),
+    ],
+    ids=lambda text: f"{text[:20]!r}-{len(text)}",
+)
+def test_hostile_completions_are_read_at_once_and_raise_nothing(completion):
+    started = time.monotonic()
+    for reward in ("math", "gsm8k", "tool_calls"):
+        answer_parser(reward)(completion)
+        assert imported(GRADERS[reward].grade)(completion, "[]", {})["accuracy"] == 0
+    assert number_match([""], [completion], ["5"]) == last_number_match([""], [completion], ["7"]) == [0]
+    assert time.monotonic() - started < 2
+
+
+def test_the_last_number_has_its_thousands():
+    assert last_number_match([""] * 3, ["It is 1,234."] * 2 + ["1,234 and 5,67"], ["1234", "234", "67"]) == [1, 0, 1]

@@ -18,6 +18,12 @@ class Grader(NamedTuple):
     parse: str
 
 
+class Failure(NamedTuple):
+    """Why a worker process has no result for a completion: timeout, crash, error or too_long."""
+
+    reason: str
+
+
 _MATH, _TOOLS, _GYM = "recjax.tasks.grading.math_answers", "recjax.tasks.grading.tool_calls", "recjax.tasks.grading.gym"
 
 GRADERS = {

@@ -14,7 +14,7 @@ import numpy as np
 
 from recjax.config import Config
 from recjax.tasks.grading.custom import Row, custom_parts
-from recjax.tasks.grading.graders import GRADERS
+from recjax.tasks.grading.graders import GRADERS, Failure
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, Reward, check_parts
 
 # Why a completion could not be graded; no_reward: the user's function said None.
@@ -128,18 +128,36 @@ class Grading:
                     f" rewards are finite and at most {MOST_REWARD:g} either way, so lower task.reward_weights"
                 )
 
+    def parsed(self, completions: Sequence[str]) -> list[str | None]:
+        """The answer that each completion gives, as text by which votes are counted, under the limits of grading.
+
+        None where it gives none, or cannot be read within the limits.
+        """
+        parse = GRADERS[self.reward.name].parse if self.reward.per_row else None
+        if parse is None:
+            return [text.strip() for text in completions]
+        outcomes = self._thread.submit(self._called, parse, [(text,) for text in completions]).result()
+        return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+
     def _graded(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row and how its grading failed, from the worker processes."""
+        grader = GRADERS[self.reward.name]
+        outcomes = self._called(grader.grade, [(text, answer, dict(columns)) for _, text, answer, columns in rows])
+        failed = [isinstance(outcome, Failure) for outcome in outcomes]
+        parts = {
+            name: np.array([0.0 if bad else row[name] for bad, row in zip(failed, outcomes, strict=True)])
+            for name in grader.weights
+        }
+        reasons = [row.reason if bad else FAILURES[0] for bad, row in zip(failed, outcomes, strict=True)]
+        return parts, np.array([FAILURES.index(reason) for reason in reasons], np.int32)
+
+    def _called(self, function: str, rows: Sequence[tuple]) -> list[Any]:
+        """What worker processes make of rows, the first value of each being a completion."""
         limit = self._config.grading.max_characters
-        asked = [(text, answer, dict(columns)) for _, text, answer, columns in rows if len(text) <= limit]
         try:
-            pickle.dump(asked, self._server.stdin)
+            pickle.dump((function, [row for row in rows if len(row[0]) <= limit]), self._server.stdin)
             self._server.stdin.flush()
             replies = iter(pickle.load(self._server.stdout))
         except (EOFError, OSError) as error:
             raise RuntimeError("the grading process ended by itself; standard error has its last words") from error
-        outcomes = [next(replies) if len(text) <= limit else "too_long" for _, text, *_ in rows]
-        names = GRADERS[self.reward.name].weights
-        parts = {name: np.array([0.0 if isinstance(row, str) else row[name] for row in outcomes]) for name in names}
-        failures = [FAILURES.index(row) if isinstance(row, str) else 0 for row in outcomes]
-        return parts, np.array(failures, np.int32)
+        return [next(replies) if len(row[0]) <= limit else Failure("too_long") for row in rows]

@@ -54,11 +54,6 @@ def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -
             raise ValueError(f"task.reward_weights.{part}: the reward {name} has the parts {parts}; name one of them")
 
 
-def answer_parser(name: str) -> Callable[[str], str | None]:
-    """What takes a completion to the answer it gives, under the reward `name`: of a user's own, the text itself."""
-    return imported(GRADERS[name].parse) if name in GRADERS else str.strip
-
-
 def described(error: BaseException) -> str:
     """An exception's type and message, then a line for each place in the user's own code that it passed."""
     skipped = ("<frozen", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))

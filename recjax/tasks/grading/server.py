@@ -21,8 +21,7 @@ from typing import Any, BinaryIO
 
 from pebble import ProcessExpired, ProcessPool
 
-Row = tuple[str, str, Mapping[str, Any]]
-Parts = dict[str, float]
+from recjax.tasks.grading.graders import Failure
 
 _WORKER_MEMORY_BYTES = 4 * 2**30
 _FAILURES = {TimeoutError: "timeout", ProcessExpired: "crash", BrokenProcessPool: "crash"}
@@ -31,9 +30,11 @@ _FAILURES = {TimeoutError: "timeout", ProcessExpired: "crash", BrokenProcessPool
 def main(function: str, workers: int, seconds: float) -> None:
     """Serves until standard input ends.
 
+    A request is a function of the module, module:function, and the arguments of each call.
+
     Args:
-        function: the row grader, module:function.
-        seconds: limit for one row.
+        function: the row grader, module:function, whose module workers have imported.
+        seconds: limit for one call.
     """
     # What a grader prints must not get between the replies.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -43,11 +44,11 @@ def main(function: str, workers: int, seconds: float) -> None:
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
     pool = None
     while True:
-        rows = requests.get()
+        called, rows = requests.get()
         if pool is None or not pool.active:
             context = multiprocessing.get_context("forkserver")
             pool = ProcessPool(workers, initializer=_limit_memory, context=context)
-        pickle.dump(grade_rows(pool, function, rows, seconds), replies)
+        pickle.dump(outcomes(pool, called, rows, seconds), replies)
         replies.flush()
 
 
@@ -64,19 +65,19 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
 
 
-def grade_rows(pool: ProcessPool, function: str, rows: Sequence[Row], seconds: float) -> list[Parts | str]:
-    """For each row its parts, or why it has none: timeout, crash or error; a row's failure costs that row alone."""
-    futures = [pool.schedule(_grade, (function, *row), timeout=seconds) for row in rows]
+def outcomes(pool: ProcessPool, function: str, rows: Sequence[tuple], seconds: float) -> list[Any]:
+    """What the function makes of each row, or a Failure; a row's failure costs that row alone."""
+    futures = [pool.schedule(_call, (function, *row), timeout=seconds) for row in rows]
     errors = [future.exception() for future in futures]
     return [
-        future.result() if error is None else _FAILURES.get(type(error), "error")
+        future.result() if error is None else Failure(_FAILURES.get(type(error), "error"))
         for future, error in zip(futures, errors, strict=True)
     ]
 
 
-def _grade(function: str, completion: str, answer: str, columns: Mapping[str, Any]) -> Parts:
-    parts = pkgutil.resolve_name(function)(completion, answer, columns)
-    return {name: float(value) for name, value in parts.items()}
+def _call(function: str, *arguments: Any) -> Any:
+    result = pkgutil.resolve_name(function)(*arguments)
+    return {name: float(value) for name, value in result.items()} if isinstance(result, Mapping) else result
 
 
 if __name__ == "__main__":

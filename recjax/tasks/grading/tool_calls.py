@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _THINK_TAG = re.compile(r"</?think>")
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?[^\S\n]*\n")
 
 
 def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
@@ -43,21 +43,24 @@ def _given(completion: str) -> list[str] | None:
     if _THINK_TAG.findall(text) != ["<think>", "</think>"] or not text.startswith("<think>"):
         return None
     said = text.partition("</think>")[2].strip()
-    fenced = _FENCE.fullmatch(said)
-    return _calls(fenced.group(1) if fenced else said)
+    fence = _FENCE.match(said)
+    return _calls(said[fence.end() : -3] if fence and said.endswith("```") and fence.end() < len(said) - 3 else said)
 
 
 def _calls(text: str) -> list[str] | None:
     """Each call in one spelling; None where the text is not JSON of calls."""
     try:
         parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     calls = []
     for call in parsed if isinstance(parsed, list) else [parsed]:
         match call:
             case {"name": str(name), "arguments": dict(arguments)} if len(call) == 2:
-                calls.append(json.dumps([name, arguments], sort_keys=True))
+                try:
+                    calls.append(json.dumps([name, arguments], sort_keys=True))
+                except RecursionError:
+                    return None
             case _:
                 return None
     return calls

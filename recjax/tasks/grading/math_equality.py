@@ -1,0 +1,263 @@
+"""Whether a mathematical answer is the true one. An answer is read whole: what cannot be read makes it wrong.
+
+Numbers with units, sets, tuples, matrices, choices and words are read by this package. Everything else is given to
+math-verify, after its words have been checked and its units taken off.
+"""
+
+import functools
+import re
+
+from recjax.tasks.grading import expressions
+from recjax.tasks.grading.notation import plain, words_of
+from recjax.tasks.grading.quantities import Quantity, quantity, same
+from recjax.tasks.grading.structures import Structure, structure
+
+_NAME = (
+    r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
+    r"|[A-Z]{1,3}|[A-Za-z](?:'|_\{?\w+\}?)?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
+    r"|\([A-Za-z](?: ?, ?[A-Za-z]){1,3}\)"
+    r"|\\text ?\{[A-Za-z ]{1,40}\}(?:_\w)?)"
+)
+_NAMED = re.compile(rf"(?P<name>{_NAME}) ?(?:=|:|\\approx|\\in\b|\bis\b) ?(?P<value>[^=]+(?:=[^=]+)*)")
+_VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
+_SAID = re.compile(r"(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
+_ABOUT = re.compile(r"(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
+_CHOICE = re.compile(
+    r"(?:(?:option|choice) ?)?(?:\((?P<held>[A-Za-z])\)|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])) ?\}"
+    r"|(?P<bare>[A-Z])(?P<half>\))?)",
+    re.I,
+)
+_CLOCK = re.compile(r"(\d{1,2}):(\d\d) ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
+_SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
+_RELATION = re.compile(r"\\(?:neq|not|ge|le|gt|lt)(?![A-Za-z])|[<>]")
+_SUBSCRIPT = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
+
+
+def is_right(given: str | None, answer: str, finished: bool) -> bool:
+    """Whether an answer equals the true one.
+
+    Args:
+        finished: where the true answer is a number, only a number will do, no computation.
+    """
+    if not given:
+        return False
+    return _same(_read(answer), _read(given), finished)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> str:
+    return plain(text)
+
+
+def _same(truth: str, given: str, finished: bool) -> bool:
+    if not given:
+        return False
+    if _squeezed(truth) == _squeezed(given):
+        return True
+    given = _SAID.sub("", given, count=1) if _SAID.match(given) else given
+    given = given.strip()
+    for decide in (_as_choice, _as_clock, _as_words, _in_a_base, _as_ratio, _as_named):
+        decided = decide(truth, given, finished)
+        if decided is not None:
+            return decided
+    number = quantity(truth)
+    if number is not None:
+        return _is_number(truth, number, given, finished)
+    taken, said = _spread(truth), _spread(unnamed(given))
+    if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
+        return decided
+    if taken is None and said is not None and not _may_be_a_region(truth, said):
+        return False
+    if _RELATION.match(given) and not _RELATION.match(truth):
+        return False
+    return expressions.same(truth, given, quantity(unnamed(given)))
+
+
+def _squeezed(text: str) -> str:
+    """Without the spaces that separate nothing: two letters or digits apart stay so."""
+    return re.sub(r"(?<![\w.]) | (?![\w.])", "", text)
+
+
+def unnamed(text: str) -> str:
+    """What follows the name of an unknown: 5 of "x = 5", "5 = x" and "x is 5"."""
+    if text.count("=") > 1 and not re.match(r"\([A-Za-z]", text):
+        name, _, rest = text.partition("=")
+        return rest.strip() if "," not in text and re.fullmatch(_NAME, name.strip()) else text
+    match = _NAMED.fullmatch(text) or _VALUE_FIRST.fullmatch(text)
+    return match["value"].strip() if match else text
+
+
+# --- Answers of one letter or a few words. Each says True, False, or None where the truth is nothing of its kind.
+
+
+def _as_choice(truth: str, given: str, finished: bool) -> bool | None:
+    wanted = _CHOICE.fullmatch(truth)
+    if not wanted or not _letter(wanted):
+        return None
+    said = _CHOICE.fullmatch(given)
+    if not said:
+        return False if wanted["held"] or wanted["textheld"] or not re.search(r"[=\\+\-*/^\d]", given) else None
+    if wanted["held"] or wanted["textheld"]:
+        return _letter(wanted).casefold() == _letter(said).casefold()
+    return _letter(wanted) == _letter(said)
+
+
+def _letter(match: re.Match) -> str:
+    letter = match["held"] or match["textheld"] or match["text"] or match["bare"]
+    # The pattern ignores case for its words; a small letter that stands by itself is a variable.
+    return letter if match["held"] or match["textheld"] or letter.isupper() or match["half"] else ""
+
+
+def _as_clock(truth: str, given: str, finished: bool) -> bool | None:
+    wanted, said = _CLOCK.fullmatch(truth), _CLOCK.fullmatch(given)
+    if not wanted or int(wanted[2]) > 59 or int(wanted[1]) > 24:
+        return None
+    if not said:
+        return False if wanted[3] else None
+    halves = {(half or "").casefold() for half in (wanted[3], said[3])} - {""}
+    return (int(wanted[1]), wanted[2]) == (int(said[1]), said[2]) and len(halves) < 2
+
+
+def _as_words(truth: str, given: str, finished: bool) -> bool | None:
+    marked = r"\text" in truth
+    bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*", bare):
+        return None
+    if quantity(truth) is not None:
+        return None
+    words = re.findall(r"[A-Za-z]+", bare)
+    if not marked:
+        if max(map(len, words)) < 2 or (len(words) > 1 and all(len(word) < 3 for word in words) and "," in bare):
+            return None
+        if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
+            return None
+        if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
+            return None  # abc may be a product, as a·b·c is; cat is not act
+        if len(words) == 1 and set(words[0]) <= set("uvwxyz"):
+            return None
+    elif max(map(len, words)) < 2 and "-" not in bare:
+        return None
+    return words_of(given) == words_of(truth)
+
+
+def _in_a_base(truth: str, given: str, finished: bool) -> bool | None:
+    """Digits of a base that a subscript names: they are compared as they are written."""
+    wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
+    if wanted:
+        digits = said[1] if said else given
+        return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
+    if said and quantity(truth) is not None:
+        return int(said[2]) == 10 and quantity(said[1]) is not None and same(quantity(truth), quantity(said[1]))
+    return None
+
+
+def _as_ratio(truth: str, given: str, finished: bool) -> bool | None:
+    """1:2:3, three parts or more; a ratio of two is a number."""
+    if not re.fullmatch(r"\d+(?: ?: ?\d+){2,}", truth):
+        return None
+    parts = [[quantity(part) for part in text.split(":")] for text in (truth, given)]
+    if None in parts[1] or len(parts[0]) != len(parts[1]):
+        return False
+    wanted, said = ([part.value for part in each] for each in parts)
+    return all(a * said[0] == b * wanted[0] for a, b in zip(wanted, said, strict=True)) and said[0] != 0
+
+
+def _as_named(truth: str, given: str, finished: bool) -> bool | None:
+    """x = 5: a number with its name, which may be left out, but not changed."""
+    match = _NAMED.fullmatch(truth)
+    if (
+        not match
+        or ("=" in match["value"])
+        or (quantity(match["value"]) is None and not _spread(match["value"]))
+        or r"\in" in truth
+    ):
+        return None
+    said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
+    if said and r"\text" not in said["name"] and _squeezed(said["name"]) != _squeezed(match["name"]):
+        return False
+    if said is None and "=" in given:
+        return False
+    return _same(match["value"].strip(), said["value"].strip() if said else given, finished)
+
+
+# --- Numbers.
+
+
+def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool:
+    given = _ABOUT.sub("", given, count=1).strip() if _ABOUT.match(given) else given
+    given = unnamed(given)
+    ratio = re.fullmatch(r"(\d+) to (\d+)", given)
+    if ratio and ":" in truth:
+        given = f"{ratio[1]}:{ratio[2]}"
+    said = quantity(given)
+    if said is not None:
+        return same(number, said)
+    if "=" in given:
+        # 15/4 = 3.75: the same number, several times; a working is none.
+        parts = [quantity(part) for part in given.split("=")]
+        return None not in parts and all(same(number, part) for part in parts)
+    if structure(given) or _RELATION.search(given) or r"\pm" in given:
+        return False
+    if any(unit.dimensions == (("angle", 1),) for unit in number.units):
+        return expressions.same_angle(truth, given)
+    return not finished and expressions.same(truth, given, None)
+
+
+# --- Sets, lists, tuples, intervals, matrices.
+
+
+def _spread(text: str) -> Structure | None:
+    r"""A text's structure, with a single \pm as both of its values."""
+    if text.count(r"\pm") == 1 and not structure(text):
+        return Structure("list", [text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in ("+", "-")])
+    if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
+        text = text[1:].strip()  # the point P(1,2)
+    return structure(text)
+
+
+def _may_be_a_region(truth: str, said: Structure) -> bool:
+    return said.kind in ("()", "[]", "[)", "(]") or bool(re.search(r"\\cup|=|<|>|\\le|\\ge", truth))
+
+
+def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
+    if said is None:
+        # An interval may be given as an inequality.
+        is_region = truth.kind[:1] in "([" and re.search(r"<|>|\\le|\\ge", given)
+        return None if is_region and len(truth.items) == 2 else False
+    if truth.kind == "matrix" or said.kind == "matrix":
+        shapes = [[len(row) for row in each.items] if each.kind == "matrix" else None for each in (truth, said)]
+        if shapes[0] != shapes[1]:
+            return False
+        pairs = zip(sum(truth.items, []), sum(said.items, []), strict=True)
+        return all(_same(wanted, got, finished) for wanted, got in pairs)
+    names = [[match["name"] for item in each.items if (match := _NAMED.fullmatch(item))] for each in (truth, said)]
+    if names[0] and len(names[0]) == len(truth.items):
+        return _same_assignments(truth, said, names, finished)
+    if truth.is_unordered:
+        return said.is_unordered and _same_items(truth, said, finished)
+    if said.kind not in (truth.kind, "list") or (said.kind == "list" and truth.kind != "()"):
+        return False
+    return len(truth.items) == len(said.items) and all(
+        _same(wanted, got, finished) for wanted, got in zip(truth.items, said.items, strict=True)
+    )
+
+
+def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
+    matches = [[_same(wanted, got, finished) for got in said.items] for wanted in truth.items]
+    if truth.kind == "list" and len(said.items) != len(truth.items):
+        return False
+    return all(map(any, matches)) and all(map(any, zip(*matches, strict=True))) if matches else not said.items
+
+
+def _same_assignments(truth: Structure, said: Structure, names: list[list[str]], finished: bool) -> bool:
+    """x=2, y=3: in any order where the answer names them too."""
+    if len(truth.items) != len(said.items):
+        return False
+    values = [[unnamed(item) for item in each.items] for each in (truth, said)]
+    if len({*names[0]}) == len(names[0]) and sorted(names[0]) == sorted(names[1]):
+        values = [[value for _, value in sorted(zip(*each, strict=True))] for each in zip(names, values, strict=True)]
+    elif names[1] and {*names[0]} != {*names[1]}:
+        return False
+    elif len({*names[0]}) == 1:
+        return _same_items(truth._replace(items=values[0]), said._replace(items=values[1]), finished)
+    return all(_same(wanted, got, finished) for wanted, got in zip(*values, strict=True))

@@ -1,0 +1,154 @@
+r"""An answer in one notation: what changes nothing is taken away, and what can be written in several ways is in one.
+
+Text stays marked as text: `\text{…}`. A dollar sign that is left is money.
+"""
+
+import re
+import unicodedata
+
+from recjax.tasks.grading.braces import braced
+
+_CHARACTERS = {
+    **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∗": "*"},
+    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "→": r"\to "},
+    **{"∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "°": r"^{\circ}"},
+    **{"∠": r"\angle ", "θ": r"\theta ", "ℝ": r"\mathbb{R}", "…": r"\ldots ", "“": "", "”": "", "\u2009": " "},
+    **{"\u202f": " ", "\u00a0": " ", "\n": " ", "\t": " "},
+}
+_COMMANDS = {
+    **{"varnothing": r"\emptyset ", "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leqslant": r"\le "},
+    **{
+        "leq": r"\le ",
+        "geqslant": r"\ge ",
+        "geq": r"\ge ",
+        "lt": "<",
+        "gt": ">",
+        "ne": r"\neq ",
+        "degree": r"^{\circ}",
+    },
+    **{"degree": r"^{\circ}", "degrees": r"^{\circ}", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]"},
+    **{
+        "cdots": r"\ldots ",
+        "vert": "|",
+        "lvert": "|",
+        "rvert": "|",
+        "colon": ":",
+        "land": r"\wedge ",
+        "bar": r"\overline",
+    },
+    **{"bar": r"\overline", "mp": r"\pm ", "euro": "€", "pounds": "£", "cents": "¢"},
+    **dict.fromkeys("left right displaystyle textstyle scriptstyle limits nolimits bf rm it sf tt".split(), " "),
+    **dict.fromkeys("tiny small normalsize large Large LARGE huge Huge".split(), " "),
+    **dict.fromkeys("big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr".split(), " "),
+    **dict.fromkeys("quad qquad hspace hfill phantom nobreak".split(), " "),
+}
+_WRAPPERS = "mathbf mathit mathsf mathtt boldsymbol bm underline boxed fbox mathnormal mathring ensuremath".split()
+_TEXTS = "text textbf textit textrm textsf texttt textnormal mbox mathrm hbox emph".split()
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_INVERSE = re.compile(r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?")
+
+
+def plain(text: str) -> str:
+    """An answer in one notation; see the module."""
+    text = "".join(character for character in text if unicodedata.category(character) != "Cf")
+    text = re.sub(r"[¼-¾⅐-⅞]", lambda match: _vulgar(match.group()), text)
+    text = re.sub(r"[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
+    text = "".join(_CHARACTERS.get(character, character) for character in text)
+    text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
+    # A double backslash ends a matrix's row; it is no space after a backslash.
+    text = re.sub(r"(\\\\)|\\[;:, >]|~", lambda match: match.group(1) or (" " if match.group() != "~" else "~"), text)
+    text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
+    text = re.sub(r"\\color\s*\{[^{}]*\}", "", text)
+    text = re.sub(r"\\textcolor\s*\{[^{}]*\}", r"\\mathbf", text)
+    for name in _TEXTS:
+        text = re.sub(rf"\\{name}\s*(?=\{{)", r"\\text", text)
+    for name in _WRAPPERS:
+        text = _unwrapped(text, f"\\{name}")
+    text = text.replace(r"\text{%}", "%").replace(r"\text{\%}", "%").replace(r"\%", "%")
+    text = re.sub(r"\\text\{\s*\^\{\\circ\}\s*\}", r"^{\\circ}", text)
+    text = _ends(text)
+    text = _fractions(text)
+    text = _INVERSE.sub(r"\\arc\1", text)
+    text = re.sub(r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\sqrt\s*([A-Za-z\d])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty ", text)
+    text = re.sub(r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^", text)
+    text = re.sub(r"\\log\s*_\s*\{?e\}?(?![A-Za-z])", r"\\ln ", text)
+    text = re.sub(r"(?:(?<=[(\[,])|^)\s*\+\s*\\infty", r"\\infty", text)
+    text = re.sub(r"(?<=\d)i\b", " i", text)
+    text = text.replace("<=", r"\le ").replace(">=", r"\ge ")
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text)
+    text = re.sub(r"^\\langle(.*)\\rangle$", r"(\1)", text.strip())
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _ends(text: str) -> str:
+    """Without marks of mathematics, type and quotation around the whole, and without a full stop."""
+    before = None
+    while before != text:
+        before, text = text, text.strip()
+        for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("$", "$"), ('"', '"')):
+            inside = text[len(opening) : len(text) - len(closing)]
+            if text.startswith(opening) and text.endswith(closing) and inside.strip() and not inside.endswith("\\"):
+                text = inside
+        if text.startswith("{") and braced(text) == text[1:-1] and not _top_level_comma(text[1:-1]):
+            text = text[1:-1]
+        text = re.sub(r"(?<!\.)\.$|(?<!\\)\\$", "", text)
+    return text.replace(r"\$", "$")
+
+
+def _top_level_comma(text: str) -> bool:
+    return len(split(text)) > 1
+
+
+def split(text: str, separators: str = ",;") -> list[str]:
+    """The parts of a text between separators outside all brackets."""
+    parts, depth, start, place = [], 0, 0, 0
+    while place < len(text):
+        character = text[place]
+        if character == "\\" and text[place + 1 : place + 2] in ("{", "}"):
+            place += 1
+            character = text[place]
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif depth == 0 and character in separators:
+            parts.append(text[start:place])
+            start = place + 1
+        place += 1
+    return [*parts, text[start:]]
+
+
+def _unwrapped(text: str, command: str) -> str:
+    """Without a command that only sets its argument in another type."""
+    pattern = re.compile(re.escape(command) + r"\s*(?=\{)")
+    while match := pattern.search(text):
+        inside = braced(text[match.end() :])
+        if inside is None:
+            break
+        text = text[: match.start()] + "{" + inside + "}" + text[match.end() + len(inside) + 2 :]
+    return text
+
+
+def _fractions(text: str) -> str:
+    r"""\frac12, \frac 1 2, \frac1{2} and {1 \over 2} as \frac{1}{2}."""
+    text = re.sub(r"^\{?\s*([^{}\\]+?)\s*\\over\s*([^{}\\]+?)\s*\}?$", r"\\frac{\1}{\2}", text.strip())
+    text = re.sub(r"\\frac\s*([A-Za-z\d])\s*([A-Za-z\d])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*([A-Za-z\d])\s*(?=\{)", r"\\frac{\1}", text)
+    text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z\d])", r"\\frac\1{\2}", text)
+    return re.sub(r"\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}", text)
+
+
+def _vulgar(character: str) -> str:
+    over, _, under = unicodedata.normalize("NFKD", character).partition("⁄")
+    return f"\\frac{{{over}}}{{{under}}}"
+
+
+def words_of(text: str) -> str:
+    r"""Text as words: without \text, quotation marks and a leading article, in lower case."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    text = " ".join(text.casefold().replace('"', "").strip(" .").split())
+    return re.sub(r"^(?:an?|the) (?=\w{2})", "", text)

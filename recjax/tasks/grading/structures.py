@@ -1,0 +1,75 @@
+"""Sets, lists, tuples, intervals and matrices, taken apart by their brackets and commas."""
+
+import re
+from typing import NamedTuple
+
+from recjax.tasks.grading.notation import split
+
+_MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
+_ROWS = re.compile(r"\[ ?\[.*\] ?\]")
+_WORDED = re.compile(r",? ?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
+_OPENING, _CLOSING = ("\\{", "(", "["), ("\\}", ")", "]")
+
+
+class Structure(NamedTuple):
+    """Items and what holds them: kind is "matrix", "list" (no brackets), "{}", or the brackets, such as "[)".
+
+    A matrix's items are its rows, lists themselves.
+    """
+
+    kind: str
+    items: list
+
+    @property
+    def is_unordered(self) -> bool:
+        """Whether it is a set, or a list without brackets."""
+        return self.kind in ("{}", "list")
+
+
+def structure(text: str) -> Structure | None:
+    """What a whole text, in the notation of `notation.plain`, is made of; None where it is a single thing."""
+    if match := _MATRIX.fullmatch(text):
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
+        return Structure("matrix", [[item.strip() for item in row.split("&")] for row in rows])
+    if _ROWS.fullmatch(text):
+        inner = split(text[1:-1].strip())
+        if all(row.strip()[:1] == "[" and row.strip()[-1:] == "]" for row in inner):
+            return Structure("matrix", [[item.strip() for item in split(row.strip()[1:-1])] for row in inner])
+    if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
+        return Structure("{}", [])
+    if match := re.fullmatch(r"([\[\]]) ?([^\[\]()]*,[^\[\]()]*?) ?([\[\]])", text):
+        # The French way: ]1,2[ is open.
+        kind = {"[": "[", "]": "("}[match[1]] + {"]": "]", "[": ")"}[match[3]]
+        return Structure(kind, _items(match[2]))
+    # "x<1 or x>2" is one region and no list.
+    worded = text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text)
+    items = _items(worded)
+    if len(items) > 1 and all(items):
+        return Structure("list", items)
+    for opening in _OPENING:
+        closing = next((each for each in _CLOSING if text.endswith(each)), None)
+        if text.startswith(opening) and closing and _match(text, opening, closing):
+            items = _items(_WORDED.sub(",", text[len(opening) : -len(closing)]))
+            if opening == "\\{":
+                return Structure("{}", items) if closing == "\\}" else None
+            if len(items) == 1 and opening == "(" and closing == ")":
+                return structure(items[0])
+            return Structure(opening + closing[-1], items) if len(items) > 1 and closing != "\\}" else None
+    if text.startswith("{") and text.endswith("}") and len(_items(text[1:-1])) > 1:
+        return Structure("{}", _items(text[1:-1]))
+    return None
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in split(text)]
+
+
+def _match(text: str, opening: str, closing: str) -> bool:
+    """Whether a text's first bracket is closed by its last one: the inside is balanced by itself."""
+    depth = 0
+    inside = re.sub(r"\\([{}])", lambda match: "([)]"["{}".index(match[1]) * 2], text[len(opening) : -len(closing)])
+    for character in inside:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
