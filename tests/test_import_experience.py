@@ -138,8 +138,8 @@ BAD = {
     "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
     "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
     "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "logprobs: .*need the ids"),
-    "log-probs short": ({**PLAIN[0], "tokens": [1, 2], "logprobs": [-1.0]}, "behaviour_logprobs: .*as long as"),
-    "log-probs positive": ({**PLAIN[0], "tokens": [1], "logprobs": [1.0]}, "behaviour_logprobs: .*at most 0"),
+    "log-probs short": ({**PLAIN[0], "tokens": [4, 1], "logprobs": [-1.0]}, "behaviour_logprobs: .*as long as"),
+    "log-probs positive": ({**PLAIN[0], "tokens": [4], "logprobs": [1.0]}, "behaviour_logprobs: .*at most 0"),
     "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
     "no tokens": ({**PLAIN[0], "tokens": []}, "completion_tokens: .*no token"),
     "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "beyond the vocabulary"),
@@ -150,7 +150,7 @@ BAD = {
 def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
     row, reason = BAD[name]
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
-    good = {**PLAIN[0], "tokens": [2, 1], "logprobs": [-1.0, -1.0]}
+    good = {**PLAIN[0], "tokens": [4, 1], "logprobs": [-1.0, -1.0]}
     path = write(tmp_path / "bad.jsonl", [good, "", row, good])
     with pytest.raises(ValueError, match=f"bad.jsonl: line 3: .*{reason}"):
         import_files([path], tmp_path / "s", Columns(), None, str(tmp_path / "model"), Sampling())

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -86,6 +87,12 @@ class Generators:
         Raises:
             ValueError: there is no cluster at the address.
         """
+        if self._regime.address is None:
+            # Ray's switch for machines of its own: its processes listen on loopback alone. Read on import.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            # Whoever reaches Ray can run code, so other users of this machine need a token that they do not have.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         import ray
 
         self._ray, self._begun_here = ray, not ray.is_initialized()
