@@ -138,6 +138,7 @@ def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
     assert {name for name in files.keys() | again.keys() if files.get(name) != again.get(name)} == {
         "config.json",
         "model.safetensors",
+        "manifest.json",
     }
     refused = command("--run", str(run), "--output", str(tmp_path / "once"))
     assert refused.returncode != 0 and refused.stderr.splitlines()[-1].startswith("error: --output")

@@ -134,3 +134,16 @@ def test_workers_share_the_cores(write, monkeypatch):
     base, runs = read_sweep(write())
     run_all(base, runs, workers=2)
     assert seen == ["4", "4", "4"]
+
+
+def test_a_run_that_ends_with_status_0_and_is_not_whole_has_failed(write, monkeypatch):
+    class Process:
+        def __init__(self, command, stdout, stderr, env):
+            stdout.write("bye\n")
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    base, runs = read_sweep(write(grids=[{"algorithm": ["grpo"], "seed": [0]}]))
+    assert "exit status 0: bye" in run_all(base, runs, workers=1)["grpo__0"]

@@ -4,9 +4,11 @@ Each has a manifest, written when all else is on disk. One without, or with a fi
 whole, and the run goes on from the one before.
 """
 
+import contextlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,9 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
     folder = Path(manager.directory)
     try:
-        manager.save(state.step, args=ocp.args.Composite(**items), force=True)
-        manager.wait_until_finished()
+        with _without_tracebacks():
+            manager.save(state.step, args=ocp.args.Composite(**items), force=True)
+            manager.wait_until_finished()
         if hosts.is_first():
             manifest.write_manifest(folder / str(state.step))
     except Exception as error:
@@ -186,6 +189,19 @@ def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
     return ValueError(
         f"{folder}: no checkpoint is whole ({reasons}); bring one back from a copy, or start anew with --overwrite"
     )
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Orbax logs a traceback of each failure that it raises as well; --verbosity shows them."""
+    logs = logging.getLogger("absl")
+    level = logs.level
+    if level > logging.INFO:
+        logs.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logs.setLevel(level)
 
 
 def _free(path: Path) -> Path:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 import xxhash
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.manifest import digest
+from recjax.training.scalar_events import ScalarEvents
 from recjax.whole_files import write_whole, writing
 
 Written = list  # size in bytes and checksum of a file's content
@@ -48,7 +48,7 @@ class MetricsWriter:
         write_whole(self._path, kept)
         self._size, self._digest = len(kept), xxhash.xxh3_128(kept)
         self._file = self._path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=keep_through + 1)
+        self._tensorboard = ScalarEvents(output / "tensorboard", first_step=keep_through + 1)
 
     @property
     def written(self) -> Written | None:
@@ -65,16 +65,17 @@ class MetricsWriter:
             self._file.flush()
         self._size += len(line.encode())
         self._digest.update(line.encode())
-        for name, value in row.items():
-            if name != "step" and not isinstance(value, dict):
-                self._tensorboard.add_scalar(name, value, row["step"])
+        numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+        self._tensorboard.write(row["step"], numbers)
 
     def close(self) -> None:
         """Closes both files."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # of a row that could not be written, which has been said
+            # What cannot be written has been said at its row, or is for TensorBoard alone.
+            with contextlib.suppress(OSError):
                 self._file.close()
-            self._tensorboard.close()
+            with contextlib.suppress(ValueError):
+                self._tensorboard.close()
 
 
 def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:

@@ -57,6 +57,26 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
     chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(params))
 
 
+def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
+    short = dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, steps=2))
+    params, warned = run.prepare(short)[1], []
+    (folder,) = (path for path in (tmp_path / "cache" / "warm_start").iterdir() if path.is_dir())
+    monkeypatch.setattr(warm_start.logger, "warning", lambda *words: warned.append(words[0] % words[1:]))
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    again = run.prepare(short)[1]
+    assert len(warned) == 1 and str(largest) in warned[0] and "made anew" in warned[0]
+    (folder / "manifest.json").unlink()
+    anew = run.prepare(short)[1]
+    assert len(warned) == 2
+    whole = run.prepare(short)[1]
+    assert len(warned) == 2
+    for other in (again, anew, whole):
+        chex.assert_trees_all_equal(jax.device_get(other), jax.device_get(params))
+
+
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
 
 

@@ -1,0 +1,56 @@
+"""TensorBoard's files of scalars, written at once by whoever calls.
+
+tensorboardX's own SummaryWriter leaves that to a thread: a full disk ends the thread, and then the run waits for ever.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from recjax.whole_files import writing
+
+FLUSH_SECONDS = 30.0
+
+
+class ScalarEvents:
+    """One file of scalars by step, in a folder with those of the run's earlier parts."""
+
+    def __init__(self, folder: Path, first_step: int):
+        """Makes the file; what earlier files say of steps from `first_step` on does not count any more.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        self._folder, self._flushed = folder, time.monotonic()
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            self._file = EventsWriter(str(folder / "events"))
+            begins = SessionLog(status=SessionLog.START)
+            self._file.write_event(Event(step=first_step, wall_time=time.time(), session_log=begins))
+            self._file.flush()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds the scalars of a step.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        with writing(self._folder):
+            self._file.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+            if time.monotonic() > self._flushed + FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Writes what is left.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        with writing(self._folder):
+            self._file.close()

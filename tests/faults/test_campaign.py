@@ -1,0 +1,70 @@
+"""A bounded part of the campaign of faults; `python -m tests.faults` is the whole of it."""
+
+import pytest
+
+from tests.faults import damage, others
+from tests.faults.kills import MODES, kills
+from tests.faults.outcomes import Outcome, table
+from tests.faults.runs import place_in
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return place_in(tmp_path_factory.mktemp("faults") / "place")
+
+
+@pytest.fixture(scope="module")
+def made(place):
+    return damage.subject(place)
+
+
+@pytest.fixture(scope="module")
+def expected(place):
+    return others.straight(place)
+
+
+def require_none_wrong(outcomes):
+    found = list(outcomes)
+    assert found and not [outcome for outcome in found if outcome.result == "NOT"], table(found)
+
+
+def test_kills_during_the_warm_start_and_after(place):
+    require_none_wrong(kills(place, 4, seed=1, modes={"warm start": MODES["warm start"]}))
+
+
+def test_flipped_bits_and_cut_files(made):
+    require_none_wrong(damage.flips(made, 160, seed=1))
+    require_none_wrong(damage.cuts(made, 2, seed=1))
+
+
+def test_damaged_runs_go_on(made):
+    require_none_wrong(damage.resumed(made, 5, seed=1))
+
+
+def test_full_disks(place, expected):
+    require_none_wrong(others.full_disks(place, expected, 6, seed=1))
+
+
+def test_two_processes_and_locks_that_were_left(place, expected):
+    require_none_wrong(others.two_processes(place, expected, 3, seed=1))
+    require_none_wrong(others.locks_left(place, expected))
+
+
+def test_clocks_that_go_back(place, expected):
+    require_none_wrong(others.clocks(place, expected, 2))
+
+
+def test_outputs_where_no_run_can_be(place):
+    require_none_wrong(others.places(place))
+
+
+def test_the_table_counts_what_is_not_as_it_should_be():
+    shown = table([Outcome("flip", "noticed"), Outcome("flip", "NOT", "of byte 3"), Outcome("kill", "as without")])
+    assert [line.split() for line in shown.splitlines()][1:4] == [
+        ["flip", "2", "1", "0", "0", "1"],
+        ["kill", "1", "0", "0", "1", "0"],
+        ["all", "3", "1", "0", "1", "1"],
+    ]
+    assert "flip: of byte 3" in shown
