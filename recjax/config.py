@@ -57,6 +57,7 @@ class ModelConfig:
 
     path: str | None = None  # Hugging Face folder or hub name
     decoder: DecoderShape | None = None
+    teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the device has it
     # What the backward pass computes again: nothing, all but projections, or whole layers.
     remat: Remat = dataclasses.field(default="none", metadata={"became": "what was true is now full, and false none"})
@@ -98,18 +99,27 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """A preset, and changes to any of its axes: `name` and options of the axis function."""
+    """A preset, and changes to any of its axes: `name` and options of the axis function.
+
+    A name is of the axis' table or the user's own, `module:function`; docs/objectives.md has both.
+    """
 
     preset: str = "grpo"
     objective: dict[str, Any] = dataclasses.field(default_factory=dict)
     selection: dict[str, Any] = dataclasses.field(default_factory=dict)
     advantage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    anchor: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ratio: dict[str, Any] = dataclasses.field(default_factory=dict)
     clip: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mask: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: dict[str, Any] = dataclasses.field(default_factory=dict)
+    correction: dict[str, Any] = dataclasses.field(default_factory=dict)
     regularizer: dict[str, Any] = dataclasses.field(default_factory=dict)
     reduction: dict[str, Any] = dataclasses.field(default_factory=dict)
     reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unbiased_reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)
     entropy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    distillation: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
@@ -275,8 +285,23 @@ def check(config: Config) -> None:
     config.regime.check(config.experience.replay if config.experience else None)
     if config.experience:
         config.experience.check(config.rollout, config.regime)
+    overlong, longest = config.task.overlong_tokens, config.rollout.max_completion_tokens
+    remedy = f"must be at most rollout.max_completion_tokens = {longest}"
+    require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
     config.mesh.check()
     config.training.check(config.rollout)
-    config.algorithm.build()
+    _check_algorithm(config)
+
+
+def _check_algorithm(config: Config) -> None:
+    """Refuses an algorithm that cannot be built, and what it needs of other blocks or leaves unread there."""
+    algorithm, teacher = config.algorithm.build(), config.model.teacher
+    remedy = "is not read while algorithm.distillation.coefficient is 0; set that, or remove it"
+    require(algorithm.needs_teacher or teacher is None, "model.teacher", teacher, remedy)
+    remedy = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
+    require(teacher is not None or not algorithm.needs_teacher, "algorithm.distillation", "on", remedy)
+    remedy = "replaces rewards, and this algorithm's advantage is of their parts; take train or mask"
+    penalised = algorithm.reads("reward_parts") and config.task.truncated == "penalise"
+    require(not penalised, "task.truncated", config.task.truncated, remedy)
     if config.rollout.group_size == 1 and not (config.experience and config.experience.store):
         config.algorithm.check_singletons()

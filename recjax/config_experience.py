@@ -91,6 +91,13 @@ class ReplayConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RefillConfig:
+    """Groups whose rewards are all equal teach nothing: more batches are sampled until a step has enough others."""
+
+    batches: int = at_least(1, 10)  # sampled for one step at most; a run that needs more ends with an error
+
+
+@dataclasses.dataclass(frozen=True)
 class RegimeConfig:
     """How far behind the trainer the sampler is."""
 
@@ -133,16 +140,19 @@ class ExperienceConfig:
     mix: MixConfig | None = None
     late: LateConfig | None = None
     replay: ReplayConfig | None = None
+    refill: RefillConfig | None = None
     missing_logprobs: MissingLogprobs = "error"  # where a store has no behaviour log-probs
     record: bool = False  # keep what the policy samples in the run's folder, as a store
 
     def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:
         """Refuses an empty block, ways that exclude each other, and what its own blocks refuse."""
-        if not (self.store or self.mix or self.late or self.replay or self.record):
-            raise ValueError("experience: give at least one of store, mix, late, replay and record, or remove it")
+        if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
+            raise ValueError(
+                "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
+            )
         if self.store:
             remedy = f"is not read beside experience.store = {self.store!r}, from which every batch comes; remove one"
-            require_defaults("experience", self, ("mix", "late", "replay", "record"), remedy)
+            require_defaults("experience", self, ("mix", "late", "replay", "refill", "record"), remedy)
             require_defaults("regime", regime, tuple(vars(regime)), remedy)
         elif not self.mix:
             remedy = "is read with experience.store and experience.mix alone; remove it"
@@ -156,3 +166,8 @@ class ExperienceConfig:
             require(late.longest >= late.shortest, "experience.late.longest", late.longest, remedy)
         if self.replay:
             self.replay.check(sampled)
+        if self.refill:
+            remedy = "is not read beside experience.replay, which leaves such groups out by keep_no_signal; remove one"
+            require(self.replay is None, "experience.refill", vars(self.refill), remedy)
+            remedy = "is of batches that the loop samples itself; remove it, or regime.mode = async"
+            require(regime.mode == "sync", "experience.refill", vars(self.refill), remedy)

@@ -103,6 +103,8 @@ class TaskConfig:
     success: float = 1.0  # a completion is accurate when its reward is at least this; not read with an accuracy part
     truncated: Literal["train", "mask", "penalise"] = "train"  # completions cut at the token limit
     truncated_reward: float = 0.0  # what they get with penalise
+    # Tokens before the limit, over which the reward's part `overlong` falls from 0 to -1; null: there is no such part.
+    overlong_tokens: int | None = at_least(1, None)
 
     def chosen(self) -> str:
         """Which of TASKS the block gives."""

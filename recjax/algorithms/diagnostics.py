@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from recjax.algorithms.losses import Algorithm, RowTerms
+from recjax.algorithms.losses import Algorithm, RowTerms, token_terms
 from recjax.algorithms.ratios import log_ratio as masked_log_ratio
+from recjax.algorithms.ratios import per_token
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
 
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
@@ -28,11 +29,13 @@ def ratio_quantiles(
 
 
 def clip_fraction(
-    clip_mask: Bool[Array, "batch time"], advantages: Float[Array, " batch"], completion_mask: Bool[Array, "batch time"]
+    clip_mask: Bool[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Float[Array, ""]]:
     """Share of valid tokens that the clip mask leaves out: of all, of those with A > 0, of those with A < 0."""
     clipped = (~clip_mask).astype(advantages.dtype)
-    sign = advantages[:, None]
+    sign = per_token(advantages)
     masks = {"all": completion_mask, "positive": completion_mask & (sign > 0), "negative": completion_mask & (sign < 0)}
     return {name: token_average(clipped, mask) for name, mask in masks.items()}
 
@@ -90,22 +93,28 @@ def diagnose(
     Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept.
     """
     real = jnp.maximum(jnp.sum(jnp.any(completion_mask, axis=-1)), 1)
-    kept = jnp.maximum(jnp.sum(rows.kept), 1)
     scalars = {
         "entropy": token_average(entropy, completion_mask),
         "kept_fraction": jnp.sum(rows.kept) / real,
-        "advantage/mean_square": jnp.sum(jnp.where(rows.kept, jnp.square(rows.advantages), 0.0)) / kept,
-        "weight/mean": jnp.sum(jnp.where(rows.kept, rows.weights, 0.0)) / kept,
-        "weight/max": jnp.max(jnp.where(rows.kept, rows.weights, 0.0)),
+        "advantage/mean_square": _kept_mean(jnp.square(rows.advantages), rows, completion_mask),
+        "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
+        "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
     }
     if behaviour_logprobs is None:
         return scalars
     log_ratio = masked_log_ratio(logprobs, behaviour_logprobs, completion_mask)
-    clip_mask = algorithm.clip(jnp.exp(log_ratio), rows.advantages)
-    clipped = clip_fraction(clip_mask, rows.advantages, completion_mask & rows.kept[:, None])
+    terms = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    clipped = clip_fraction(terms.clip, terms.advantages, completion_mask & rows.kept[:, None])
     scalars |= {f"ratio/{name}": value for name, value in ratio_quantiles(log_ratio, completion_mask).items()}
     scalars |= {f"clip_fraction/{name}": value for name, value in clipped.items()}
     for estimator in ("k1", "k2", "k3"):
         scalars[f"behaviour_kl/{estimator}"] = behaviour_kl(log_ratio, completion_mask, estimator=estimator)
     scalars["effective_sample_size"] = effective_sample_size(log_ratio, completion_mask)
     return jax.lax.stop_gradient(scalars)
+
+
+def _kept_mean(values, rows: RowTerms, completion_mask):
+    """The mean over the rows kept; of values of tokens, over their tokens."""
+    if values.ndim == 2:
+        return token_average(values, completion_mask & rows.kept[:, None])
+    return jnp.sum(jnp.where(rows.kept, values, 0.0)) / jnp.maximum(jnp.sum(rows.kept), 1)

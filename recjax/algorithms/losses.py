@@ -1,131 +1,68 @@
 """The one equation that every algorithm of the family is a case of.
 
-    loss = reduce_t [ −sg(w · w_t · A · M_t) · log π(y_t) + regulariser_t + c_KL · KL_t − c_H · H_t ]
+    loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regulariser_t + c_KL · KL_t − c_H · H_t ]
 
 `row_terms` is taken once on the whole batch; `loss` on any micro-batch of it, as (sum, count) that add.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from recjax.algorithms.advantages import group_mean_advantages
-from recjax.algorithms.clipping import no_clip
+from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.consistency import pairwise_consistency_loss
-from recjax.algorithms.ratios import log_ratio
-from recjax.algorithms.reduce import SumAndCount, token_mean
-from recjax.algorithms.regularizers import log_likelihood_bonus, no_regularizer
-from recjax.algorithms.selection import keep_all
-from recjax.algorithms.weighting import unit_token_weights, unit_weights
+from recjax.algorithms.ratios import bounded_exp, log_ratio, per_token
+from recjax.algorithms.reading import call, is_of_whole_batch
+from recjax.algorithms.reduce import SumAndCount
+
+
+class Scored(NamedTuple):
+    """What the scoring pass finds of the tokens of a whole batch before the update; see `Algorithm.needs_scoring`."""
+
+    logprobs: Float[Array, "batch time"]
+    entropy: Float[Array, "batch time"]
+    behaviour_logprobs: Float[Array, "batch time"] | None
 
 
 class RowTerms(NamedTuple):
     """What a loss takes as constants of each completion; `batch` rows.
 
-    Rows that are padding or were dropped have kept False and zeros elsewhere.
+    Rows that are padding or were dropped have kept False and zeros elsewhere. Advantages and weights are of
+    completions, or of tokens where an algorithm tells these apart.
+
+    foreign: the completion is another model's; None where nobody said.
+    mask: of clip and mask where these are of the whole batch.
+    proximal_logprobs: log π before the update, where the algorithm reads it.
+    teacher_logprobs: of a teacher, where the algorithm reads them.
     """
 
-    advantages: Float[Array, " batch"]
-    weights: Float[Array, " batch"]
+    advantages: Float[Array, "batch *rest"]
+    weights: Float[Array, "batch *rest"]
     kept: Bool[Array, " batch"]
     rewards: Float[Array, " batch"]
     group_ids: Int[Array, " batch"]
+    foreign: Bool[Array, " batch"] | None = None
+    mask: Bool[Array, "batch time"] | None = None
+    proximal_logprobs: Float[Array, "batch time"] | None = None
+    teacher_logprobs: Float[Array, "batch time"] | None = None
 
 
-def policy_gradient(
-    algorithm: "Algorithm",
-    logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
-    rows: RowTerms,
-    completion_mask: Bool[Array, "batch time"],
-    reference_logprobs: Float[Array, "batch time"] | None,
-    entropy: Float[Array, "batch time"] | None,
-) -> SumAndCount:
-    """The reduction of `token_loss`; rows not kept leave both sum and count."""
-    per_token = token_loss(
-        algorithm,
-        logprobs,
-        behaviour_logprobs,
-        rows,
-        completion_mask,
-        reference_logprobs=reference_logprobs,
-        entropy=entropy,
-    )
-    return algorithm.reduction(per_token, completion_mask & rows.kept[:, None])
+class TokenTerms(NamedTuple):
+    """What multiplies −∇log π of each token, in parts; constants.
 
-
-def pairwise_consistency(
-    algorithm: "Algorithm",
-    logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
-    rows: RowTerms,
-    completion_mask: Bool[Array, "batch time"],
-    reference_logprobs: Float[Array, "batch time"] | None,
-    entropy: Float[Array, "batch time"] | None,
-    *,
-    tau: float = 1.0,
-) -> SumAndCount:
-    """`pairwise_consistency_loss` with the behaviour policy as the anchor; a slice must hold whole groups.
-
-    Of the algorithm, only selection and row weights are read.
-    """
-    del reference_logprobs, entropy
-    behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    policy, anchor = (jnp.sum(jnp.where(completion_mask, x, 0.0), axis=-1) for x in (logprobs, behaviour_logprobs))
-    kept = rows.kept & jnp.any(completion_mask, axis=-1)
-    return pairwise_consistency_loss(policy, anchor, rows.rewards, rows.weights, rows.group_ids, kept, tau=tau)
-
-
-# What can do without the behaviour policy's log-probabilities; anything else on these axes is taken to read them.
-BEHAVIOUR_FREE = frozenset({policy_gradient, no_clip, unit_token_weights, no_regularizer, log_likelihood_bonus})
-
-
-@dataclasses.dataclass(frozen=True)
-class Algorithm:
-    """One choice on every axis, options bound by functools.partial; the defaults are plain REINFORCE.
-
-    Hashable: a static argument of jit. `presets.build_algorithm` makes it from names and options; signatures are those
-    of the functions in the file of each axis.
+    ratio: to the anchor, at the level of the axis `ratio`.
+    advantages: [batch, 1] or [batch, time].
+    clip: False where clip or mask leaves the token out.
+    coefficients: the whole product, 0 where left out or masked.
     """
 
-    objective: Callable = policy_gradient
-    selection: Callable = keep_all
-    advantage: Callable = group_mean_advantages
-    clip: Callable = no_clip
-    row_weight: Callable = unit_weights
-    token_weight: Callable = unit_token_weights
-    regularizer: Callable = no_regularizer
-    reduction: Callable = token_mean
-    reference_kl: Callable | None = None
-    entropy: Callable | None = None
-
-    @property
-    def needs_behaviour_logprobs(self) -> bool:
-        """Whether the log-probabilities under the behaviour policy change the loss."""
-        axes = (self.objective, self.clip, self.token_weight, self.regularizer)
-        functions = (axis.func if isinstance(axis, functools.partial) else axis for axis in axes)
-        return any(function not in BEHAVIOUR_FREE for function in functions)
-
-    @property
-    def compares_completions(self) -> bool:
-        """Whether the loss is of whole groups, whose completions a micro-batch must then hold together."""
-        objective = self.objective.func if isinstance(self.objective, functools.partial) else self.objective
-        return objective is not policy_gradient
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss has a KL to a reference policy."""
-        return self.reference_kl is not None
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss has an entropy bonus."""
-        return self.entropy is not None
+    ratio: Float[Array, "batch time"]
+    advantages: Float[Array, "batch #time"]
+    clip: Bool[Array, "batch time"]
+    coefficients: Float[Array, "batch time"]
 
 
 def _behaviour(algorithm: Algorithm, logprobs, behaviour_logprobs):
@@ -144,19 +81,105 @@ def row_terms(
     group_ids: Int[Array, " batch"],
     row_mask: Bool[Array, " batch"],
     key: PRNGKeyArray,
+    *,
+    completion_mask: Bool[Array, "batch time"] | None = None,
+    foreign: Bool[Array, " batch"] | None = None,
+    reward_parts: Mapping[str, Float[Array, " batch"]] | None = None,
+    part_weights: Mapping[str, Float[Array, " batch"]] | None = None,
+    scored: Scored | None = None,
+    teacher_logprobs: Float[Array, "batch time"] | None = None,
 ) -> RowTerms:
-    """Selection, advantages and row weights of a whole batch; take it before micro-batches are cut.
+    """Selection, advantages, row weights and masks of a whole batch; take it before micro-batches are cut.
+
+    What is left out must be something that the algorithm does not read.
 
     Args:
         rewards: any unit; ignored where row_mask is False.
         group_ids: any integers, any group sizes, any order.
         row_mask: False for padding rows, `completion_mask.any(-1)`.
         key: for random selections.
+        completion_mask: True where the behaviour policy chose the token.
+        foreign: True where the completion is another model's.
+        reward_parts: parts of the rewards by name, not weighted; NaN in rows without one.
+        part_weights: by name of a part.
+        scored: of the scoring pass; its values are ignored where masked.
+        teacher_logprobs: of a teacher, at each token; ignored where masked.
+    Raises:
+        ValueError: an input that the algorithm reads is None.
     """
-    kept = algorithm.selection(rewards, group_ids, row_mask, key)
-    advantages = algorithm.advantage(rewards, group_ids, kept)
-    weights = algorithm.row_weight(advantages, kept)
-    return jax.lax.stop_gradient(RowTerms(advantages, weights, kept, jnp.where(kept, rewards, 0.0), group_ids))
+    values = {"rewards": rewards, "group_ids": group_ids, "key": key, "foreign": foreign}
+    values |= {"reward_parts": reward_parts, "part_weights": part_weights, "completion_mask": completion_mask}
+    if completion_mask is not None:
+        values["lengths"] = jnp.sum(completion_mask, axis=-1)
+    kept = call(algorithm.selection, values | {"kept": row_mask})
+    values["kept"] = kept
+    if completion_mask is not None:
+        values["completion_mask"] = completion_mask & kept[:, None]
+    if scored is not None:
+        values |= _scored_values(scored, completion_mask & kept[:, None])
+    values["advantages"] = advantages = call(algorithm.advantage, values)
+    weights = call(algorithm.row_weight, values)
+    masks = [call(function, values) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
+    return jax.lax.stop_gradient(
+        RowTerms(
+            advantages,
+            weights,
+            kept,
+            jnp.where(kept, rewards, 0.0),
+            group_ids,
+            foreign,
+            mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
+            proximal_logprobs=values["scored_logprobs"] if scored is not None else None,
+            teacher_logprobs=teacher_logprobs,
+        )
+    )
+
+
+def _scored_values(scored: Scored, mask):
+    """What the scoring pass found, by the names that functions read it by; 0 where masked."""
+    values = {"scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
+    values["scored_entropy"] = jnp.where(mask, scored.entropy, 0.0)
+    if scored.behaviour_logprobs is not None:
+        values["scored_log_ratio"] = log_ratio(scored.logprobs, scored.behaviour_logprobs, mask)
+    return values
+
+
+def token_terms(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+) -> TokenTerms:
+    """Ratio, advantages, clip and weights of each token; constants.
+
+    Args: those of `token_loss`.
+    Raises:
+        ValueError: an input that the algorithm needs is None.
+    """
+    mask = completion_mask & rows.kept[:, None]
+    logprobs = jax.lax.stop_gradient(jnp.where(mask, logprobs, 0.0))
+    behaviour_logprobs = jnp.where(mask, _behaviour(algorithm, logprobs, behaviour_logprobs), 0.0)
+    values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
+    values |= {"foreign": rows.foreign, "advantages": per_token(rows.advantages)}
+    if rows.proximal_logprobs is not None:
+        values["proximal_logprobs"] = jnp.where(mask, rows.proximal_logprobs, 0.0)
+    if algorithm.distillation is not None:
+        teacher = None if rows.teacher_logprobs is None else jnp.where(mask, rows.teacher_logprobs, 0.0)
+        values["advantages"] += call(algorithm.distillation, values | {"teacher_logprobs": teacher})
+    anchor = call(algorithm.anchor, values) if algorithm.reads_ratio else behaviour_logprobs
+    values |= {"anchor_logprobs": anchor, "log_ratio": log_ratio(logprobs, anchor, mask)}
+    values["ratio"] = ratio = bounded_exp(call(algorithm.ratio, values))
+    weights = per_token(rows.weights) * call(algorithm.token_weight, values) * values["advantages"]
+    if algorithm.correction is not None:
+        mismatch = log_ratio(anchor, behaviour_logprobs, mask)
+        weights *= call(algorithm.correction, values | {"ratio": jnp.exp(mismatch), "log_ratio": mismatch})
+    clip = mask if rows.mask is None else rows.mask
+    for function in (algorithm.clip, algorithm.mask):
+        if not is_of_whole_batch(function):
+            clip = clip & call(function, values)
+    terms = TokenTerms(ratio, values["advantages"], clip, jnp.where(mask & clip, weights, 0.0))
+    return jax.lax.stop_gradient(terms)
 
 
 def token_loss(
@@ -171,7 +194,7 @@ def token_loss(
 ) -> Float[Array, "batch time"]:
     """The loss of each token, before any reduction.
 
-    −sg(w · w_t · A · M_t) · log π(y_t) + regulariser_t + c_KL · KL_t − c_H · H_t
+    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regulariser_t + c_KL · KL_t − c_H · H_t
 
     Args:
         logprobs: log π, differentiated; ignored where masked.
@@ -187,21 +210,70 @@ def token_loss(
     Reference: arXiv 2509.24203 §2.
     """
     mask = completion_mask & rows.kept[:, None]
+    coefficients = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask).coefficients
     logprobs = jnp.where(mask, logprobs, 0.0)
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    ratio = jnp.exp(log_ratio(logprobs, behaviour_logprobs, mask))
-    weights = rows.weights[:, None] * algorithm.token_weight(ratio) * rows.advantages[:, None]
-    weights = jnp.where(mask & algorithm.clip(ratio, rows.advantages), weights, 0.0)
-    terms = -jax.lax.stop_gradient(weights) * logprobs + algorithm.regularizer(logprobs, behaviour_logprobs, mask)
-    if algorithm.reference_kl is not None:
+    values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
+    values["foreign"] = rows.foreign
+    terms = -coefficients * logprobs + call(algorithm.regularizer, values)
+    if algorithm.needs_reference:
         if reference_logprobs is None:
-            raise ValueError("reference_logprobs = None: reference_kl.coefficient is not 0; pass them, or set it to 0")
-        terms += algorithm.reference_kl(logprobs, jax.lax.stop_gradient(reference_logprobs), mask)
+            raise ValueError(
+                "reference_logprobs = None: the coefficient of reference_kl, or of unbiased_reference_kl, is not 0;"
+                " pass them, or set it to 0"
+            )
+        values["reference_logprobs"] = jax.lax.stop_gradient(reference_logprobs)
+        for penalty in filter(None, (algorithm.reference_kl, algorithm.unbiased_reference_kl)):
+            terms += call(penalty, values)
     if algorithm.entropy is not None:
         if entropy is None:
             raise ValueError("entropy = None: entropy.coefficient is not 0; pass it, or set the coefficient to 0")
         terms -= algorithm.entropy(entropy, mask)
     return jnp.where(mask, terms, 0.0)
+
+
+def policy_gradient(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+    reference_logprobs: Float[Array, "batch time"] | None,
+    entropy: Float[Array, "batch time"] | None,
+) -> SumAndCount:
+    """The reduction of `token_loss`; rows not kept leave both sum and count."""
+    of_tokens = token_loss(
+        algorithm,
+        logprobs,
+        behaviour_logprobs,
+        rows,
+        completion_mask,
+        reference_logprobs=reference_logprobs,
+        entropy=entropy,
+    )
+    return algorithm.reduction(of_tokens, completion_mask & rows.kept[:, None])
+
+
+def pairwise_consistency(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+    reference_logprobs: Float[Array, "batch time"] | None,
+    entropy: Float[Array, "batch time"] | None,
+    *,
+    tau: float = 1.0,
+) -> SumAndCount:
+    """`pairwise_consistency_loss` with the behaviour policy as the anchor; a slice must hold whole groups.
+
+    Of the algorithm, only selection and row weights are read.
+    """
+    del reference_logprobs, entropy
+    behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
+    policy, anchor = (jnp.sum(jnp.where(completion_mask, x, 0.0), axis=-1) for x in (logprobs, behaviour_logprobs))
+    kept = rows.kept & jnp.any(completion_mask, axis=-1)
+    return pairwise_consistency_loss(policy, anchor, rows.rewards, rows.weights, rows.group_ids, kept, tau=tau)
 
 
 def loss(
@@ -223,6 +295,5 @@ def loss(
     Raises:
         ValueError: an input that the algorithm needs is None.
     """
-    return algorithm.objective(
-        algorithm, logprobs, behaviour_logprobs, rows, completion_mask, reference_logprobs, entropy
-    )
+    objective = algorithm.objective or policy_gradient
+    return objective(algorithm, logprobs, behaviour_logprobs, rows, completion_mask, reference_logprobs, entropy)

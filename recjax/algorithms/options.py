@@ -1,6 +1,7 @@
 """Checks of hyper-parameters: values in range, and options that the chosen function reads."""
 
 import difflib
+import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -23,9 +24,32 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
+def imported(place: str, name: str) -> Callable:
+    """The user's own function, named module:function.
+
+    Args:
+        place: in a config.
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{place} = {name!r}: {error}; the module must be importable from the folder you start in or installed"
+        ) from error
+    if not callable(loaded):
+        raise ValueError(f"{place} = {name!r}: {function} is not a function")
+    return loaded
+
+
 def readable_options(function: Callable) -> dict[str, inspect.Parameter]:
     """The keyword-only parameters of an axis function: its options."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except (NameError, AttributeError):  # an annotation that is no name here
+        parameters = inspect.signature(function).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
@@ -40,8 +64,11 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
         # 1 == 1.0 == True, and only the first is a choice.
         require(any(value == x and type(value) is type(x) for x in choices), place, value, f"takes one of {choices}")
         return value
+    if annotation not in (int, float, str, bool):  # the user's own function says no more
+        require(isinstance(value, int | float | str | None), place, value, "takes a number, a text, or true or false")
+        return value
     accepted = int | float if annotation is float else annotation
-    fits = isinstance(value, accepted) and not isinstance(value, bool) and value == value
+    fits = isinstance(value, accepted) and isinstance(value, bool) == (annotation is bool) and value == value
     require(fits, place, value, f"takes {'an int' if annotation is int else f'a {annotation.__name__}'}")
     return annotation(value)
 
@@ -64,6 +91,14 @@ def resolved_options(axis: str, name: str, function: Callable, given: Mapping[st
         if option not in given and parameter.default is parameter.empty:
             raise ValueError(f"{axis}.{option} has no value: {axis} {name!r} requires it")
     return {
-        option: checked_value(f"{axis}.{option}", parameter.annotation, given.get(option, parameter.default))
+        option: checked_value(f"{axis}.{option}", _type_of(parameter), given.get(option, parameter.default))
         for option, parameter in options.items()
     }
+
+
+def _type_of(parameter: inspect.Parameter) -> Any:
+    """The type of an option: as annotated, or, without an annotation, that of its default."""
+    if parameter.annotation is not parameter.empty:
+        return parameter.annotation
+    found = type(parameter.default) if parameter.default is not parameter.empty else object
+    return float if found is int else found

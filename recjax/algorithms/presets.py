@@ -1,4 +1,4 @@
-"""The paper's table: names to compositions, and the changes that a config makes to them."""
+"""Names to algorithms: presets, and the changes that a config makes to them."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -7,113 +7,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from recjax.algorithms import advantages, clipping, losses, reduce, regularizers, selection, weighting
-from recjax.algorithms.losses import Algorithm
+from recjax.algorithms import losses
+from recjax.algorithms.algorithm import RATIO, Algorithm
+from recjax.algorithms.axes import ADDED_TERMS, AXES, WEIGHTS, function_of
+from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.field import FIELD
 from recjax.algorithms.options import did_you_mean, require, resolved_options
+from recjax.algorithms.reading import is_of_whole_batch, names_read
 
-OBJECTIVES = {
-    "policy_gradient": losses.policy_gradient,
-    "pairwise_consistency": losses.pairwise_consistency,
-}
-SELECTIONS = {
-    "all": selection.keep_all,
-    "drop_excess_negatives": selection.drop_excess_negatives,
-}
-ADVANTAGES = {
-    "group_mean": advantages.group_mean_advantages,
-    "group_normalized": advantages.group_normalized_advantages,
-    "leave_one_out": advantages.leave_one_out_advantages,
-    "asymmetric": advantages.asymmetric_advantages,
-    "raw_reward": advantages.raw_reward_advantages,
-}
-CLIPS = {
-    "none": clipping.no_clip,
-    "one_side": clipping.one_side_mask,
-    "two_side": clipping.two_side_mask,
-    "ring": clipping.ring_mask,
-}
-WEIGHTS = {
-    "none": weighting.unit_weights,
-    "importance": weighting.importance_weights,
-    "exp_advantage": weighting.exp_advantage_weights,
-    "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
-}
-REGULARIZERS = {
-    "none": regularizers.no_regularizer,
-    "log_likelihood_bonus": regularizers.log_likelihood_bonus,
-    "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
-    "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
-}
-REDUCTIONS = {
-    "token_mean": reduce.token_mean,
-    "sequence_mean_token_mean": reduce.sequence_mean_token_mean,
-    "sequence_mean_token_sum": reduce.sequence_mean_token_sum,
-    "fixed_length": reduce.fixed_length,
-}
-AXES = {
-    "objective": OBJECTIVES,
-    "selection": SELECTIONS,
-    "advantage": ADVANTAGES,
-    "clip": CLIPS,
-    "weight": WEIGHTS,
-    "regularizer": REGULARIZERS,
-    "reduction": REDUCTIONS,
-}
-# Added to the loss when their coefficient is above 0; there is nothing to choose by name.
-ADDED_TERMS = {
-    "reference_kl": regularizers.reference_kl_penalty,
-    "entropy": regularizers.entropy_bonus,
-}
 REINFORCE = {
     "objective": {"name": "policy_gradient"},
     "selection": {"name": "all"},
     "advantage": {"name": "group_mean"},
+    "anchor": {"name": "behaviour"},
+    "ratio": {"name": "token"},
     "clip": {"name": "none"},
+    "mask": {"name": "none"},
     "weight": {"name": "none"},
+    "correction": {"name": "none"},
     "regularizer": {"name": "none"},
     "reduction": {"name": "token_mean"},
     "reference_kl": {},
+    "unbiased_reference_kl": {},
     "entropy": {},
+    "distillation": {},
 }
-# What each algorithm changes in REINFORCE. Options are the defaults of the functions' signatures.
-PRESETS = {
-    "reinforce": {},
-    "grpo": {
-        "advantage": {"name": "group_normalized"},
-        "clip": {"name": "one_side"},
-        "weight": {"name": "importance"},
-    },
-    "rec_one_side_is": {"clip": {"name": "one_side"}, "weight": {"name": "importance"}},
-    "rec_one_side_nois": {"clip": {"name": "one_side"}},
-    "rec_two_side_is": {"clip": {"name": "two_side"}, "weight": {"name": "importance"}},
-    "rec_two_side_nois": {"clip": {"name": "two_side"}},
-    "rec_ring_is": {"clip": {"name": "ring"}, "weight": {"name": "importance"}},
-    "rec_ring_nois": {"clip": {"name": "ring"}},
-    "asymre": {"regularizer": {"name": "log_likelihood_bonus"}},
-    "opmd": {"regularizer": {"name": "squared_log_ratio_per_completion"}},
-    "opmd_token": {"regularizer": {"name": "squared_log_ratio_per_token"}},
-    "red_drop": {"selection": {"name": "drop_excess_negatives"}},
-    "red_weight": {"weight": {"name": "exp_advantage"}},
-    "pairwise_consistency": {"objective": {"name": "pairwise_consistency"}},
-}
+# What each algorithm changes in REINFORCE. Options left out are the defaults of the functions' signatures.
+PRESETS = {name: preset.changes for name, preset in {**PAPER, **FIELD}.items()}
 # Axes that the pairwise objective does not read; its row weights come from group-mean advantages.
-NOT_PAIRWISE = ("advantage", "clip", "regularizer", "reduction", "reference_kl", "entropy")
-
-
-def _chosen(kind: str, name: Any, names: Mapping[str, Any]) -> Any:
-    """The entry of a table by name."""
-    known = isinstance(name, str) and name in names
-    require(known, kind, name, f"unknown; takes one of {', '.join(names)}{did_you_mean(name, names)}")
-    return names[name]
+NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
 
 
 def _check_pairwise(changes: Mapping[str, Mapping[str, Any]], weight: str) -> None:
     for axis in NOT_PAIRWISE:
         if changes.get(axis):
             require(False, axis, dict(changes[axis]), "the objective 'pairwise_consistency' does not read this axis")
-    row_weights = [name for name in WEIGHTS if name != "importance"]
+    row_weights = [name for name, function in WEIGHTS.items() if _weighs_rows(function)]
     remedy = f"the objective 'pairwise_consistency' takes one of {', '.join(row_weights)}"
     require(weight in row_weights, "weight.name", weight, remedy)
+
+
+def _weighs_rows(function: Callable) -> bool:
+    """Whether a weight follows from advantages alone."""
+    return {*names_read(function)} <= {"advantages", "kept"}
 
 
 def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -124,12 +60,15 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
 
     Args:
         preset: a name of PRESETS.
-        overrides: axis → {"name": …, option: …}; reference_kl and entropy take options only.
+        overrides: axis → {"name": …, option: …}; a name may be the user's own module:function. reference_kl and the
+            other added terms take options only.
     Raises:
         ValueError: an unknown preset, axis, function or option; a value of another type; a required option without a
             value; a setting that nothing would read.
     """
-    changes = dict(_chosen("preset", preset, PRESETS))
+    known = isinstance(preset, str) and preset in PRESETS
+    require(known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
+    changes = dict(PRESETS[preset])
     for axis, block in overrides.items():
         remedy = f"unknown axis; takes one of {', '.join(REINFORCE)}{did_you_mean(axis, REINFORCE)}"
         require(axis in REINFORCE, axis, block, remedy)
@@ -142,7 +81,7 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
         options = dict(changes.get(axis, default))
         if axis in AXES:
             name = options.pop("name")
-            function = _chosen(f"{axis}.name", name, AXES[axis])
+            function = function_of(axis, name)
             resolved[axis] = {"name": name, **resolved_options(axis, name, function, options)}
         else:
             resolved[axis] = resolved_options(axis, axis, ADDED_TERMS[axis], options)
@@ -161,18 +100,34 @@ def _bound(function: Callable, **options: Any) -> functools.partial:
     return functools.partial(function, **options)
 
 
+ROWS, TIME = 4, 3  # of the arrays that an algorithm is traced with
+
+
 @functools.cache
 def _try(algorithm: Algorithm) -> None:
-    """Traces an algorithm once, which runs the range checks of its functions."""
+    """Traces an algorithm once, which runs the range checks of its functions and compares shapes."""
 
-    def once(row, ids, token, mask, key):
-        rows = losses.row_terms(algorithm, row, ids, mask.any(-1), key)
+    def once(row, ids, flag, token, mask, key):
+        parts = {"reward_parts": {"part": row}, "part_weights": {"part": row}, "foreign": flag}
+        scored = losses.Scored(token, token, token)
+        rows = losses.row_terms(
+            algorithm, row, ids, flag, key, completion_mask=mask, scored=scored, teacher_logprobs=token, **parts
+        )
+        _check_shapes(rows)
         return losses.loss(algorithm, token, token, rows, mask, reference_logprobs=token, entropy=token)
 
     # Shapes only: a config is read before a cluster of devices is set up, and a real array would claim the local ones.
-    shapes = [((2,), jnp.float32), ((2,), jnp.int32), ((2, 1), jnp.float32), ((2, 1), jnp.bool_)]
+    row, token = (ROWS,), (ROWS, TIME)
+    shapes = [(row, jnp.float32), (row, jnp.int32), (row, jnp.bool_), (token, jnp.float32), (token, jnp.bool_)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     jax.eval_shape(once, *arrays, jax.eval_shape(jax.random.key, 0))
+
+
+def _check_shapes(rows: losses.RowTerms) -> None:
+    for name in ("advantages", "weights", "kept"):
+        shape = getattr(rows, name).shape
+        allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
+        require(shape in allowed, name, shape, "of [batch, time] arrays a function gives [batch] or [batch, time]")
 
 
 def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> Algorithm:
@@ -184,16 +139,46 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
     chosen: dict[str, Any] = {}
     for axis, block in resolve(preset, overrides).items():
         options = {option: value for option, value in block.items() if option != "name"}
-        if axis in ADDED_TERMS and not options["coefficient"]:
+        function = function_of(axis, block["name"]) if axis in AXES else ADDED_TERMS[axis]
+        if function is losses.policy_gradient or (axis in ADDED_TERMS and not options["coefficient"]):
             continue
-        function = AXES[axis][block["name"]] if axis in AXES else ADDED_TERMS[axis]
+        if axis == "correction" and block["name"] == "none":
+            continue
         field = axis
         if axis == "weight":
-            field = "token_weight" if function is weighting.importance_weights else "row_weight"
+            field = "row_weight" if is_of_whole_batch(function) else "token_weight"
         chosen[field] = _bound(function, **options) if options else function
-        try:
-            if options:
-                _try(Algorithm(**{field: chosen[field]}))
-        except ValueError as error:
-            raise ValueError(f"{axis}.{error}") from error
-    return Algorithm(**chosen)
+        own = ":" in block.get("name", "")
+        if options or own:
+            # Nothing else reads an anchor.
+            reader = {"token_weight": WEIGHTS["importance"]} if axis == "anchor" else {}
+            _tried(axis, block, Algorithm(**{field: chosen[field]}, **reader), own)
+    algorithm = Algorithm(**chosen)
+    _check_read(algorithm, overrides)
+    return algorithm
+
+
+def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool) -> None:
+    """Traces an axis' function; all that a function of the user's own raises is an error of the config."""
+    try:
+        _try(algorithm)
+    except ValueError as error:
+        raise ValueError(f"{axis}.{error}" if not own else f"{axis}.name = {block['name']!r}: {error}") from error
+    except Exception as error:
+        if not own:
+            raise
+        raise ValueError(
+            f"{axis}.name = {block['name']!r}: tried on arrays of {ROWS} completions and {TIME} tokens, it fails with"
+            f" {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuses a ratio, an anchor or a correction that changes nothing."""
+    if algorithm.correction is not None and algorithm.anchor is Algorithm().anchor:
+        remedy = "is of the anchor to the behaviour policy, and here they are the same; set anchor.name, or use weight"
+        require(False, "correction", dict(overrides.get("correction", {})), remedy)
+    for axis, names in (("anchor", RATIO), ("ratio", ("ratio",))):
+        read = algorithm.reads(*names) or (axis == "anchor" and algorithm.correction is not None)
+        remedy = "neither clip, mask nor weight reads a ratio; choose one that does, or remove this"
+        require(read or not overrides.get(axis), axis, dict(overrides.get(axis, {})), remedy)

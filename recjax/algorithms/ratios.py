@@ -1,7 +1,12 @@
-"""The ratio of the policy being trained to the one that sampled the tokens."""
+"""The ratio of the policy being trained to an anchor, of tokens and of completions.
+
+The functions of the axis `ratio` map the log-ratio of each token to the log-ratio that clip and weight read.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.options import require
 
 # e^20 ≈ 5e8: beyond every clip range, and its square is far from overflowing float32.
 MAX_LOG_RATIO = 20.0
@@ -23,3 +28,80 @@ def log_ratio(
 ) -> Float[Array, "batch time"]:
     """log ρ = log π − log μ, within ±MAX_LOG_RATIO so that ρ = exp(log ρ) is finite; 0 where masked."""
     return jnp.clip(log_difference(logprobs, behaviour_logprobs, completion_mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+    """exp of a log-ratio, that first brought within ±MAX_LOG_RATIO."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def sequence_sum(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch 1"]:
+    """The sum over the tokens of each completion, whatever turns or gaps it has."""
+    return jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1, keepdims=True)
+
+
+def sequence_mean(
+    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch 1"]:
+    """The mean over the tokens of each completion, whatever turns or gaps it has; 0 without a token."""
+    lengths = jnp.sum(completion_mask, axis=-1, keepdims=True, dtype=per_token.dtype)
+    return sequence_sum(per_token, completion_mask) / jnp.maximum(lengths, 1.0)
+
+
+def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """Each token its own: log ρ_t."""
+    return log_ratio
+
+
+def sequence_mean_ratio(
+    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """The geometric mean over the completion, for each of its tokens: (1/L) Σ_t log ρ_t.
+
+    Reference: arXiv 2507.18071 (GSPO).
+    """
+    return jnp.broadcast_to(sequence_mean(log_ratio, completion_mask), log_ratio.shape)
+
+
+def sequence_product_ratio(
+    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """The ratio of the whole completion, for each of its tokens: Σ_t log ρ_t."""
+    return jnp.broadcast_to(sequence_sum(log_ratio, completion_mask), log_ratio.shape)
+
+
+def clipped_sequence_mean_ratio(
+    log_ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    epsilon_low: float = 0.4,
+    epsilon_high: float = 0.4,
+) -> Float[Array, "batch time"]:
+    """The geometric mean over the completion of ratios clipped on the side that the advantage pushes to.
+
+    (1/L) Σ_t (min(log ρ_t, ε_high) where A ≥ 0, max(log ρ_t, −ε_low) where A < 0).  With `log_one_side` as the clip,
+    which gives the tokens clipped here no gradient, this is GMPO.
+
+    Args:
+        log_ratio: log ρ of each token.
+        advantages: only the sign is read.
+        completion_mask: True at tokens that count.
+        epsilon_low: in units of log ρ, 0 or more.
+        epsilon_high: in units of log ρ, 0 or more.
+    Raises:
+        ValueError: a negative range.
+    Reference: arXiv 2507.20673 (GMPO).
+    """
+    require(epsilon_low >= 0, "epsilon_low", epsilon_low, "must be 0 or more")
+    require(epsilon_high >= 0, "epsilon_high", epsilon_high, "must be 0 or more")
+    up = per_token(advantages) >= 0
+    clipped = jnp.where(up, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
+    return jnp.broadcast_to(sequence_mean(clipped, completion_mask), log_ratio.shape)
+
+
+def per_token(values: Float[Array, "batch *rest"]) -> Float[Array, "batch #time"]:
+    """Values of completions, or of tokens, with an axis for tokens: [batch, 1] or [batch, time]."""
+    return values[:, None] if values.ndim == 1 else values

@@ -9,24 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from recjax.algorithms.options import require
-from recjax.algorithms.ratios import MAX_LOG_RATIO, log_difference
+from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-def no_regularizer(
-    logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
-    completion_mask: Bool[Array, "batch time"],
-) -> Float[Array, "batch time"]:
+def no_regularizer(logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
     """Zero."""
-    del behaviour_logprobs, completion_mask
     return jnp.zeros_like(logprobs)
 
 
 def log_likelihood_bonus(
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
     beta: float = 0.1,
@@ -37,13 +31,11 @@ def log_likelihood_bonus(
 
     Args:
         logprobs: log π of each token; ignored where masked.
-        behaviour_logprobs: ignored.
         beta: in units of advantage, 0 or more.
     Raises:
         ValueError: a negative β.
     Reference: arXiv 2509.24203 §2 (AsymRE).
     """
-    del behaviour_logprobs
     require(beta >= 0, "beta", beta, "must be 0 or more")
     return -beta * jnp.where(completion_mask, logprobs, 0.0)
 
@@ -153,6 +145,34 @@ def reference_kl_penalty(
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     logprobs, reference_logprobs = (jnp.where(completion_mask, x, 0.0) for x in (logprobs, reference_logprobs))
     return coefficient * reference_kl(logprobs, reference_logprobs, estimator=estimator)
+
+
+def unbiased_reference_kl_penalty(
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"],
+    reference_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    coefficient: float = 0.0,
+) -> Float[Array, "batch time"]:
+    """`coefficient` · KL(π ‖ π_ref), estimated on tokens of μ, value and gradient without bias.
+
+    ρ (exp(d) − d − 1) with d = log π_ref − log π and ρ = π/μ, which is differentiated as well: the gradient is −ρ d
+    times ∇log π, of which the mean under μ is that of KL(π ‖ π_ref).
+
+    Args:
+        logprobs: log π of each token; ignored where masked.
+        behaviour_logprobs: log μ of each token, constant; ignored where masked.
+        reference_logprobs: log π_ref of each token, constant; ignored where masked.
+        coefficient: in units of advantage, 0 or more.
+    Raises:
+        ValueError: a negative coefficient.
+    Reference: arXiv 2512.02556 (DeepSeek-V3.2).
+    """
+    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
+    ratio = bounded_exp(log_difference(logprobs, behaviour_logprobs, completion_mask))
+    difference = log_difference(reference_logprobs, logprobs, completion_mask)
+    return coefficient * ratio * kl_estimate(difference, "k3")
 
 
 def entropy_bonus(

@@ -1,4 +1,4 @@
-"""Weights of rows, by advantage, and of tokens, by ratio. A loss takes them as constants."""
+"""Weights of completions by advantage, of the whole batch. A loss takes them as constants."""
 
 import math
 
@@ -14,19 +14,25 @@ MAX_EXPONENT = 20.0
 BISECTIONS = 40
 
 
-def unit_weights(advantages: Float[Array, " batch"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
+def unit_weights(advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
     """1 for every kept row, 0 for the others."""
     return kept.astype(advantages.dtype)
 
 
+def _like(kept, advantages):
+    """`kept` for advantages of completions or of tokens."""
+    return kept.reshape(kept.shape + (1,) * (advantages.ndim - 1))
+
+
 def _exp_weights(advantages, kept, temperature):
+    kept = _like(kept, advantages)
     exponent = jnp.where(kept, advantages, 0.0) / temperature
     return jnp.where(kept, jnp.exp(jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)), 0.0)
 
 
 def exp_advantage_weights(
-    advantages: Float[Array, " batch"], kept: Bool[Array, " batch"], *, temperature: float = 1.0
-) -> Float[Array, " batch"]:
+    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, temperature: float = 1.0
+) -> Float[Array, "batch *rest"]:
     """Weights that grow with the advantage.
 
     w_i = exp(A_i / τ), the exponent within ±MAX_EXPONENT.
@@ -44,7 +50,7 @@ def exp_advantage_weights(
 
 
 def bisected_temperature(
-    advantages: Float[Array, " batch"], kept: Bool[Array, " batch"], *, floor: float, ceiling: float
+    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: float, ceiling: float
 ) -> Float[Array, ""]:
     """The τ of exponential weights for which the weighted advantages of the batch cancel.
 
@@ -59,11 +65,11 @@ def bisected_temperature(
         ceiling: highest τ, at least the floor.
     Raises:
         ValueError: floor not above 0, or ceiling below it.
-    Reference: arXiv 2509.24203 §2 (RED-Weight), later work by its authors for the bisection.
+    Reference: arXiv 2509.24203 §2 (RED-Weight) for the weights; for the bisection no source was found.
     """
     require(floor > 0, "floor", floor, "must be above 0")
     require(ceiling >= floor, "ceiling", ceiling, f"must be at least floor = {floor}")
-    advantages = jnp.where(kept, advantages, 0.0)
+    advantages = jnp.where(_like(kept, advantages), advantages, 0.0)
     highest = jnp.max(advantages)
 
     def still_positive(log_temperature):
@@ -83,8 +89,8 @@ def bisected_temperature(
 
 
 def bisected_exp_advantage_weights(
-    advantages: Float[Array, " batch"], kept: Bool[Array, " batch"], *, floor: float = 0.8, ceiling: float = 100.0
-) -> Float[Array, " batch"]:
+    advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: float = 0.8, ceiling: float = 100.0
+) -> Float[Array, "batch *rest"]:
     """Weights that grow with the advantage, at the τ for which the weighted advantages of the batch cancel.
 
     w_i = exp(A_i / τ),  τ = `bisected_temperature`; the exponent within ±MAX_EXPONENT.
@@ -99,13 +105,3 @@ def bisected_exp_advantage_weights(
     Reference: see `bisected_temperature`.
     """
     return _exp_weights(advantages, kept, bisected_temperature(advantages, kept, floor=floor, ceiling=ceiling))
-
-
-def unit_token_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """1 for every token."""
-    return jnp.ones_like(ratio)
-
-
-def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """The ratio as a constant: w_t = sg(ρ_t)."""
-    return jax.lax.stop_gradient(ratio)

@@ -1,6 +1,6 @@
 """What the update takes: groups of any sizes, padded to arrays of one shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ class Batch(NamedTuple):
     truncated: the row ran into the token limit.
     accurate: the answer is right, whatever else the reward is of.
     reward_parts: the named terms, not weighted, that the reward is the weighted sum of; NaN where a row has none.
+    part_weights: the weight of each of these parts, equal in all rows; empty where nothing reads it.
     """
 
     prompts: Int[np.ndarray, "prompts prompt_time"]
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
     truncated: Bool[np.ndarray, " batch"]
     accurate: Bool[np.ndarray, " batch"]
     reward_parts: dict[str, Float[np.ndarray, " batch"]]
+    part_weights: dict[str, Float[np.ndarray, " batch"]] = {}
 
 
 class Shape(NamedTuple):
@@ -151,3 +153,19 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
         rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
         return batch._replace(rewards=rewards)
     return batch
+
+
+def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batch:
+    """The batch with the weight of each part of the reward, as the update reads them; None: without any parts.
+
+    Args:
+        weights: by part; one that is not named weighs 1, and one of weight 0 is left out.
+    """
+    if weights is None:
+        return batch._replace(reward_parts={})
+    parts = {name: values for name, values in batch.reward_parts.items() if weights.get(name, 1.0) != 0}
+    rows = len(batch.rewards)
+    return batch._replace(
+        reward_parts=parts,
+        part_weights={name: np.full(rows, weights.get(name, 1.0), np.float32) for name in parts},
+    )

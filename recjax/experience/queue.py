@@ -36,7 +36,7 @@ ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
 
 # Why completions and groups leave without being trained on, or before their last use.
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
-LEFT = ("capacity", "stale", "used_up", "no_signal")
+LEFT = ("capacity", "stale", "used_up", "no_signal", "no_signal_completions", "no_signal_tokens")
 
 
 class Settings(NamedTuple):
@@ -61,7 +61,8 @@ class Settings(NamedTuple):
 def settings_of(config: Config) -> Settings:
     """The settings of a run."""
     experience, regime = config.experience or ExperienceConfig(), config.regime
-    limits = experience.replay or ONCE
+    once = dataclasses.replace(ONCE, keep_no_signal=experience.refill is None)
+    limits = experience.replay or once
     if bounds := [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]:
         limits = dataclasses.replace(limits, max_staleness=min(bounds))
     return Settings(
@@ -263,6 +264,8 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
             ready.append(Entry(group, step, 0))
         else:
             left["no_signal"] += 1
+            left["no_signal_completions"] += len(group.completions)
+            left["no_signal_tokens"] += sum(len(completion.tokens) for completion in group.completions)
     fresh = _kept(queue._replace(waiting=tuple(kept), left=left), replay.fresh(ready, step, limits), ready, "stale")
     excess = max(len(fresh.ready) - limits.capacity, 0)
     return _kept(fresh, fresh.ready[excess:], fresh.ready, "capacity")
@@ -340,4 +343,11 @@ def from_plain(rows: Sequence[Experience], plain: dict[str, Any]) -> Queue:
         for ids, rounds, grades in plain["coming"]
     ]
     places = {place: tuple(entries) for place, entries in held.items()}
-    return Queue(plain["round"], plain["added"], plain["idle"], tuple(coming), left=dict(plain["left"]), **places)
+    return Queue(
+        plain["round"],
+        plain["added"],
+        plain["idle"],
+        tuple(coming),
+        left=dict.fromkeys((*LOST, *LEFT), 0) | plain["left"],
+        **places,
+    )

@@ -11,6 +11,7 @@ from recjax.config import Config, DecoderShape
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
 from recjax.hub.weights import load_pretrained, read_config
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.trainable import in_compute_dtype
 
 
 class Policy(NamedTuple):
@@ -53,6 +54,42 @@ def policy_alone(config: Config, characters: str) -> Policy:
     decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
     return Policy(decoder, tokenizer, stop_ids, config.rollout.slots)
+
+
+class Teacher(NamedTuple):
+    """A policy to be learned from, token by token: its decoder, and all of its parameters in compute dtype."""
+
+    decoder: Decoder
+    params: dict
+
+
+def teacher_decoder(config: Config) -> Decoder:
+    """The decoder of `model.teacher`, from its config.json alone."""
+    decoder_config = read_config(model_folder(config.model.teacher, ("config.json",)))
+    dtype = compute_dtype(config.model.dtype)
+    kernel = attention_kernel(config.model.attention, decoder_config, dtype)
+    return Decoder(decoder_config, dtype, attention=kernel)
+
+
+def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
+    """The teacher that `model.teacher` names; None where it names none.
+
+    Args:
+        tokenizer: of the policy.
+    Raises:
+        ValueError: a model that cannot be read, or one whose tokens are not the policy's.
+    """
+    if config.model.teacher is None:
+        return None
+    theirs = load_tokenizer(config.model.teacher).get_vocab()
+    if theirs != tokenizer.get_vocab():
+        differing = len(theirs.items() ^ tokenizer.get_vocab().items())
+        raise ValueError(
+            f"model.teacher = {config.model.teacher!r}: its tokenizer is not the policy's, {differing} entries of the"
+            " vocabularies differ; a teacher gives log-probs of the policy's own tokens, so take one of the same family"
+        )
+    decoder = teacher_decoder(config)
+    return Teacher(decoder, in_compute_dtype(decoder, load_pretrained(config.model.teacher)[1], copy=False))
 
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:

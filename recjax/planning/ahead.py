@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from recjax.config import Config
-from recjax.hub.policy import attention_kernel
+from recjax.hub.policy import attention_kernel, teacher_decoder
 from recjax.models.placement import ROWS, laid_out, param_shardings
 from recjax.models.trainable import combine
 from recjax.planning.dry_run import resolve
-from recjax.planning.memory import START, Model, batch_arrays, batch_shape, held, most_completions
+from recjax.planning.memory import START, TEACHER, Model, batch_arrays, batch_shape, held, most_completions
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.topology import Target
 from recjax.rollout import capacity, decoding
@@ -95,7 +95,8 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
     if program == "update" and plan.config.algorithm.build().needs_reference:
         # Offline they are the sampler's copy.
         names.append(START if START in plan.held else "sampler's copy")
-    return {name: plan.held[name] for name in (*names, "frozen parameters")}
+    names += ["frozen parameters", *([TEACHER] if program == "update" and TEACHER in plan.held else [])]
+    return {name: plan.held[name] for name in names}
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -190,7 +191,9 @@ def _traced_sample(plan: Plan) -> jax.stages.Traced:
 
 
 def _traced_update(plan: Plan) -> jax.stages.Traced:
-    config, (params, optimizer_state, *reference, frozen) = plan.config, given(plan, "update").values()
+    config, arguments = plan.config, given(plan, "update")
+    teacher = arguments.pop(TEACHER, None)
+    params, optimizer_state, *reference, frozen = arguments.values()
     packed, micro_batches = _packed(plan), config.micro_batches()
     shape = batch_shape(config, plan.prompt_tokens)._replace(prompts=_prompts(plan, micro_batches))
     return update.trace(
@@ -200,7 +203,10 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
         jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), batch_arrays(shape)),
         jax.eval_shape(lambda: jax.random.key(0)),
         packed,
-        recipe=recipe_of(config, plan.model.decoder)._replace(decoder=plan.model.decoder),
+        teacher,
+        recipe=recipe_of(config, plan.model.decoder, teacher and teacher_decoder(config))._replace(
+            decoder=plan.model.decoder
+        ),
         micro_batches=None if packed else micro_batches,
     )
 

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad
-from recjax.models.decoder import REMAT, Decoder
+from recjax.hub.policy import teacher_decoder
+from recjax.models.decoder import REMAT, Decoder, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.training.packing import shape_for
 from recjax.training.update import make_optimizer
 
 START = "trained parameters as they were at the start"
+TEACHER = "teacher's parameters"
 
 
 class Model(NamedTuple):
@@ -68,6 +70,10 @@ def held(config: Config, model: Model) -> dict[str, Held]:
     algorithm = config.algorithm.build()
     if (algorithm.needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
         parts[START] = parts["sampler's copy"]
+    if config.model.teacher:
+        decoder = teacher_decoder(config)
+        tree = _to_compute_with(decoder, abstract_params(decoder.config))
+        parts[TEACHER] = Held(f"{size} B × teacher", tree)
     return parts
 
 

@@ -27,7 +27,7 @@ def load_task(config: Config) -> Task:
         ValueError: bad data, or too little of it.
     """
     name = config.task.reward_name()
-    reward = load_reward(name, config.task.reward_weights)
+    reward = load_reward(name, config.task.reward_weights, config.task.overlong_tokens is not None)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]

@@ -16,7 +16,7 @@ from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
 from recjax.experience import queue as queues
-from recjax.experience.batch import Batch, pad, to_learn_from
+from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.models.placement import put_rows, row_shards
 from recjax.models.trainable import combine
@@ -56,7 +56,8 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     with run_lock.held(output) as lock, contextlib.ExitStack() as stack:
         run, state, manager = begin(config, overwrite)
         resumed = manager.latest_step() is not None
-        recipe, micro_batches = recipe_of(config, run.policy.decoder), config.micro_batches()
+        teacher = run.teacher and run.teacher.decoder
+        recipe, micro_batches = recipe_of(config, run.policy.decoder, teacher), config.micro_batches()
         learning_rate = learning_rate_schedule(config.optimizer, last)
         drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
@@ -85,17 +86,19 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             batch = _padded(run, groups, step, micro_batches * row_shards())
             learned = to_learn_from(batch, config.task)
 
-            # --- Update, not waited for. It reads no parts of the reward, which differ from batch to batch where
-            # sources do.
+            # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
+            # along only where the algorithm reads them.
+            weights = run.grading.reward.weights if recipe.algorithm.reads("reward_parts") else None
             with run.phases.phase("update"):
                 packed = packed_batch(config, learned)
                 trained, measured = update(
                     state.trained,
                     run.frozen,
                     run.initial if recipe.algorithm.needs_reference else None,
-                    put_rows(learned._replace(reward_parts={})),
+                    put_rows(with_part_weights(learned, weights)),
                     jax.random.fold_in(drop_key, step),
                     packed,
+                    run.teacher and run.teacher.params,
                     recipe=recipe,
                     micro_batches=None if packed else micro_batches,
                 )

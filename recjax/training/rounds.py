@@ -190,12 +190,13 @@ def require_some(run: Run, queue: Queue, step: int) -> None:
         RuntimeError: too many rounds have gone by without a step.
     """
     settings = run.settings
-    usual = settings.offset + settings.late.longest
-    if queue.idle > usual + settings.sampling_interval * IDLE_ROUNDS:
+    refill = run.config.experience and run.config.experience.refill
+    usual, most = settings.offset + settings.late.longest, refill.batches if refill else IDLE_ROUNDS
+    if queue.idle >= usual + settings.sampling_interval * most + (refill is None):
         raise RuntimeError(
-            f"step {step}: {IDLE_ROUNDS} batches were sampled and there are still too few groups to train on:"
-            f" {queues.counts(queue)}. Loosen what leaves them out (experience.replay, experience.late.deadline), or"
-            " make the task such that completions of one prompt differ in reward"
+            f"step {step}: {most} batches were sampled and there are still too few groups to train on:"
+            f" {queues.counts(queue)}. Loosen what leaves them out (experience.replay, experience.refill,"
+            " experience.late.deadline), or make the task such that completions of one prompt differ in reward"
         )
 
 

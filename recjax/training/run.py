@@ -16,7 +16,7 @@ from recjax.experience.group import Completion
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.sources import by_prompt
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
-from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split, with_adapters
@@ -45,6 +45,7 @@ class Run(NamedTuple):
     others: completions of a store that join the policy's groups, by prompt.
     frozen: parameters that are not trained, in the dtype that they compute in.
     initial: the trained ones before the first step, likewise; None where nothing reads them.
+    teacher: the model that `model.teacher` names.
     """
 
     config: Config
@@ -58,6 +59,7 @@ class Run(NamedTuple):
     others: dict[bytes, list[Completion]] = {}
     frozen: dict = {}
     initial: dict | None = None
+    teacher: Teacher | None = None
 
     @property
     def shape(self) -> Shape:

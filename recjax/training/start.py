@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from recjax.config import Config
 from recjax.experience.queue import Queue
+from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params
 from recjax.models.trainable import in_compute_dtype, split
 from recjax.training import checkpoint
@@ -37,7 +38,8 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     initial = in_compute_dtype(decoder, params, copy=True)
     reads_initial = recipe.algorithm.needs_reference or config.evaluation.initial_kl
     frozen = in_compute_dtype(decoder, frozen, copy=False)
-    run = run._replace(frozen=frozen, initial=initial if reads_initial else None)
+    teacher = load_teacher(config, run.policy.tokenizer)
+    run = run._replace(frozen=frozen, initial=initial if reads_initial else None, teacher=teacher)
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": dataclasses.asdict(config), "metrics": None}
     state = State(0, first_state(recipe.optimizer, params), initial, 0, Queue(), (), totals)

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms
 from recjax.config import Config, OptimizerConfig
-from recjax.experience.batch import Batch
+from recjax.experience.batch import FOREIGN, Batch
 from recjax.models.decoder import Decoder
-from recjax.models.logprobs import completion_logprobs, completions_of_packed, packed_logprobs
-from recjax.models.placement import ROWS, constrain, constrain_params
+from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
 from recjax.models.unrolling import unrolled_on_cpu
 from recjax.training.packing import Packed
+from recjax.training.scoring import batch_logprobs, in_micro_batch, micro_batch_logprobs, prompts_logprobs, split
 
 MOST_UNROLLED = 8  # layers that are written out on the CPU; with more, compiling takes too long
 
@@ -29,6 +29,7 @@ class Recipe(NamedTuple):
 
     sampling: the distribution that sampled the batches; log π is of the same one.
     chunk: token positions whose vocabulary scores a device has at one time.
+    teacher: the teacher's decoder, where the algorithm has one.
     """
 
     decoder: Decoder
@@ -36,16 +37,18 @@ class Recipe(NamedTuple):
     optimizer: optax.GradientTransformation
     sampling: Sampling
     chunk: int
+    teacher: Decoder | None = None
 
 
-def recipe_of(config: Config, decoder: Decoder) -> Recipe:
-    """The recipe of a run; the decoder's layers are written out where that is faster."""
+def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
+    """The recipe of a run; the decoders' layers are written out where that is faster."""
     return Recipe(
         decoder=unrolled_on_cpu(decoder, MOST_UNROLLED),
         algorithm=config.algorithm.build(),
         optimizer=make_optimizer(config.optimizer, config.training.steps),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
+        teacher=teacher and unrolled_on_cpu(teacher, MOST_UNROLLED),
     )
 
 
@@ -112,6 +115,7 @@ def update(
     batch: Batch,
     key: PRNGKeyArray,
     packed: Packed | None = None,
+    teacher_params: dict | None = None,
     *,
     recipe: Recipe,
     micro_batches: int | None = None,
@@ -129,14 +133,14 @@ def update(
         batch: rows grouped by prompt, the same number for each.
         key: for random drops.
         packed: the batch's sequences in micro-batches of packed rows. None: each prompt is run once for its group.
+        teacher_params: all parameters of the teacher; None where the algorithm has none.
         micro_batches: number of equal parts, each of whole prompts; None where `packed` has them.
         axis_name: of the jax.pmap that this runs under: `batch` and `packed` are of one device's share of the prompts,
             as many on each, all else is the same on all devices, and so is what comes back. None: not under pmap.
     Returns:
         The new state and scalar metrics of the batch before the update.
     """
-    decoder, algorithm, optimizer, *_ = recipe
-    options = {"sampling": recipe.sampling, "chunk": recipe.chunk}
+    decoder, algorithm, optimizer, *distribution, teacher = recipe
 
     def of_all(x):
         return constrain(x) if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
@@ -146,8 +150,24 @@ def update(
         first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * share
         return jax.lax.dynamic_slice_in_dim(x, first, share)
 
+    def scored_by(decoder: Decoder, params: dict) -> list[Array]:
+        found = batch_logprobs(decoder, params, batch, packed, micro_batches, *distribution)
+        return [of_all(x) for x in found]
+
     compared = map(of_all, (batch.rewards, batch.group_ids, batch.completion_mask.any(-1)))
-    all_rows = losses.row_terms(algorithm, *compared, key)
+    extras = {
+        "completion_mask": batch.completion_mask,
+        "foreign": batch.policy_version == FOREIGN,
+        "reward_parts": batch.reward_parts,
+        "part_weights": batch.part_weights,
+    }
+    extras = jax.tree.map(of_all, extras)
+    if algorithm.needs_scoring:
+        behaviour = jax.tree.map(of_all, batch.behaviour_logprobs)
+        extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behaviour)
+    if algorithm.needs_teacher:
+        extras["teacher_logprobs"] = scored_by(teacher, teacher_params)[0]
+    all_rows = losses.row_terms(algorithm, *compared, key, **extras)
     rows = jax.tree.map(own, all_rows)
 
     def sums_of(part: Batch, part_rows: RowTerms, logprobs_of: Callable) -> tuple[_Sums, tuple]:
@@ -171,31 +191,24 @@ def update(
         return _Sums(total, count, constrain_params(gradient)), seen
 
     def of_prompts(part: Batch, part_rows: RowTerms) -> tuple[_Sums, tuple]:
-        arrays = part.prompts, part.prompt_mask, part.completions, part.completion_mask
-        return sums_of(part, part_rows, lambda params: completion_logprobs(decoder, params, *arrays, **options))
+        return sums_of(part, part_rows, lambda params: prompts_logprobs(decoder, params, part, *distribution))
 
     def of_packed(index: Array) -> tuple[_Sums, tuple]:
-        *sequences, first = (x[index] for x in packed[:-1])
-        sequences = [constrain(x, ROWS) for x in sequences]
-        mask = batch.completion_mask & (first >= 0)[:, None]
+        part = in_micro_batch(batch, packed, index)
 
         def logprobs_of(params):
-            values = packed_logprobs(decoder, params, *sequences, **options)
-            return tuple(completions_of_packed(x, first, mask) for x in values)
+            return micro_batch_logprobs(decoder, params, part, packed, index, *distribution)
 
-        return sums_of(batch._replace(completion_mask=mask), rows, logprobs_of)
+        return sums_of(part, rows, logprobs_of)
 
     sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(jax.tree.map(jnp.zeros_like, state.params)))
     if packed is None:
-
-        def split(x):
-            return constrain(x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]), None, ROWS)
 
         def accumulate(sums, part):
             more, seen = of_prompts(*part)
             return jax.tree.map(jnp.add, sums, more), seen
 
-        sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(split, (batch, rows)))
+        sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(lambda x: split(x, micro_batches), (batch, rows)))
         logprobs, entropy = (x.reshape(batch.completions.shape) for x in seen)
     else:
         # A completion is in one micro-batch and zero in all others. One program serves any number of them.
@@ -216,4 +229,7 @@ def update(
         "update_norm": optax.tree.norm(updates),
         **diagnostics.diagnose(algorithm, all_rows, *jax.tree.map(of_all, seen)),
     }
+    if algorithm.needs_teacher:
+        gap = of_all(logprobs) - all_rows.teacher_logprobs
+        metrics["teacher_kl"] = diagnostics.token_average(gap, of_all(batch.completion_mask))
     return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics

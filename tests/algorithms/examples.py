@@ -46,14 +46,23 @@ def make_example(seed=0, time=4, spread=0.8) -> Example:
 
 
 def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
-    """Row terms of the whole example."""
+    """Row terms of the whole example; what it has no field for follows from its rows."""
+    x = Example(*(jnp.asarray(array) for array in example))
     key = jax.random.key(0) if key is None else key
+    parts = {"first": x.rewards, "second": jnp.where(x.rewards > 0.9, jnp.nan, x.completion_mask.sum(-1) / 4)}
+    scored = losses.Scored(x.logprobs, x.entropy, x.behaviour_logprobs) if algorithm.needs_scoring else None
     return losses.row_terms(
         algorithm,
-        jnp.asarray(example.rewards),
-        jnp.asarray(example.group_ids),
-        jnp.asarray(example.completion_mask.any(-1)),
+        x.rewards,
+        x.group_ids,
+        x.completion_mask.any(-1),
         key,
+        completion_mask=x.completion_mask,
+        foreign=x.rewards > 0.5,
+        reward_parts=parts,
+        part_weights={"first": jnp.ones(len(x.rewards)), "second": jnp.full(len(x.rewards), 0.5)},
+        scored=scored,
+        teacher_logprobs=x.reference_logprobs if algorithm.needs_teacher else None,
     )
 
 

@@ -16,12 +16,11 @@ ADVANTAGES = np.array([2.0, -2.0, 0.0], np.float32)
 ALL, NONE = "11111111111", "00000000000"
 TABLE = {
     #             A > 0          A < 0          A = 0
-    "no_clip": (ALL, ALL, ALL),
     "one_side_mask": ("11111110000", "00001111111", ALL),
     "two_side_mask": ("00001110000", "00001110000", "00001110000"),
     "ring_mask": ("11001110000", "00001110011", "11001110011"),
 }
-OPTIONS = {"no_clip": {}, "one_side_mask": INNER, "two_side_mask": INNER, "ring_mask": OUTER}
+OPTIONS = {"one_side_mask": INNER, "two_side_mask": INNER, "ring_mask": OUTER}
 
 
 class ClipVariants(chex.TestCase):
@@ -35,6 +34,10 @@ class ClipVariants(chex.TestCase):
 
         got = np.asarray(self.variant(masks)(jnp.tile(RATIOS, (3, 1)), jnp.asarray(ADVANTAGES)))
         assert tuple("".join(str(int(x)) for x in row) for row in got) == TABLE[name]
+
+
+def test_no_clip_leaves_nothing_out():
+    assert clipping.no_clip(jnp.array([[True, False]])).all()
 
 
 def test_defaults_are_the_papers():

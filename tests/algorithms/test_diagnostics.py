@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from recjax.algorithms import diagnostics
-from recjax.algorithms.presets import PRESETS, build_algorithm
+from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import make_example, rows_of
 
 MASK = jnp.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]], bool)
@@ -75,7 +76,7 @@ def test_token_average():
     assert diagnostics.token_average(jnp.ones((1, 2)), jnp.zeros((1, 2), bool)) == 0
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PAPER)
 def test_diagnosis_on_policy(preset):
     got = diagnosis(EXAMPLE._replace(logprobs=EXAMPLE.behaviour_logprobs), preset)
     assert all(value.shape == () and np.isfinite(value) for value in got.values())

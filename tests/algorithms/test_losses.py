@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.algorithms import losses
-from recjax.algorithms.presets import PRESETS, build_algorithm
+from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import (
     ROWS,
     WHOLE_GROUPS,
@@ -23,9 +24,9 @@ from tests.algorithms.examples import (
 )
 
 EXAMPLE = make_example()
-ALGORITHMS = {name: build_algorithm(name, {}) for name in PRESETS}
+ALGORITHMS = {name: build_algorithm(name, {}) for name in PAPER}
 EXTRAS = {"reference_kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.05}}
-FULL = {name: build_algorithm(name, {} if name == "pairwise_consistency" else EXTRAS) for name in PRESETS}
+FULL = {name: build_algorithm(name, {} if name == "pairwise_consistency" else EXTRAS) for name in PAPER}
 CLOSE = dict(rtol=2e-4, atol=2e-5)
 # Compiled many times and run seldom.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -78,7 +79,7 @@ def with_junk(example: Example, junk) -> Example:
 
 class LossVariants(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_device=True, with_pmap=True)
-    @parameterized.named_parameters(*((name, name) for name in PRESETS if name != "pairwise_consistency"))
+    @parameterized.named_parameters(*((name, name) for name in PAPER if name != "pairwise_consistency"))
     def test_gradient_by_hand(self, name):
         function = self.variant(lambda *x: loss_and_gradient(ALGORITHMS[name], Example(*x)))
         (_, count), (gradient, _) = function(*map(jnp.asarray, EXAMPLE))
@@ -101,7 +102,7 @@ class LossVariants(chex.TestCase):
         assert count == 6
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PAPER)
 @settings(max_examples=8, deadline=None)
 @given(junk=st.lists(st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38]), min_size=5, max_size=5))
 def test_padding_junk_changes_nothing(name, junk):
@@ -121,7 +122,7 @@ def test_columns_and_rows_of_padding_change_nothing(name):
     chex.assert_trees_all_close(jax.tree.map(lambda x: x[:ROWS, :4], gradient), expected_gradient, **CLOSE)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "red_drop"])  # whose draw is by position
+@pytest.mark.parametrize("name", [name for name in PAPER if name != "red_drop"])  # whose draw is by position
 @settings(max_examples=5, deadline=None)
 @given(order=st.permutations(range(ROWS)), renaming=st.permutations([-5, 0, 3, 2**31 - 1, -(2**31), 8]))
 def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming):
@@ -135,7 +136,7 @@ def test_order_of_rows_and_names_of_groups_change_nothing(name, order, renaming)
     chex.assert_trees_all_close(moved_gradient, jax.tree.map(lambda x: x[order], gradient), **CLOSE)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PAPER)
 def test_micro_batches_and_devices_add_exactly(name):
     assert jax.local_device_count() >= 4
     example = Example(*(array[WHOLE_GROUPS] for array in EXAMPLE))
@@ -166,14 +167,14 @@ def test_vmap_over_batches_equals_a_loop(name):
         chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], got), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_extreme_ratios_stay_finite(name, log_ratio):
     example = EXAMPLE._replace(logprobs=(EXAMPLE.behaviour_logprobs + log_ratio).astype(np.float32))
     chex.assert_tree_all_finite(jitted(FULL[name], example))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PAPER)
 def test_groups_of_one_move_nothing_but_what_regularises(name):
     example = EXAMPLE._replace(group_ids=np.arange(ROWS, dtype=np.int32))
     (value, _), (gradient, _) = jitted(FULL[name], example)
@@ -246,7 +247,7 @@ def test_nothing_kept_is_zero_over_zero_counts():
 
 def test_needs_say_which_inputs_change_the_loss():
     needs = {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_behaviour_logprobs}
-    assert needs == set(PRESETS) - {"reinforce", "asymre", "red_drop", "red_weight"}
+    assert needs == set(PAPER) - {"reinforce", "asymre", "red_drop", "red_weight"}
     moved = EXAMPLE._replace(behaviour_logprobs=EXAMPLE.behaviour_logprobs + np.float32(0.7))
     for name, algorithm in ALGORITHMS.items():
         same = np.array_equal(*(jitted(FULL[name], x)[1][0] for x in (EXAMPLE, moved)))

@@ -7,10 +7,21 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.algorithms import advantages, clipping, losses, reduce, regularizers, selection, weighting
-from recjax.algorithms.losses import Algorithm
+from recjax.algorithms import (
+    advantages,
+    clipping,
+    losses,
+    reduce,
+    regularizers,
+    selection,
+    token_weighting,
+    weighting,
+)
+from recjax.algorithms.algorithm import Algorithm
+from recjax.algorithms.axes import ADDED_TERMS, AXES
+from recjax.algorithms.catalogue import PAPER
 from recjax.algorithms.options import readable_options
-from recjax.algorithms.presets import ADDED_TERMS, AXES, PRESETS, build_algorithm, resolve
+from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from tests.algorithms.examples import loss_and_gradient, make_example
 
 EXAMPLE = make_example(seed=3)
@@ -29,14 +40,14 @@ def base(function):
             {
                 "advantage": advantages.group_normalized_advantages,
                 "clip": clipping.one_side_mask,
-                "token_weight": weighting.importance_weights,
+                "token_weight": token_weighting.importance_weights,
             },
         ),
-        ("rec_one_side_is", {"clip": clipping.one_side_mask, "token_weight": weighting.importance_weights}),
+        ("rec_one_side_is", {"clip": clipping.one_side_mask, "token_weight": token_weighting.importance_weights}),
         ("rec_one_side_nois", {"clip": clipping.one_side_mask}),
-        ("rec_two_side_is", {"clip": clipping.two_side_mask, "token_weight": weighting.importance_weights}),
+        ("rec_two_side_is", {"clip": clipping.two_side_mask, "token_weight": token_weighting.importance_weights}),
         ("rec_two_side_nois", {"clip": clipping.two_side_mask}),
-        ("rec_ring_is", {"clip": clipping.ring_mask, "token_weight": weighting.importance_weights}),
+        ("rec_ring_is", {"clip": clipping.ring_mask, "token_weight": token_weighting.importance_weights}),
         ("rec_ring_nois", {"clip": clipping.ring_mask}),
         ("asymre", {"regularizer": regularizers.log_likelihood_bonus}),
         ("opmd", {"regularizer": regularizers.squared_log_ratio_per_completion}),
@@ -65,10 +76,11 @@ def test_the_papers_defaults():
     assert options("red_weight", "weight") == {"temperature": 1.0}
     assert options("opmd", "regularizer") == {"tau": 0.1} and options("asymre", "regularizer") == {"beta": 0.1}
     for preset in set(PRESETS) - {"pairwise_consistency"}:
+        assert options(preset, "unbiased_reference_kl")["coefficient"] == 0
         assert options(preset, "reference_kl")["coefficient"] == options(preset, "entropy")["coefficient"] == 0
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PAPER)
 def test_equal_settings_make_equal_algorithms(preset):
     overrides = {"weight": {"name": "exp_advantage", "temperature": 2}}
     one, two = (build_algorithm(preset, dict(overrides)) for _ in range(2))
@@ -80,7 +92,8 @@ def test_equal_settings_make_equal_algorithms(preset):
 def test_a_resolved_algorithm_resolves_to_itself(preset):
     resolved = resolve(preset, {})
     if preset != "pairwise_consistency":
-        again = {axis: block for axis, block in resolved.items() if axis in AXES}
+        added = {axis: block for axis, block in resolved.items() if axis not in AXES and block["coefficient"]}
+        again = {axis: block for axis, block in resolved.items() if axis in AXES} | added
         assert resolve("reinforce", again) == resolved
 
 
@@ -161,6 +174,9 @@ def test_refusals_name_place_value_and_remedy(preset, overrides, parts):
 # axis.function.option → two values, and what the rest of the algorithm must be for the option to matter. With the
 # advantages of "lowered", Σ A < 0 < max A and the balancing temperature is 1.3.
 LOWERED = {"advantage": {"name": "asymmetric", "beta": -0.1}}
+READS_RATIO = {"weight": {"name": "importance"}}
+BETWEEN = {"anchor": {"name": "interpolated"}}
+RISING = {"clip": {"positive_share": 0.18}}  # some way between the first bounds and the highest
 OPTIONS = {
     "objective.pairwise_consistency.tau": (0.5, 2.0, {}),
     "advantage.group_mean.singleton": ("zero", "reward", {}),
@@ -170,6 +186,58 @@ OPTIONS = {
     "advantage.leave_one_out.singleton": ("zero", "reward", {}),
     "advantage.asymmetric.beta": (0.1, 0.2, {}),
     "advantage.asymmetric.singleton": ("zero", "reward", {}),
+    "advantage.batch_whitened.baseline": ("none", "group", {}),
+    "advantage.batch_whitened.over": ("completions", "tokens", {}),
+    "advantage.batch_whitened.epsilon": (1e-6, 0.1, {}),
+    "advantage.batch_deviation.epsilon": (1e-6, 0.1, {}),
+    "advantage.part_normalized.epsilon": (1e-6, 0.1, {}),
+    "advantage.log_mean_exp.beta": (1.0, 0.5, {}),
+    "advantage.discounted.discount": (0.99, 0.5, {}),
+    "anchor.interpolated.share": (0.5, 0.2, READS_RATIO),
+    "ratio.clipped_sequence_mean.epsilon_low": (0.4, 0.1, READS_RATIO),
+    "ratio.clipped_sequence_mean.epsilon_high": (0.4, 0.1, READS_RATIO),
+    "clip.dual.epsilon_low": (0.2, 0.6, {}),
+    "clip.dual.epsilon_high": (0.2, 2.0, {}),
+    "clip.dual.bound": (3.0, 1.2, {}),
+    "clip.log_one_side.epsilon_low": (0.4, 0.1, {}),
+    "clip.log_one_side.epsilon_high": (0.4, 0.1, {}),
+    "clip.probability_difference.delta": (0.2, 0.02, {}),
+    "clip.binary_kl.delta": (0.05, 0.001, {}),
+    "clip.balanced.low": (0.6, 0.85, {"clip": {"positive_share": 0.0}}),
+    "clip.balanced.high": (1.2, 2.0, {"clip": {"positive_share": 0.0}}),
+    "clip.balanced.highest_low": (0.9, 0.7, {"clip": {"positive_share": 1.0}}),
+    "clip.balanced.highest_high": (3.0, 1.5, {"clip": {"positive_share": 1.0}}),
+    "clip.balanced.step_low": (0.02, 0.3, RISING),
+    "clip.balanced.step_high": (0.05, 2.0, {"clip": {"positive_share": 0.15, "high": 1.0}}),
+    "clip.balanced.positive_share": (0.0, 1.0, {}),
+    "mask.off_policy_negatives.delta": (0.5, 0.05, {}),
+    "mask.sequence_band.level": ("mean", "product", {"mask": {"low": 0.5, "high": 2.0}}),
+    "mask.sequence_band.low": (0.99, 0.3, {}),
+    "mask.sequence_band.high": (1.01, 3.0, {}),
+    "mask.second_moment.tau": (0.04, 0.4, {}),
+    "mask.high_entropy.share": (0.2, 0.6, {}),
+    "mask.covariance.share": (0.002, 0.3, {}),
+    "weight.truncated.cap": (5.0, 1.2, {}),
+    "weight.banded.low": (0.5, 0.9, {}),
+    "weight.banded.high": (5.0, 1.2, {}),
+    "weight.bounded.low": (0.5, 0.9, {}),
+    "weight.bounded.high": (2.0, 1.2, {}),
+    "weight.tapered.cap": (1.0, 0.5, {}),
+    "weight.inverse.cap": (3.0, 1.1, {}),
+    "weight.soft.tau_positive": (1.0, 2.0, {}),
+    "weight.soft.tau_negative": (1.05, 2.0, {}),
+    "weight.peaked.power_positive": (2.0, 1.0, {}),
+    "weight.peaked.decay_positive": (3.0, 1.0, {}),
+    "weight.peaked.power_negative": (3.0, 1.0, {}),
+    "weight.peaked.decay_negative": (2.0, 1.0, {}),
+    "weight.expert_shaped.gamma": (0.1, 0.5, {}),
+    "correction.truncated.cap": (5.0, 1.2, BETWEEN),
+    "correction.banded.low": (0.5, 0.95, BETWEEN),
+    "correction.banded.high": (5.0, 1.1, BETWEEN),
+    "correction.bounded.low": (0.5, 0.95, BETWEEN),
+    "correction.bounded.high": (2.0, 1.1, BETWEEN),
+    "unbiased_reference_kl.unbiased_reference_kl.coefficient": (0.1, 0.2, {}),
+    "distillation.distillation.coefficient": (0.1, 0.2, {}),
     "clip.one_side.epsilon_low": (0.2, 0.6, {}),
     "clip.one_side.epsilon_high": (0.2, 2.0, {}),
     "clip.two_side.epsilon_low": (0.2, 0.6, {}),
@@ -217,10 +285,14 @@ def test_every_option_changes_the_loss(place):
 
 @pytest.mark.parametrize("axis", AXES)
 def test_every_function_differs_from_the_others_of_its_axis(axis):
-    results = {}
+    # At the defaults, these leave nothing of the example out.
+    options = {"off_policy_negatives": {"delta": 0.05}, "truncated": {"cap": 1.2}, "banded": {"low": 0.9, "high": 1.3}}
+    options |= {"fixed_length": {"length": 3}}
+    results, rest = {}, {"anchor": READS_RATIO, "ratio": READS_RATIO, "correction": BETWEEN | READS_RATIO}
     for other in AXES[axis]:
-        block = {"name": other, "length": 3} if other == "fixed_length" else {"name": other}
-        (total, count), gradient = loss_and_gradient(build_algorithm("reinforce", {axis: block}), EXAMPLE)
+        block = {"name": other} | options.get(other, {})
+        algorithm = build_algorithm("reinforce", rest.get(axis, {}) | {axis: block})
+        (total, count), gradient = loss_and_gradient(algorithm, EXAMPLE)
         results[other] = jax.tree.map(lambda x, count=count: np.asarray(x / count), (total, gradient))
     for name, other in itertools.combinations(results, 2):
         with pytest.raises(AssertionError):

@@ -1,5 +1,7 @@
 """Added terms: by loops, their gradients, and junk where masked."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from absl.testing import parameterized
 
 from recjax.algorithms import regularizers
+from recjax.algorithms.reading import call
 from tests.algorithms.examples import make_example
 
 EXAMPLE = make_example()
@@ -35,8 +38,10 @@ class RegularizerVariants(chex.TestCase):
         function = getattr(regularizers, name)
 
         def value_and_gradient(logprobs, behaviour, mask):
-            gradient = jax.grad(lambda x: function(x, behaviour, mask).sum())(logprobs)
-            return function(logprobs, behaviour, mask), gradient
+            def value(x):
+                return call(function, {"logprobs": x, "behaviour_logprobs": behaviour, "completion_mask": mask})
+
+            return value(logprobs), jax.grad(lambda x: value(x).sum())(logprobs)
 
         inputs = junk(EXAMPLE.logprobs), junk(EXAMPLE.behaviour_logprobs, np.inf), jnp.asarray(MASK)
         got = self.variant(value_and_gradient)(*inputs)
@@ -108,11 +113,14 @@ def test_entropy_bonus():
         ("squared_log_ratio_per_token", "tau"),
         ("squared_log_ratio_per_completion", "tau"),
         ("reference_kl_penalty", "coefficient"),
+        ("unbiased_reference_kl_penalty", "coefficient"),
     ],
 )
 def test_negative_strengths_are_refused(name, option):
     with pytest.raises(ValueError, match=f"{option} = -0.1: must be 0 or more"):
-        getattr(regularizers, name)(jnp.ones((1, 1)), jnp.ones((1, 1)), jnp.ones((1, 1), bool), **{option: -0.1})
+        function = functools.partial(getattr(regularizers, name), **{option: -0.1})
+        names = ("logprobs", "behaviour_logprobs", "reference_logprobs")
+        call(function, dict.fromkeys(names, jnp.ones((1, 1))) | {"completion_mask": jnp.ones((1, 1), bool)})
 
 
 def test_a_negative_entropy_coefficient_is_refused():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from recjax.algorithms import weighting
+from recjax.algorithms import token_weighting, weighting
 
 KEPT = np.array([True, True, True, False])
 ADVANTAGES = np.array([-2.0, -0.5, 1.0, np.nan], np.float32)  # Σ A < 0 < max A: a root exists
@@ -83,9 +83,9 @@ def test_weights_stay_finite_for_any_advantage():
 
 def test_token_weights():
     ratio = jnp.array([[0.5, 2.0]])
-    chex.assert_trees_all_equal(weighting.importance_weights(ratio), ratio)
-    chex.assert_trees_all_equal(weighting.unit_token_weights(ratio), jnp.ones((1, 2)))
-    assert (jax.grad(lambda x: weighting.importance_weights(x).sum())(ratio) == 0).all()
+    chex.assert_trees_all_equal(token_weighting.importance_weights(ratio), ratio)
+    chex.assert_trees_all_equal(token_weighting.unit_token_weights(ratio > 1), jnp.ones((1, 2)))
+    assert (jax.grad(lambda x: token_weighting.importance_weights(x).sum())(ratio) == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_missing_log_probs_are_nan_until_someone_chooses():
     assert np.isnan(batch.behaviour_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
-WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight"]
+WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg", "maxrl", "on_policy_distillation"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, Reward, check_parts, described
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts, described
 
 SCORE = "score"  # the part of a function that returns plain numbers
 Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
@@ -43,7 +43,7 @@ def check_weights(reward: Reward, row: Row) -> None:
     Raises:
         ValueError: with the weight and the parts that there are; and as `custom_parts`.
     """
-    check_parts(reward.name, reward.weights, {**custom_parts(reward, [row]), LENGTH: None})
+    check_parts(reward.name, reward.weights, [*custom_parts(reward, [row]), LENGTH, OVERLONG])
 
 
 def _call(function: Callable[..., Any], rows: Sequence[Row]) -> Any:

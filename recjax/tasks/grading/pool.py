@@ -15,7 +15,7 @@ import numpy as np
 from recjax.config import Config
 from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS, Failure
-from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, Reward, check_parts
+from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 
 # Why a completion could not be graded; no_reward: the user's function said None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
@@ -91,7 +91,10 @@ class Grading:
 
     def _scores(self, rows: Sequence[Row], lengths: np.ndarray) -> Scores:
         parts, failures = self._graded(rows) if self._server else self._custom(rows)
-        parts[LENGTH] = lengths / self._config.rollout.max_completion_tokens
+        longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
+        parts[LENGTH] = lengths / longest
+        if overlong is not None:
+            parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = self.reward.weights
         check_parts(self.reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
@@ -161,3 +164,15 @@ class Grading:
         except (EOFError, OSError) as error:
             raise RuntimeError("the grading process ended by itself; standard error has its last words") from error
         return [next(replies) if len(row[0]) <= limit else Failure("too_long") for row in rows]
+
+
+def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:
+    """0 for completions that end before the last `margin` tokens of the limit; from there linearly down to −1 at it.
+
+    Args:
+        lengths: in tokens.
+        longest: the limit.
+        margin: from 1 to `longest`.
+    Reference: arXiv 2503.14476 (DAPO, soft overlong punishment).
+    """
+    return -np.clip((lengths - (longest - margin)) / margin, 0.0, 1.0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from recjax.tasks.grading.graders import GRADERS
 
 PACKAGE = Path(__file__).parents[2]
+OVERLONG = "overlong"  # a part that a reward has with task.overlong_tokens: see `overlong_penalty`
 LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
 # Of a reward or a part of one, either sign. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
@@ -30,18 +31,20 @@ class Reward(NamedTuple):
     weights: Mapping[str, float]
 
 
-def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({})) -> Reward:
+def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), overlong: bool = False) -> Reward:
     """The reward that `task.reward` names, with the weights of `task.reward_weights` over its own.
 
     Args:
         name: a built-in reward, or a user's module:function.
+        overlong: whether it has the part OVERLONG, of weight 1.
     Raises:
         ValueError: the module or function cannot be imported, or a built-in reward has no part of a weight's name.
     """
+    of_length = {OVERLONG: 1.0} if overlong else {}
     if name not in GRADERS:
-        return Reward(name, imported(name), False, {LENGTH: 0.0, **weights})
+        return Reward(name, imported(name), False, {LENGTH: 0.0, **of_length, **weights})
     grader = GRADERS[name]
-    known = {**grader.weights, LENGTH: 0.0}
+    known = {**grader.weights, LENGTH: 0.0, **of_length}
     check_parts(name, weights, known)
     return Reward(name, imported(grader.grade), True, {**known, **weights})
 

@@ -1,0 +1,92 @@
+"""An algorithm: one function on every axis of the equation in `losses`."""
+
+import dataclasses
+from collections.abc import Callable
+
+from recjax.algorithms.advantages import group_mean_advantages
+from recjax.algorithms.anchors import behaviour_anchor
+from recjax.algorithms.clipping import no_clip
+from recjax.algorithms.masks import no_mask
+from recjax.algorithms.ratios import token_ratio
+from recjax.algorithms.reading import SCORED, names_read
+from recjax.algorithms.reduce import token_mean
+from recjax.algorithms.regularizers import no_regularizer
+from recjax.algorithms.selection import keep_all
+from recjax.algorithms.token_weighting import unit_token_weights
+from recjax.algorithms.weighting import unit_weights
+
+RATIO = frozenset({"ratio", "log_ratio", "anchor_logprobs"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """One choice on every axis, options bound by functools.partial; the defaults are plain REINFORCE.
+
+    Hashable: a static argument of jit. `presets.build_algorithm` makes it from names and options. What a function reads
+    are its positional parameters, by the names in `reading`. An objective of None is the policy gradient, the reduction
+    of `losses.token_loss`.
+    """
+
+    objective: Callable | None = None
+    selection: Callable = keep_all
+    advantage: Callable = group_mean_advantages
+    anchor: Callable = behaviour_anchor
+    ratio: Callable = token_ratio
+    clip: Callable = no_clip
+    mask: Callable = no_mask
+    row_weight: Callable = unit_weights
+    token_weight: Callable = unit_token_weights
+    correction: Callable | None = None
+    regularizer: Callable = no_regularizer
+    reduction: Callable = token_mean
+    reference_kl: Callable | None = None
+    unbiased_reference_kl: Callable | None = None
+    entropy: Callable | None = None
+    distillation: Callable | None = None
+
+    def reads(self, *names: str) -> bool:
+        """Whether any of these is read to compute the loss."""
+        axes = [self.selection, self.advantage, self.clip, self.mask, self.row_weight, self.token_weight]
+        axes += filter(None, (self.correction, self.regularizer, self.unbiased_reference_kl))
+        read = {name for axis in axes for name in names_read(axis)}
+        if RATIO & read or self.correction is not None:
+            read |= {*names_read(self.anchor)}
+        if "ratio" in read:
+            read |= {*names_read(self.ratio)}
+        return any(name in read for name in names)
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether the ratio of the policy to the anchor, or that of the anchor to the behaviour policy, is read."""
+        return self.reads(*RATIO) or self.correction is not None
+
+    @property
+    def needs_behaviour_logprobs(self) -> bool:
+        """Whether the log-probabilities under the behaviour policy change the loss."""
+        needs = self.compares_completions or self.correction is not None
+        return needs or self.reads("behaviour_logprobs", "scored_log_ratio")
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Whether log-probabilities and entropies of the whole batch are read before micro-batches are cut."""
+        return self.reads(*SCORED)
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether the loss is of whole groups, whose completions a micro-batch must then hold together."""
+        return self.objective is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss has a KL to a reference policy."""
+        return self.reference_kl is not None or self.unbiased_reference_kl is not None
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the advantages have a teacher's part."""
+        return self.distillation is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return self.entropy is not None

@@ -1,0 +1,42 @@
+"""Anchors: the policy that a ratio is measured from.
+
+The behaviour policy μ sampled the tokens. The proximal policy is the one from which an update starts: where a batch
+gets several updates, it is what a trust region is about, and the correction for μ is a weight apart.
+"""
+
+from jaxtyping import Array, Float
+
+from recjax.algorithms.options import require
+
+
+def behaviour_anchor(behaviour_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The behaviour policy: log μ."""
+    return behaviour_logprobs
+
+
+def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The policy before the update: log π_prox.
+
+    A run makes one update of a batch, in which the ratio to this anchor is one; a loop that makes several passes its
+    own log-probs.
+
+    Reference: arXiv 2110.00641 (PPO with a decoupled objective); arXiv 2505.24298 (AReaL).
+    """
+    return proximal_logprobs
+
+
+def interpolated_anchor(
+    logprobs: Float[Array, "batch time"], behaviour_logprobs: Float[Array, "batch time"], *, share: float = 0.5
+) -> Float[Array, "batch time"]:
+    """Between the policy and the behaviour policy, in log-probs: α log μ + (1 − α) log π.  It needs no scoring pass.
+
+    Args:
+        logprobs: log π of each token.
+        behaviour_logprobs: log μ of each token.
+        share: α, of the behaviour policy, from 0 to 1.
+    Raises:
+        ValueError: a share outside of these.
+    Reference: arXiv 2512.06547 (A-3PO), whose α follows from each token's staleness.
+    """
+    require(0 <= share <= 1, "share", share, "must be from 0 to 1")
+    return share * behaviour_logprobs + (1 - share) * logprobs

@@ -1,0 +1,162 @@
+"""The axes of the equation: the names that a config has for their functions, and what these may read."""
+
+from collections.abc import Callable
+from typing import Any
+
+from recjax.algorithms import (
+    advantages,
+    anchors,
+    batch_advantages,
+    clipping,
+    distillation,
+    losses,
+    masks,
+    ratios,
+    reduce,
+    regularizers,
+    selection,
+    token_weighting,
+    weighting,
+)
+from recjax.algorithms.options import did_you_mean, imported, require
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH, check_names
+
+OBJECTIVES = {
+    "policy_gradient": losses.policy_gradient,
+    "pairwise_consistency": losses.pairwise_consistency,
+}
+SELECTIONS = {
+    "all": selection.keep_all,
+    "drop_excess_negatives": selection.drop_excess_negatives,
+}
+ADVANTAGES = {
+    "group_mean": advantages.group_mean_advantages,
+    "group_normalized": advantages.group_normalized_advantages,
+    "leave_one_out": advantages.leave_one_out_advantages,
+    "asymmetric": advantages.asymmetric_advantages,
+    "raw_reward": advantages.raw_reward_advantages,
+    "batch_whitened": batch_advantages.batch_whitened_advantages,
+    "batch_deviation": batch_advantages.batch_deviation_advantages,
+    "length_weighted": batch_advantages.length_weighted_advantages,
+    "mean_relative": batch_advantages.mean_relative_advantages,
+    "signal_scaled": batch_advantages.signal_scaled_advantages,
+    "part_normalized": batch_advantages.part_normalized_advantages,
+    "log_mean_exp": batch_advantages.log_mean_exp_advantages,
+    "discounted": batch_advantages.discounted_advantages,
+    "none": batch_advantages.no_advantages,
+}
+ANCHORS = {
+    "behaviour": anchors.behaviour_anchor,
+    "proximal": anchors.proximal_anchor,
+    "interpolated": anchors.interpolated_anchor,
+}
+RATIOS = {
+    "token": ratios.token_ratio,
+    "sequence_mean": ratios.sequence_mean_ratio,
+    "sequence_product": ratios.sequence_product_ratio,
+    "clipped_sequence_mean": ratios.clipped_sequence_mean_ratio,
+}
+CLIPS = {
+    "none": clipping.no_clip,
+    "one_side": clipping.one_side_mask,
+    "two_side": clipping.two_side_mask,
+    "ring": clipping.ring_mask,
+    "dual": clipping.dual_clip_mask,
+    "log_one_side": clipping.log_one_side_mask,
+    "probability_difference": clipping.probability_difference_mask,
+    "binary_kl": clipping.binary_kl_mask,
+    "balanced": clipping.balanced_mask,
+}
+MASKS = {
+    "none": masks.no_mask,
+    "off_policy_negatives": masks.off_policy_negatives_mask,
+    "sequence_band": masks.sequence_band_mask,
+    "second_moment": masks.second_moment_mask,
+    "high_entropy": masks.high_entropy_mask,
+    "covariance": masks.covariance_mask,
+}
+TOKEN_WEIGHTS = {
+    "importance": token_weighting.importance_weights,
+    "truncated": token_weighting.truncated_weights,
+    "banded": token_weighting.banded_weights,
+    "bounded": token_weighting.bounded_weights,
+}
+WEIGHTS = {
+    "none": weighting.unit_weights,
+    **TOKEN_WEIGHTS,
+    "tapered": token_weighting.tapered_weights,
+    "inverse": token_weighting.inverse_weights,
+    "soft": token_weighting.soft_weights,
+    "peaked": token_weighting.peaked_weights,
+    "expert_shaped": token_weighting.expert_shaped_weights,
+    "effective_size_capped": token_weighting.effective_size_capped_weights,
+    "exp_advantage": weighting.exp_advantage_weights,
+    "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
+}
+CORRECTIONS = {"none": token_weighting.unit_token_weights, **TOKEN_WEIGHTS}
+REGULARIZERS = {
+    "none": regularizers.no_regularizer,
+    "log_likelihood_bonus": regularizers.log_likelihood_bonus,
+    "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
+    "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
+}
+REDUCTIONS = {
+    "token_mean": reduce.token_mean,
+    "sequence_mean_token_mean": reduce.sequence_mean_token_mean,
+    "sequence_mean_token_sum": reduce.sequence_mean_token_sum,
+    "fixed_length": reduce.fixed_length,
+}
+AXES = {
+    "objective": OBJECTIVES,
+    "selection": SELECTIONS,
+    "advantage": ADVANTAGES,
+    "anchor": ANCHORS,
+    "ratio": RATIOS,
+    "clip": CLIPS,
+    "mask": MASKS,
+    "weight": WEIGHTS,
+    "correction": CORRECTIONS,
+    "regularizer": REGULARIZERS,
+    "reduction": REDUCTIONS,
+}
+# Added to the loss, the last one to the advantages, when their coefficient is above 0; there is no choice by name.
+ADDED_TERMS = {
+    "reference_kl": regularizers.reference_kl_penalty,
+    "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
+    "entropy": regularizers.entropy_bonus,
+    "distillation": distillation.teacher_advantages,
+}
+_OF_BATCH = [name for name in (*EVERYWHERE, *WHOLE_BATCH)]
+_OF_ROWS = [name for name in _OF_BATCH if name != "advantages" and not name.startswith("scored_")]
+_OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]
+# What a function of the user's own may read on each axis; the pairwise objective is no place for one.
+READABLE = {
+    "selection": ["key", *_OF_ROWS],
+    "advantage": [*_OF_ROWS, "scored_logprobs", "scored_log_ratio", "scored_entropy"],
+    "anchor": [*EVERYWHERE, "logprobs", "behaviour_logprobs", "proximal_logprobs"],
+    "ratio": [*EVERYWHERE, *_OF_RATIO],
+    "clip": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
+    "mask": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
+    "weight": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
+    "correction": [*EVERYWHERE, *MICRO_BATCH],
+    "regularizer": ["completion_mask", "foreign", "logprobs", "behaviour_logprobs"],
+    "reduction": ["per_token", "completion_mask"],
+}
+
+
+def function_of(axis: str, name: Any) -> Callable:
+    """The function that an axis has by a name of its table, or by the user's own module:function.
+
+    Raises:
+        ValueError: an unknown name, a function that cannot be imported, or one that reads what its axis does not have.
+    """
+    place, table = f"{axis}.name", AXES[axis]
+    if isinstance(name, str) and ":" in name:
+        require(axis in READABLE, place, name, f"takes one of {', '.join(table)}")
+        function = imported(place, name)
+        check_names(place, name, function, READABLE[axis])
+        return function
+    known = isinstance(name, str) and name in table
+    own = ", or your own module:function" if axis in READABLE else ""
+    require(known, place, name, f"unknown; takes one of {', '.join(table)}{own}{did_you_mean(name, table)}")
+    return table[name]

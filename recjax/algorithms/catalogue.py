@@ -1,0 +1,70 @@
+"""The paper's algorithms, as changes of REINFORCE, with where they come from; `field` has those of others."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Preset(NamedTuple):
+    """An algorithm of the literature as changes of REINFORCE.
+
+    title: what it is called there.
+    paper: an arXiv id, or an address; empty where there is none.
+    coefficient: what multiplies ∇log π(y_t) before the reduction.
+    changes: axis → name and options.
+    note: where it differs from paper or reference code, and what is uncertain.
+    """
+
+    title: str
+    paper: str
+    coefficient: str
+    changes: Mapping[str, Mapping[str, Any]]
+    note: str = ""
+
+
+def changes_of(preset: Preset) -> str:
+    """What a preset changes in REINFORCE, in words of a config."""
+    parts = []
+    for axis, block in preset.changes.items():
+        options = [f"{name} {value}" for name, value in block.items() if name != "name"]
+        parts.append(f"{axis}: {' '.join([*([block['name']] if 'name' in block else []), *options])}")
+    return "; ".join(parts) or "nothing"
+
+
+REC = "2509.24203"
+IMPORTANCE = {"name": "importance"}
+ONE_SIDE = {"name": "one_side"}
+NORMALIZED = {"name": "group_normalized"}
+# How the field writes PPO's clipping, with the group's deviation in the advantage.
+CLIPPED = {"advantage": NORMALIZED, "clip": ONE_SIDE, "weight": IMPORTANCE}
+
+PAPER = {
+    "reinforce": Preset("REINFORCE", REC, "A", {}),
+    "grpo": Preset(
+        "GRPO",
+        "2402.03300",
+        "ρA·one-side(ρ), A over σ",
+        CLIPPED,
+        "no KL to a reference, as in 2509.24203; σ has ddof 0, common code has 1",
+    ),
+    "rec_one_side_is": Preset("REC-OneSide-IS", REC, "ρA·one-side(ρ)", {"clip": ONE_SIDE, "weight": IMPORTANCE}),
+    "rec_one_side_nois": Preset("REC-OneSide-NoIS", REC, "A·one-side(ρ)", {"clip": ONE_SIDE}),
+    "rec_two_side_is": Preset(
+        "REC-TwoSide-IS", REC, "ρA·two-side(ρ)", {"clip": {"name": "two_side"}, "weight": IMPORTANCE}
+    ),
+    "rec_two_side_nois": Preset("REC-TwoSide-NoIS", REC, "A·two-side(ρ)", {"clip": {"name": "two_side"}}),
+    "rec_ring_is": Preset("REC-Ring-IS", REC, "ρA·ring(ρ)", {"clip": {"name": "ring"}, "weight": IMPORTANCE}),
+    "rec_ring_nois": Preset("REC-Ring-NoIS", REC, "A·ring(ρ)", {"clip": {"name": "ring"}}),
+    "asymre": Preset("AsymRE", "2506.20520", "A + β", {"regularizer": {"name": "log_likelihood_bonus"}}),
+    "opmd": Preset("OPMD", REC, "A − τ Σ_t log ρ_t", {"regularizer": {"name": "squared_log_ratio_per_completion"}}),
+    "opmd_token": Preset(
+        "OPMD by token", REC, "A − τ log ρ_t", {"regularizer": {"name": "squared_log_ratio_per_token"}}
+    ),
+    "red_drop": Preset("RED-Drop", REC, "A over the kept set", {"selection": {"name": "drop_excess_negatives"}}),
+    "red_weight": Preset("RED-Weight", REC, "A·exp(A/τ)", {"weight": {"name": "exp_advantage"}}),
+    "pairwise_consistency": Preset(
+        "Pairwise consistency",
+        REC,
+        "(2τ/K)(a − ā), a = r − τ log π/μ of the completion",
+        {"objective": {"name": "pairwise_consistency"}},
+    ),
+}

@@ -1,0 +1,144 @@
+"""Masks beside the clip: completions, or tokens of the whole batch, whose policy-gradient term does not count.
+
+What is masked stays in the denominator of a mean, as a clipped token does.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.options import require
+from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
+
+
+def no_mask(completion_mask: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
+    """True everywhere."""
+    return jnp.ones_like(completion_mask)
+
+
+def off_policy_negatives_mask(
+    log_ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    delta: float = 0.5,
+) -> Bool[Array, "batch time"]:
+    """False in completions with A < 0 that the policy has left: mean_t log(μ/π) > δ.
+
+    Args:
+        log_ratio: log ρ of each token.
+        advantages: only the sign is read.
+        completion_mask: True at tokens that count.
+        delta: in nats per token.
+    Reference: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking).
+    """
+    left = -sequence_mean(log_ratio, completion_mask) > delta
+    return jnp.broadcast_to(~(left & (per_token(advantages) < 0)), log_ratio.shape)
+
+
+def sequence_band_mask(
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    level: Literal["mean", "product"] = "mean",
+    low: float = 0.99,
+    high: float = 1.01,
+) -> Bool[Array, "batch time"]:
+    """False in completions whose ratio is outside of a band.
+
+    The product of a completion's token ratios leaves any band with its length, however near to 1 each of them is; their
+    geometric mean does not.
+
+    Args:
+        log_ratio: log ρ of each token.
+        completion_mask: True at tokens that count.
+        level: which ratio of a completion, the geometric mean or the product.
+        low: least ratio, from 0 to 1.
+        high: largest ratio, 1 or more.
+    Raises:
+        ValueError: a band without 1 in it.
+    Reference: masked importance sampling (MIS), as TRL, verl and SkyRL have it.
+    """
+    require(0 <= low <= 1, "low", low, "must be from 0 to 1")
+    require(high >= 1, "high", high, "must be 1 or more")
+    whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask)
+    least = jnp.log(jnp.float32(low))
+    return jnp.broadcast_to((whole >= least) & (whole <= jnp.log(jnp.float32(high))), log_ratio.shape)
+
+
+def second_moment_mask(
+    scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, tau: float = 0.04
+) -> Bool[Array, "batch time"]:
+    """True for the most tokens of least (log ρ)² whose mean is at most τ; equal ones are kept or left together.
+
+    Args:
+        scored_log_ratio: log ρ of each token of the whole batch.
+        completion_mask: True at tokens that count.
+        tau: in nats², 0 or more.
+    Raises:
+        ValueError: a negative τ.
+    Reference: arXiv 2510.01161 (M2PO).
+    """
+    require(tau >= 0, "tau", tau, "must be 0 or more")
+    squares = jnp.where(completion_mask, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
+    rising = jnp.sort(squares)
+    sums = jnp.cumsum(jnp.where(jnp.isfinite(rising), rising, 0.0))
+    not_above = jnp.searchsorted(rising, squares, side="right")
+    means = sums[not_above - 1] / not_above
+    return (means <= tau).reshape(completion_mask.shape) & completion_mask
+
+
+def high_entropy_mask(
+    scored_entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, share: float = 0.2
+) -> Bool[Array, "batch time"]:
+    """True for the share of the batch's tokens at which the policy is least certain; equal ones are kept together.
+
+    Args:
+        scored_entropy: in nats, of the whole batch.
+        completion_mask: True at tokens that count.
+        share: above 0, at most 1.
+    Raises:
+        ValueError: a share out of its range.
+    Reference: arXiv 2506.01939 (beyond the 80/20 rule).
+    """
+    require(0 < share <= 1, "share", share, "must be above 0 and at most 1")
+    return _highest(scored_entropy, completion_mask, share)
+
+
+def covariance_mask(
+    scored_logprobs: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    share: float = 0.002,
+) -> Bool[Array, "batch time"]:
+    """False for the share of the batch's tokens that lower the entropy most, by how log π and A go together.
+
+    Ranked by (log π_t − mean log π)(A_t − mean A), means over tokens.
+
+    Args:
+        scored_logprobs: of the whole batch.
+        advantages: of the whole batch.
+        completion_mask: True at tokens that count.
+        share: from 0 to below 1; of any positive one, at least a token.
+    Raises:
+        ValueError: a share out of its range.
+    Reference: arXiv 2505.22617 (Clip-Cov, here by rank and without chance).
+    """
+    require(0 <= share < 1, "share", share, "must be from 0 to below 1")
+    if share == 0:
+        return jnp.ones_like(completion_mask)
+    count = jnp.maximum(jnp.sum(completion_mask), 1)
+    token_advantages = jnp.where(completion_mask, per_token(advantages), 0.0)
+    logprobs = jnp.where(completion_mask, scored_logprobs, 0.0)
+    centred = (logprobs - jnp.sum(logprobs) / count) * (token_advantages - jnp.sum(token_advantages) / count)
+    return ~_highest(centred, completion_mask, share)
+
+
+def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: float):
+    """True for the highest ceil(share · n) of n values, and for those equal to the last of them."""
+    falling = -jnp.sort(-jnp.where(mask, values, -jnp.inf).reshape(-1))
+    # A little less than the share, for a product that rounding puts above a whole number.
+    last = jnp.ceil(share * jnp.sum(mask) * (1 - 1e-6)).astype(int) - 1
+    return mask & (values >= falling[jnp.maximum(last, 0)])

@@ -1,0 +1,91 @@
+"""What a function of an axis reads: the names of its positional parameters say it, and nothing else is passed to it.
+
+A function that names one of WHOLE_BATCH is evaluated once, on the whole batch; any other on each micro-batch.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from recjax.algorithms.options import did_you_mean
+
+# Of a micro-batch, as the gradient is taken.
+EVERYWHERE = {
+    "advantages": "A, [batch] or [batch, time]; inside the loss always the latter, or [batch, 1]",
+    "completion_mask": "[batch, time], True at tokens that count: sampled by the behaviour policy, in rows kept",
+    "foreign": "[batch], True where the completion is another model's",
+}
+MICRO_BATCH = {
+    "ratio": "ρ = π/anchor at the level of the axis `ratio`, [batch, time]; of `correction`: anchor/μ",
+    "log_ratio": "log π − log anchor of each token, [batch, time]",
+    "logprobs": "log π of each token, [batch, time]",
+    "behaviour_logprobs": "log μ of each token, [batch, time]; μ sampled it",
+    "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]: log μ, unless that says otherwise",
+    "proximal_logprobs": "log π of each token before the update, [batch, time]; asks for the scoring pass",
+}
+WHOLE_BATCH = {
+    "rewards": "[batch], ignored where not kept",
+    "group_ids": "[batch], equal for completions of one prompt",
+    "kept": "[batch], True for completions that count",
+    "lengths": "tokens of each completion, [batch]",
+    "reward_parts": "dict of [batch]: the named parts of the rewards, not weighted; NaN in rows without one",
+    "part_weights": "dict of [batch]: the weight of each part in the reward",
+    "scored_logprobs": "log π of each token before the update, [batch, time]; asks for the scoring pass",
+    "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; asks for the scoring pass",
+    "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; asks for the scoring pass",
+}
+SCORED = frozenset({"proximal_logprobs", "scored_logprobs", "scored_log_ratio", "scored_entropy"})
+
+
+def base(function: Callable) -> Callable:
+    """The function under its bound options."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
+@functools.cache
+def names_read(function: Callable) -> tuple[str, ...]:
+    """The names of a function's positional parameters."""
+    parameters = inspect.signature(base(function)).parameters.values()
+    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+
+
+def is_of_whole_batch(function: Callable) -> bool:
+    """Whether the function names something that only the whole batch has."""
+    return any(name in WHOLE_BATCH for name in names_read(function))
+
+
+def call(function: Callable, values: Mapping[str, Any]) -> Any:
+    """The function's value, its positional parameters looked up by name.
+
+    Raises:
+        ValueError: something that it reads is not there, or None.
+    """
+    for name in names_read(function):
+        if values.get(name) is None:
+            title = getattr(base(function), "__name__", repr(function))
+            raise ValueError(f"{name} = None: {title} reads it; pass it, or choose another function for this axis")
+    return function(*(values[name] for name in names_read(function)))
+
+
+def check_names(place: str, name: str, function: Callable, known: Iterable[str]) -> None:
+    """Refuses a function that reads what its axis does not have, or both of a micro-batch and of the whole batch.
+
+    Args:
+        place: of the function in a config, such as "clip.name".
+        name: what the config calls it.
+        known: names that the axis has.
+    """
+    known = list(known)
+    for parameter in names_read(function):
+        if parameter not in known:
+            raise ValueError(
+                f"{place} = {name!r}: its parameter {parameter!r} is nothing that this axis has, which is"
+                f" {', '.join(known)}{did_you_mean(parameter, known)}. Options stand behind a * in the signature"
+            )
+    both = [[one for one in names_read(function) if one in names] for names in (MICRO_BATCH, WHOLE_BATCH)]
+    if all(both) and any(one in MICRO_BATCH for one in known):
+        raise ValueError(
+            f"{place} = {name!r}: it reads {', '.join(both[0])}, of a micro-batch, and {', '.join(both[1])}, of the"
+            " whole batch; read scored_logprobs or scored_log_ratio in place of the first"
+        )

@@ -1,0 +1,206 @@
+"""Weights of tokens by ratio and sign of the advantage. A loss takes them as constants."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from recjax.algorithms.options import require
+from recjax.algorithms.ratios import bounded_exp, per_token
+
+
+def unit_token_weights(completion_mask: Bool[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """1 for every token."""
+    return jnp.ones(completion_mask.shape)
+
+
+def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The ratio as a constant: w_t = sg(ρ_t)."""
+    return jax.lax.stop_gradient(ratio)
+
+
+def truncated_weights(ratio: Float[Array, "batch time"], *, cap: float = 5.0) -> Float[Array, "batch time"]:
+    """The ratio up to a cap: w_t = min(ρ_t, c).  The token keeps its gradient beyond it.
+
+    Args:
+        ratio: ρ of each token.
+        cap: c, an absolute ratio and not a distance from 1; 1 or more.
+    Raises:
+        ValueError: a cap below 1, at which every weight would be the cap.
+    Reference: arXiv 2506.13585 (CISPO); arXiv 2505.24034 (AIPO); TIS.
+    """
+    require(cap >= 1, "cap", cap, "is the largest ratio itself, not a distance from 1; it must be 1 or more")
+    return jnp.minimum(ratio, cap)
+
+
+def banded_weights(
+    ratio: Float[Array, "batch time"], *, low: float = 0.5, high: float = 5.0
+) -> Float[Array, "batch time"]:
+    """The ratio inside a band, and 0 outside of it.
+
+    Args:
+        ratio: ρ of each token.
+        low: least ratio that counts, from 0 to 1.
+        high: largest ratio that counts, 1 or more.
+    Raises:
+        ValueError: a band without 1 in it.
+    Reference: arXiv 2510.18855 (IcePop).
+    """
+    _require_around_one(low, high)
+    return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def bounded_weights(
+    ratio: Float[Array, "batch time"], *, low: float = 0.5, high: float = 2.0
+) -> Float[Array, "batch time"]:
+    """The ratio brought into a band: w_t = min(max(ρ_t, low), high).
+
+    Args:
+        ratio: ρ of each token.
+        low: least weight, from 0 to 1.
+        high: largest weight, 1 or more.
+    Raises:
+        ValueError: a band without 1 in it.
+    """
+    _require_around_one(low, high)
+    return jnp.clip(ratio, low, high)
+
+
+def _require_around_one(low: float, high: float) -> None:
+    require(0 <= low <= 1, "low", low, "must be from 0 to 1")
+    require(high >= 1, "high", high, "must be 1 or more")
+
+
+def tapered_weights(
+    ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: float = 1.0
+) -> Float[Array, "batch time"]:
+    """1 where A ≥ 0, min(ρ, c) where A < 0: what the policy has given up is not pushed down further.
+
+    Args:
+        ratio: ρ of each token.
+        advantages: only the sign is read.
+        cap: c, above 0.
+    Raises:
+        ValueError: a cap not above 0.
+    Reference: arXiv 2503.14286 (TOPR).
+    """
+    require(cap > 0, "cap", cap, "must be above 0")
+    return jnp.where(per_token(advantages) >= 0, 1.0, jnp.minimum(ratio, cap))
+
+
+def inverse_weights(
+    ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: float = 3.0
+) -> Float[Array, "batch time"]:
+    """min(1/ρ, c) where A > 0, so that unlikely tokens gain most; ρ elsewhere.
+
+    Args:
+        ratio: ρ of each token, above 0.
+        advantages: only the sign is read.
+        cap: c, 1 or more.
+    Raises:
+        ValueError: a cap below 1.
+    Reference: arXiv 2510.06062 (ASPO).
+    """
+    require(cap >= 1, "cap", cap, "must be 1 or more")
+    return jnp.where(per_token(advantages) > 0, jnp.minimum(1 / ratio, cap), ratio)
+
+
+def soft_weights(
+    ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Float[Array, "batch time"]:
+    """The ratio under a gate that closes smoothly away from 1.
+
+    4σ(1−σ)ρ with σ = 1/(1 + exp(−τ(ρ−1))): the gradient of the objective (4/τ)σ, the gate itself differentiated.
+
+    Args:
+        ratio: ρ of each token.
+        advantages: only the sign is read.
+        tau_positive: τ where A > 0, above 0.
+        tau_negative: τ where A ≤ 0, above 0.
+    Raises:
+        ValueError: a τ not above 0.
+    Reference: arXiv 2511.20347 (SAPO).
+    """
+    require(tau_positive > 0, "tau_positive", tau_positive, "must be above 0")
+    require(tau_negative > 0, "tau_negative", tau_negative, "must be above 0")
+    gate = jax.nn.sigmoid(jnp.where(per_token(advantages) > 0, tau_positive, tau_negative) * (ratio - 1))
+    return 4 * gate * (1 - gate) * ratio
+
+
+def peaked_weights(
+    ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> Float[Array, "batch time"]:
+    """ρ^k exp(λ(1−ρ)), which is 1 at ρ = 1 and falls to 0 far from it.
+
+    Args:
+        ratio: ρ, of whole completions in the paper.
+        advantages: only the sign is read.
+        power_positive: k where A > 0, 0 or more.
+        decay_positive: λ where A > 0, 0 or more.
+        power_negative: k where A ≤ 0, 0 or more.
+        decay_negative: λ where A ≤ 0, 0 or more.
+    Raises:
+        ValueError: a negative power or decay.
+    Reference: arXiv 2602.10693 (VESPO).
+    """
+    named = {"power_positive": power_positive, "decay_positive": decay_positive}
+    for name, value in (named | {"power_negative": power_negative, "decay_negative": decay_negative}).items():
+        require(value >= 0, name, value, "must be 0 or more")
+    up = per_token(advantages) > 0
+    power, decay = jnp.where(up, power_positive, power_negative), jnp.where(up, decay_positive, decay_negative)
+    # In one exponent: neither factor overflows by itself.
+    return jnp.exp(power * jnp.log(ratio) + decay * (1 - ratio))
+
+
+def expert_shaped_weights(
+    ratio: Float[Array, "batch time"],
+    logprobs: Float[Array, "batch time"],
+    foreign: Bool[Array, " batch"],
+    *,
+    gamma: float = 0.1,
+) -> Float[Array, "batch time"]:
+    """The ratio on the policy's own tokens; γp/(p+γ)² on those of other models, p being the policy's probability.
+
+    That is the gradient of p/(p+γ), the ratio to an expert of probability one under a shaping that lifts rare tokens.
+
+    Args:
+        ratio: ρ of each token.
+        logprobs: log π of each token.
+        foreign: True where the completion is another model's.
+        gamma: γ, above 0.
+    Raises:
+        ValueError: γ not above 0.
+    Reference: arXiv 2504.14945 (LUFFY).
+    """
+    require(gamma > 0, "gamma", gamma, "must be above 0")
+    probability = jnp.exp(logprobs)
+    return jnp.where(foreign[:, None], gamma * probability / jnp.square(probability + gamma), ratio)
+
+
+def effective_size_capped_weights(
+    scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """The ratio up to a cap that falls as the batch goes stale: min(ρ_t, the share of it that is effective).
+
+    The share is `diagnostics.effective_sample_size` of tokens: (Σρ)² / (n Σρ²), from 1/n to 1.
+
+    Args:
+        scored_log_ratio: log ρ of each token of the whole batch.
+        completion_mask: True at tokens that count.
+    Reference: arXiv 2605.12380 (P3O), which ties the cap to the effective sample size; by a summary of it.
+    """
+    ratio = jnp.where(completion_mask, bounded_exp(scored_log_ratio), 0.0)
+    # The largest ratio out, so that no square overflows.
+    scaled = ratio / jnp.maximum(jnp.max(ratio), jnp.finfo(ratio.dtype).tiny)
+    count = jnp.maximum(jnp.sum(completion_mask), 1)
+    share = jnp.square(jnp.sum(scaled)) / (count * jnp.maximum(jnp.sum(jnp.square(scaled)), 1e-30))
+    return jnp.minimum(ratio, share)

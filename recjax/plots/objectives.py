@@ -1,0 +1,62 @@
+"""The coefficient on ∇log π of every preset over the ratio: where an objective pushes, and where it has stopped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from matplotlib.figure import Figure
+
+from recjax.algorithms import losses
+from recjax.algorithms.algorithm import Algorithm
+from recjax.algorithms.presets import PRESETS, build_algorithm
+from recjax.plots.style import COLOURS, add_legend, new_figure
+
+BEHAVIOUR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
+RATIOS = np.linspace(0.02, 5.98, 299)
+COLUMNS = 7
+
+
+def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " points"] | None:
+    """What multiplies ∇log π of the only token of a completion, at each of RATIOS.
+
+    Returns:
+        None where that is not of the token alone: with a teacher, pairs of completions, or masks of the whole batch.
+    """
+    if algorithm.compares_completions or algorithm.needs_teacher:
+        return None
+    if algorithm.reads("scored_logprobs", "scored_log_ratio", "scored_entropy"):
+        return None
+    behaviour = jnp.full((len(RATIOS), 1), np.log(BEHAVIOUR))
+    logprobs, mask = behaviour + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behaviour.shape, bool)
+    advantages, kept = jnp.full(len(RATIOS), advantage), mask[:, 0]
+    weights = algorithm.row_weight(advantages, kept)
+    ids = jnp.arange(len(RATIOS))
+    rows = losses.RowTerms(advantages, weights, kept, advantages, ids, ~kept, proximal_logprobs=logprobs)
+    gradient = jax.grad(lambda x: losses.token_loss(algorithm, x, behaviour, rows, mask).sum())(logprobs)
+    return -np.asarray(gradient)[:, 0]
+
+
+def draw_coefficients() -> Figure:
+    """A panel a preset, those of one curve together: A = 1 and A = −1 over the ratio, in units of |A|."""
+    panels: dict[bytes, tuple[list[str], np.ndarray, np.ndarray]] = {}
+    for name in PRESETS:
+        curves = [coefficients(build_algorithm(name, {}), advantage) for advantage in (1.0, -1.0)]
+        if curves[0] is not None:
+            key = np.round(curves, 4).tobytes()
+            panels.setdefault(key, ([], *curves))[0].append(name)
+    rows = -(-len(panels) // COLUMNS)
+    title = f"Coefficient on ∇log π over the ratio π/μ, of one token with μ = {BEHAVIOUR:g}"
+    figure = new_figure(2.3 * COLUMNS, 1.9 * rows + 0.8, title)
+    axes = figure.subplots(rows, COLUMNS, sharex=True, squeeze=False).ravel()
+    for panel, (names, positive, negative) in zip(axes, panels.values(), strict=False):
+        lines = [
+            panel.plot(RATIOS, np.clip(curve, -6, 6), color=colour, lw=1.2, label=label)[0]
+            for curve, colour, label in ((positive, COLOURS[0], "A = 1"), (negative, COLOURS[1], "A = −1"))
+        ]
+        panel.set_title("\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2)), fontsize=7)
+        panel.axvline(1, color="#999999", lw=0.5)
+        panel.tick_params(labelsize=6)
+    for panel in axes[len(panels) :]:
+        panel.set_visible(False)
+    add_legend(figure, lines, [line.get_label() for line in lines], loc="lower right")
+    return figure

@@ -1,0 +1,68 @@
+"""Log-probabilities and entropies of a batch, part by part: of one part under the gradient, or of all parts without."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from recjax.experience.batch import Batch
+from recjax.models.decoder import Decoder
+from recjax.models.logprobs import completion_logprobs, completions_of_packed, packed_logprobs
+from recjax.models.placement import ROWS, constrain
+from recjax.models.sampling import Sampling
+from recjax.training.packing import Packed
+
+LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"]]
+
+
+def split(x: Array, parts: int) -> Array:
+    """An array of rows as that many equal parts, each on all devices."""
+    return constrain(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), None, ROWS)
+
+
+def prompts_logprobs(decoder: Decoder, params: dict, part: Batch, sampling: Sampling, chunk: int) -> LogprobsAndEntropy:
+    """Of a part whose prompts are each run once for their group."""
+    arrays = part.prompts, part.prompt_mask, part.completions, part.completion_mask
+    return completion_logprobs(decoder, params, *arrays, sampling=sampling, chunk=chunk)
+
+
+def in_micro_batch(batch: Batch, packed: Packed, index: Int[Array, ""]) -> Batch:
+    """The batch with the tokens alone that are in a micro-batch of packed rows."""
+    return batch._replace(completion_mask=batch.completion_mask & (packed.first[index] >= 0)[:, None])
+
+
+def micro_batch_logprobs(
+    decoder: Decoder, params: dict, part: Batch, packed: Packed, index: Int[Array, ""], sampling: Sampling, chunk: int
+) -> LogprobsAndEntropy:
+    """Of the tokens in a micro-batch of packed rows, `part` by `in_micro_batch`; 0 elsewhere."""
+    *sequences, first = (x[index] for x in packed[:-1])
+    sequences = [constrain(x, ROWS) for x in sequences]
+    values = packed_logprobs(decoder, params, *sequences, sampling=sampling, chunk=chunk)
+    return tuple(completions_of_packed(x, first, part.completion_mask) for x in values)
+
+
+def batch_logprobs(
+    decoder: Decoder,
+    params: dict,
+    batch: Batch,
+    packed: Packed | None,
+    micro_batches: int | None,
+    sampling: Sampling,
+    chunk: int,
+) -> LogprobsAndEntropy:
+    """Of the whole batch, the scoring pass: as much memory as one part takes, and no gradient.
+
+    Args:
+        params: all of them.
+        packed: as for `update.update`.
+        micro_batches: likewise.
+    """
+    if packed is None:
+        parts = jax.tree.map(lambda x: split(x, micro_batches), batch)
+        found = jax.lax.map(lambda part: prompts_logprobs(decoder, params, part, sampling, chunk), parts)
+        return tuple(x.reshape(batch.completions.shape) for x in found)
+
+    def add(index: Int[Array, ""], sums: LogprobsAndEntropy) -> LogprobsAndEntropy:
+        part = in_micro_batch(batch, packed, index)
+        return jax.tree.map(jnp.add, sums, micro_batch_logprobs(decoder, params, part, packed, index, sampling, chunk))
+
+    return jax.lax.fori_loop(0, packed.count, add, (jnp.zeros(batch.completions.shape),) * 2)

@@ -1,0 +1,327 @@
+"""What multiplies ∇log π of each token, for every preset of the field: from the formulas, by loops, in float64 NumPy.
+
+Nothing of the package is used here but the shape of an example.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from tests.algorithms.examples import Example, members
+
+
+class Field:
+    """An example in float64, and the sums that the formulas share."""
+
+    def __init__(self, example: Example):
+        self.mask, self.ids = example.completion_mask, example.group_ids
+        self.real = self.mask.any(-1)
+        self.lengths = self.mask.sum(-1)
+        self.rewards = np.where(self.real, example.rewards, 0).astype(float)
+        self.logprobs, self.behaviour, self.teacher, self.entropy = (
+            np.where(self.mask, array, 0).astype(float)
+            for array in (example.logprobs, example.behaviour_logprobs, example.reference_logprobs, example.entropy)
+        )
+        self.foreign = example.rewards > 0.5
+        self.tokens = [tuple(place) for place in np.argwhere(self.mask)]
+        self.rows = [int(row) for row in np.flatnonzero(self.real)]
+
+    @functools.cache  # noqa: B019
+    def group(self, i):
+        return members(self.ids, self.real, i)
+
+    def log_rho(self, i, t):
+        return self.logprobs[i, t] - self.behaviour[i, t]
+
+    @functools.cache  # noqa: B019
+    def rho(self, i, t):
+        return math.exp(self.log_rho(i, t))
+
+    @functools.cache  # noqa: B019
+    def sum_log_rho(self, i):
+        return sum(self.log_rho(i, t) for t in range(self.mask.shape[1]) if self.mask[i, t])
+
+    @functools.cache  # noqa: B019
+    def mean(self, i):
+        return sum(self.rewards[j] for j in self.group(i)) / len(self.group(i))
+
+    @functools.cache  # noqa: B019
+    def centred(self, i):
+        return self.rewards[i] - self.mean(i)
+
+    @functools.cache  # noqa: B019
+    def normalized(self, i):
+        deviation = math.sqrt(sum((self.rewards[j] - self.mean(i)) ** 2 for j in self.group(i)) / len(self.group(i)))
+        return self.centred(i) / (deviation + 1e-6)
+
+    def whitened(self, values):
+        """By row, over the rows that are real."""
+        mean = sum(values[i] for i in self.rows) / len(self.rows)
+        deviation = math.sqrt(sum((values[i] - mean) ** 2 for i in self.rows) / len(self.rows))
+        return {i: (values[i] - mean) / (deviation + 1e-6) for i in self.rows}
+
+
+def one_side(ratio, advantage, low=0.2, high=0.2):
+    """PPO's: 0 where the ratio is beyond the range and the advantage pushes farther."""
+    return 0.0 if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low) else 1.0
+
+
+def ppo(x, i, t, advantage, low=0.2, high=0.2):
+    return x.rho(i, t) * advantage * one_side(x.rho(i, t), advantage, low, high)
+
+
+def rloo(x, i, t):
+    others = [x.rewards[j] for j in x.group(i) if j != i]
+    return x.rewards[i] - sum(others) / len(others) if others else 0.0
+
+
+def reinforce_pp(x, i, t):
+    return ppo(x, i, t, x.whitened(x.rewards)[i])
+
+
+def reinforce_pp_baseline(x, i, t):
+    return ppo(x, i, t, x.whitened({j: x.centred(j) for j in x.rows})[i])
+
+
+def lite_ppo(x, i, t):
+    mean = sum(x.rewards[j] for j in x.rows) / len(x.rows)
+    deviation = math.sqrt(sum((x.rewards[j] - mean) ** 2 for j in x.rows) / len(x.rows))
+    return ppo(x, i, t, x.centred(i) / (deviation + 1e-6))
+
+
+def opo(x, i, t):
+    return x.rewards[i] - sum(x.lengths[j] * x.rewards[j] for j in x.group(i)) / sum(x.lengths[j] for j in x.group(i))
+
+
+def gpg(x, i, t):
+    groups = {int(x.ids[j]): [x.rewards[k] for k in x.group(j)] for j in x.rows}
+    signal = sum(max(rewards) > min(rewards) for rewards in groups.values())
+    return x.centred(i) * len(groups) / max(signal, 1)
+
+
+def maxrl(x, i, t):
+    return x.centred(i) / x.mean(i) if x.mean(i) > 0 else 0.0
+
+
+def gdpo(x, i, t):
+    # The parts of the examples: the reward, and, where that is not above 0.9, a quarter of the length at half weight.
+    total = dict.fromkeys(x.rows, 0.0)
+    parts = [(1.0, x.rewards, x.rows), (0.5, x.lengths / 4, [j for j in x.rows if not x.rewards[j] > 0.9])]
+    for weight, values, there in parts:
+        for j in there:
+            group = [values[k] for k in x.group(j) if k in there]
+            total[j] += weight * (values[j] - np.mean(group)) / (np.std(group) + 1e-6)
+    return ppo(x, i, t, x.whitened(total)[i])
+
+
+def oapl(x, i, t):
+    group = x.group(i)
+    baseline = math.log(sum(math.exp(x.rewards[j]) for j in group) / len(group))
+    return x.rewards[i] - baseline - x.sum_log_rho(i)
+
+
+def dual_clip_ppo(x, i, t):
+    advantage = x.normalized(i)
+    return 0.0 if advantage < 0 and x.rho(i, t) > 3 else ppo(x, i, t, advantage)
+
+
+def icepop(x, i, t):
+    return x.rho(i, t) * x.centred(i) if 0.5 <= x.rho(i, t) <= 5 else 0.0
+
+
+def dppo_tv(x, i, t, cap=20.0):
+    advantage, moved = x.centred(i), math.exp(x.logprobs[i, t]) - math.exp(x.behaviour[i, t])
+    gone = (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2)
+    return 0.0 if gone else min(x.rho(i, t), cap) * advantage
+
+
+def dppo_kl(x, i, t):
+    advantage, new, old = x.centred(i), math.exp(x.logprobs[i, t]), math.exp(x.behaviour[i, t])
+    new = min(new, 1 - 1e-12)
+    kl = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+    away = (advantage > 0 and x.rho(i, t) > 1) or (advantage < 0 and x.rho(i, t) < 1)
+    return 0.0 if away and kl > 0.05 else min(x.rho(i, t), 20) * advantage
+
+
+def kimi_k25(x, i, t):
+    inside = 0.8 <= x.rho(i, t) <= 1.2
+    return x.rho(i, t) * x.centred(i) * inside - 0.1 * x.log_rho(i, t)
+
+
+def opsm(x, i, t):
+    gone = x.normalized(i) < 0 and -x.sum_log_rho(i) / x.lengths[i] > 0.5
+    return 0.0 if gone else ppo(x, i, t, x.normalized(i))
+
+
+def mis(x, i, t):
+    inside = 0.99 <= math.exp(x.sum_log_rho(i) / x.lengths[i]) <= 1.01
+    return ppo(x, i, t, x.normalized(i)) if inside else 0.0
+
+
+def m2po(x, i, t):
+    squares = sorted(x.log_rho(*place) ** 2 for place in x.tokens)
+    while squares and sum(squares) / len(squares) > 0.04:
+        squares.pop()
+    kept = bool(squares) and x.log_rho(i, t) ** 2 <= squares[-1]
+    return x.rho(i, t) * x.normalized(i) * kept
+
+
+@functools.cache
+def bapo_bounds(x):
+    low, high = 0.6, 1.2
+
+    def share():
+        inside = [(x.normalized(j), x.rho(j, u)) for j, u in x.tokens]
+        positive = sum(ratio * size for size, ratio in inside if size > 0 and ratio <= high)
+        negative = sum(-ratio * size for size, ratio in inside if size < 0 and ratio >= low)
+        return positive / (positive + negative) if positive + negative else 1.0
+
+    while share() < 0.5 and (low < 0.9 - 1e-9 or high < 3 - 1e-9):
+        if high < 3 - 1e-9:
+            high = min(high + 0.05, 3.0)
+        else:
+            low = min(low + 0.02, 0.9)
+    return low, high
+
+
+def bapo(x, i, t):
+    low, high = bapo_bounds(x)
+    return ppo(x, i, t, x.normalized(i), 1 - low, high - 1)
+
+
+def clip_cov(x, i, t):
+    mean_logprob = np.mean([x.logprobs[place] for place in x.tokens])
+    mean_advantage = np.mean([x.normalized(j) for j, _ in x.tokens])
+
+    def covariance(j, u):
+        return (x.logprobs[j, u] - mean_logprob) * (x.normalized(j) - mean_advantage)
+
+    count = math.ceil(0.002 * len(x.tokens))
+    last = sorted((covariance(*place) for place in x.tokens), reverse=True)[count - 1]
+    return 0.0 if covariance(i, t) >= last - 1e-9 else ppo(x, i, t, x.normalized(i))
+
+
+def high_entropy(x, i, t):
+    count = math.ceil(0.2 * len(x.tokens) - 1e-9)
+    last = sorted((x.entropy[place] for place in x.tokens), reverse=True)[count - 1]
+    return ppo(x, i, t, x.normalized(i), 0.2, 0.28) if x.entropy[i, t] >= last else 0.0
+
+
+def gspo(x, i, t):
+    ratio = math.exp(x.sum_log_rho(i) / x.lengths[i])
+    return ratio * x.normalized(i) * one_side(ratio, x.normalized(i), 3e-4, 4e-4)
+
+
+def gmpo(x, i, t):
+    advantage, total = x.normalized(i), 0.0
+    for u in range(x.mask.shape[1]):
+        if x.mask[i, u]:
+            value = x.log_rho(i, u)
+            total += min(value, 0.4) if advantage >= 0 else max(value, -0.4)
+    here = x.log_rho(i, t)
+    clipped = (advantage > 0 and here > 0.4) or (advantage < 0 and here < -0.4)
+    return 0.0 if clipped else math.exp(total / x.lengths[i]) * advantage
+
+
+def topr(x, i, t):
+    advantage = x.centred(i)
+    return advantage if advantage >= 0 else min(math.exp(x.sum_log_rho(i)), 1) * advantage
+
+
+def vespo(x, i, t):
+    advantage, ratio = x.normalized(i), math.exp(x.sum_log_rho(i))
+    power, decay = (2, 3) if advantage > 0 else (3, 2)
+    return ratio**power * math.exp(decay * (1 - ratio)) * advantage
+
+
+def aspo(x, i, t):
+    advantage, ratio = x.normalized(i), x.rho(i, t)
+    if (advantage < 0 and ratio > 3) or not one_side(ratio, advantage):
+        return 0.0
+    return (min(1 / ratio, 3) if advantage > 0 else ratio) * advantage
+
+
+def sapo(x, i, t):
+    advantage, ratio = x.normalized(i), x.rho(i, t)
+    tau = 1.0 if advantage > 0 else 1.05
+    # The objective is (4/τ) σ(τ(ρ−1)) A, and this its derivative by ρ times that of ρ by log π, by differences.
+    step = 1e-6
+
+    def objective(value):
+        return 4 / tau / (1 + math.exp(-tau * (value - 1))) * advantage
+
+    return (objective(ratio + step) - objective(ratio - step)) / (2 * step) * ratio
+
+
+def luffy(x, i, t):
+    probability = math.exp(x.logprobs[i, t])
+    expert = 0.1 * probability / (probability + 0.1) ** 2
+    return (expert if x.foreign[i] else x.rho(i, t)) * x.normalized(i)
+
+
+def p3o(x, i, t):
+    ratios = [x.rho(*place) for place in x.tokens]
+    share = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
+    return min(x.rho(i, t), share) * x.centred(i)
+
+
+def from_half_way(x, i, t):
+    """PPO on π/π_prox times π_prox/μ, with log π_prox half way between log μ and log π."""
+    half = math.exp(x.log_rho(i, t) / 2)
+    return half * half * x.normalized(i) * one_side(half, x.normalized(i))
+
+
+# The proximal policy of these examples is the policy itself, as in a run: its ratio is one and nothing is clipped.
+COEFFICIENTS = {
+    "rloo": rloo,
+    "dr_grpo": lambda x, i, t: ppo(x, i, t, x.centred(i)),
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "lite_ppo": lite_ppo,
+    "opo": opo,
+    "gpg": gpg,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "oapl": oapl,
+    "dapo": lambda x, i, t: ppo(x, i, t, x.normalized(i), 0.2, 0.28),
+    "dual_clip_ppo": dual_clip_ppo,
+    "icepop": icepop,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "prime_rl": lambda x, i, t: dppo_tv(x, i, t, math.inf) - 2e-3 * x.log_rho(i, t),
+    "kimi_k15": lambda x, i, t: x.centred(i) - 0.1 * x.sum_log_rho(i),
+    "kimi_k25": kimi_k25,
+    "opsm": opsm,
+    "mis": mis,
+    "m2po": m2po,
+    "bapo": bapo,
+    "clip_cov": clip_cov,
+    "high_entropy": high_entropy,
+    "gspo": gspo,
+    "gspo_token": gspo,
+    "luspo": gspo,
+    "gmpo": gmpo,
+    "topr": topr,
+    "vespo": vespo,
+    "cispo": lambda x, i, t: min(x.rho(i, t), 5) * x.normalized(i),
+    "aspo": aspo,
+    "sapo": sapo,
+    "luffy": luffy,
+    "p3o": p3o,
+    "tis": lambda x, i, t: min(x.rho(i, t), 2) * x.normalized(i),
+    "decoupled_ppo": lambda x, i, t: x.rho(i, t) * x.normalized(i),
+    "a3po": from_half_way,
+    "on_policy_distillation": lambda x, i, t: x.teacher[i, t] - x.logprobs[i, t],
+}
+MEANS_OF_ROWS = {"gspo", "gspo_token", "gmpo", "sapo"}
+SUMS_OF_ROWS = {"dr_grpo", "luspo"}
+
+
+def gradient_by_hand(name, example: Example):
+    """d sum / d logprobs of a preset's loss, and the count."""
+    x = Field(example)
+    gradient = np.zeros(x.mask.shape)
+    for i, t in x.tokens:
+        gradient[i, t] = -COEFFICIENTS[name](x, i, t) / (x.lengths[i] if name in MEANS_OF_ROWS else 1)
+    return gradient, len(x.rows) if name in MEANS_OF_ROWS | SUMS_OF_ROWS else len(x.tokens)

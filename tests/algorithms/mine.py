@@ -1,0 +1,46 @@
+"""Functions as a user would write them, for the axes of an algorithm."""
+
+import jax.numpy as jnp
+
+
+def bounded(ratio, advantages, completion_mask, *, cap=3.0):
+    """min(ρ, cap) where A > 0, 1 elsewhere."""
+    return jnp.where(completion_mask & (advantages > 0), jnp.minimum(ratio, cap), 1.0)
+
+
+def above_median(rewards, kept):
+    """The reward over the median of the batch."""
+    return jnp.where(kept, rewards - jnp.nanmedian(jnp.where(kept, rewards, jnp.nan)), 0.0)
+
+
+def mostly_certain(scored_entropy, completion_mask, *, most: float = 1.0):
+    """Tokens at which the policy is not too uncertain."""
+    return completion_mask & (scored_entropy < most)
+
+
+def pull(logprobs, behaviour_logprobs, completion_mask, *, strength: float = 0.1):
+    """A pull to the behaviour policy."""
+    return strength * jnp.where(completion_mask, jnp.abs(logprobs - behaviour_logprobs), 0.0)
+
+
+def misspelt(ratio, advantage):
+    """A parameter that is nothing."""
+    return ratio * advantage
+
+
+def mixed_up(ratio, kept):
+    """Of a micro-batch and of the whole batch at once."""
+    return ratio * kept[:, None]
+
+
+def of_another_shape(ratio):
+    """One number too many."""
+    return jnp.concatenate([ratio, ratio], axis=-1)
+
+
+def broken(ratio):
+    """An error of its own."""
+    return ratio.no_such_method()
+
+
+not_a_function = 3

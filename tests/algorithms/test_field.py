@@ -1,0 +1,83 @@
+"""The presets of the field: their gradients from the formulas, however a batch is cut, padded and grouped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.algorithms.field import FIELD
+from recjax.algorithms.presets import build_algorithm
+from tests.algorithms.coefficients import COEFFICIENTS, gradient_by_hand
+from tests.algorithms.examples import ROWS, Example, loss_and_gradient, make_example, rows_of
+
+EXAMPLE = make_example()
+ALGORITHMS = {name: build_algorithm(name, {}) for name in FIELD}
+PARTS = 4
+JUNK = Example(
+    *(np.where(EXAMPLE.completion_mask, array, np.float32(np.nan)) for array in EXAMPLE[:2]),
+    EXAMPLE.completion_mask,
+    np.where(EXAMPLE.completion_mask.any(-1), EXAMPLE.rewards, np.float32(np.nan)),
+    EXAMPLE.group_ids,
+    *(np.where(EXAMPLE.completion_mask, array, np.float32(np.inf)) for array in EXAMPLE[5:]),
+)
+# What the gradients are compared on; all of one shape, so that all presets are compiled once.
+EXAMPLES = {
+    "uneven groups": EXAMPLE,
+    "junk in padding": JUNK,
+    "groups of one": EXAMPLE._replace(group_ids=np.arange(ROWS, dtype=np.int32)),
+    "on-policy": EXAMPLE._replace(logprobs=EXAMPLE.behaviour_logprobs),
+    "nearly on-policy": make_example(1, spread=0.02),
+    "other rows": make_example(2),
+}
+
+
+def cut(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x).reshape(PARTS, -1, *x.shape[1:]), tree)
+
+
+def of_all_presets(example):
+    """By preset: gradient and count of the whole example, and of its micro-batches one after another."""
+    results = {}
+    for name, algorithm in ALGORITHMS.items():
+        rows = rows_of(algorithm, example)
+        (_, count), (whole, _) = loss_and_gradient(algorithm, example, rows)
+        one = lambda part, algorithm=algorithm: loss_and_gradient(algorithm, *part)  # noqa: E731
+        (_, counts), (parts, _) = jax.lax.map(one, cut((example, rows)))
+        results[name] = (whole, count), (parts.reshape(whole.shape), counts.sum())
+    return results
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """example → preset → what `of_all_presets` finds; one program for everything."""
+    program = jax.jit(of_all_presets)
+    return {name: jax.tree.map(np.asarray, program(example)) for name, example in EXAMPLES.items()}
+
+
+def test_every_preset_has_a_formula_here():
+    assert COEFFICIENTS.keys() == FIELD.keys()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("name", FIELD)
+def test_gradient_from_the_formula(gradients, name, example):
+    clean = EXAMPLE if example == "junk in padding" else EXAMPLES[example]
+    expected, expected_count = gradient_by_hand(name, clean)
+    for gradient, count in gradients[example][name]:
+        np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-5)
+        assert count == expected_count
+
+
+def test_devices_add_up(gradients):
+    assert jax.local_device_count() >= PARTS
+    rows = {name: rows_of(algorithm, EXAMPLE) for name, algorithm in ALGORITHMS.items()}
+
+    def on_device(example, rows):
+        found = {name: loss_and_gradient(ALGORITHMS[name], example, rows[name]) for name in ALGORITHMS}
+        return {name: (jax.lax.psum(count, "devices"), gradient) for name, ((_, count), (gradient, _)) in found.items()}
+
+    found = jax.pmap(on_device, axis_name="devices")(*cut((EXAMPLE, rows)))
+    for name, (count, gradient) in found.items():
+        whole, expected_count = gradients["uneven groups"][name][0]
+        np.testing.assert_allclose(np.asarray(gradient).reshape(whole.shape), whole, rtol=1e-4, atol=1e-6)
+        assert (count == expected_count).all()

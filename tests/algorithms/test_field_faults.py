@@ -1,0 +1,227 @@
+"""Faults that other implementations have had, and what would notice each here; presets that algebra makes equal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.algorithms import losses, masks, ratios, token_weighting
+from recjax.algorithms.axes import CORRECTIONS, WEIGHTS
+from recjax.algorithms.field import FIELD
+from recjax.algorithms.options import readable_options
+from recjax.algorithms.presets import build_algorithm, resolve
+from recjax.algorithms.reading import call
+from tests.algorithms.examples import Example, loss_and_gradient, make_example, rows_of
+
+EXAMPLE = make_example()
+ON_POLICY = EXAMPLE._replace(logprobs=EXAMPLE.behaviour_logprobs)
+UP = jnp.ones(1)
+
+
+def gradient_of(preset, overrides, example=EXAMPLE):
+    (_, count), (gradient, _) = loss_and_gradient(build_algorithm(preset, overrides), example)
+    return np.asarray(gradient / count)
+
+
+def weights_of(preset, log_ratio, advantages):
+    """The coefficient of each token of given log-ratios, over its advantage."""
+    algorithm = build_algorithm(preset, {})
+    log_ratio = jnp.asarray(log_ratio, jnp.float32)
+    mask, rows = jnp.ones(log_ratio.shape, bool), len(log_ratio)
+    terms = losses.RowTerms(
+        jnp.asarray(advantages, jnp.float32), jnp.ones(rows), mask[:, 0], jnp.zeros(rows), jnp.zeros(rows, int)
+    )
+    behaviour = jnp.full(log_ratio.shape, -30.0)
+    found = losses.token_terms(algorithm, behaviour + log_ratio, behaviour, terms, mask)
+    return np.asarray(found.coefficients / found.advantages)
+
+
+def test_a_cap_is_a_ratio_and_not_a_distance_from_one():
+    weights = weights_of("cispo", np.log([[0.5, 1.0, 3.0, 50.0]]), UP)
+    np.testing.assert_allclose(weights, [[0.5, 1.0, 3.0, 5.0]], rtol=1e-5)
+    for name in ("weight", "correction"):
+        preset = "cispo" if name == "weight" else "tis"
+        with pytest.raises(ValueError, match=f"{name}.cap = 0.2: is the largest ratio itself, not a distance from 1"):
+            build_algorithm(preset, {name: {"cap": 0.2}})
+
+
+@pytest.mark.parametrize(("preset", "cap"), [("dppo_tv", 20.0), ("dppo_kl", 20.0), ("cispo", 5.0)])
+def test_a_cap_is_what_it_says(preset, cap):
+    # A rare token, whose probability hardly moves.
+    weights = weights_of(preset, np.log([[3.5, 0.9 * cap, 2 * cap]]), UP)
+    np.testing.assert_allclose(weights, [[3.5, 0.9 * cap, cap]], rtol=1e-4)
+
+
+def test_the_soft_gate_closes_on_both_sides():
+    weights = weights_of("sapo", np.log([[0.01, 1.0, 5.0, 20.0]]), UP)[0]
+    assert weights[1] == pytest.approx(1.0, rel=1e-5)
+    assert weights[0] < 0.05 and weights[2] < 0.4 and weights[3] < 1e-3  # a detached gate's grows with the ratio
+
+
+def test_a_sequence_is_tapered_as_a_whole():
+    log_ratio = np.log([[4.0, 0.125], [4.0, 4.0]])  # products 0.5 and 16
+    weights = weights_of("topr", log_ratio, [-1.0, -1.0])
+    np.testing.assert_allclose(weights, [[0.5, 0.5], [1.0, 1.0]], rtol=1e-5)
+    np.testing.assert_allclose(weights_of("topr", log_ratio, [1.0, 1.0]), np.ones((2, 2)))
+
+
+def test_means_over_completions_are_of_the_preset_and_an_override_is_read():
+    assert resolve("gspo", {})["reduction"]["name"] == "sequence_mean_token_mean"
+    by_tokens = gradient_of("gspo", {"reduction": {"name": "token_mean"}}, ON_POLICY)
+    by_rows, lengths = gradient_of("gspo", {}, ON_POLICY), EXAMPLE.completion_mask.sum(-1)
+    scale = EXAMPLE.completion_mask.sum() / (lengths > 0).sum() / np.maximum(lengths, 1)
+    np.testing.assert_allclose(by_rows, by_tokens * scale[:, None], rtol=1e-4, atol=1e-6)
+    assert np.ptp(lengths[lengths > 0]) > 0
+
+
+def test_a_long_completion_is_not_masked_for_its_length():
+    drift = np.full((2, 600), np.log(1.005), np.float32)  # each token by half a per cent; the product is 20
+    mask = jnp.arange(600) < jnp.array([[600], [2]])
+    preset = readable_options(masks.sequence_band_mask)["level"].default
+    assert preset == resolve("mis", {})["mask"]["level"] == "mean"
+    by_mean = masks.sequence_band_mask(jnp.asarray(drift), mask)
+    by_product = masks.sequence_band_mask(jnp.asarray(drift), mask, level="product", low=0.0, high=3.0)
+    assert by_mean.all() and not by_product[0].any() and by_product[1].all()
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_nothing_but_the_policy_carries_gradient(name):
+    algorithm, x = build_algorithm(name, {}), jax.tree.map(jnp.asarray, EXAMPLE)
+
+    def coefficients(logprobs, behaviour):
+        rows = rows_of(algorithm, x._replace(logprobs=logprobs, behaviour_logprobs=behaviour))
+        return losses.token_terms(algorithm, logprobs, behaviour, rows, x.completion_mask).coefficients.sum()
+
+    gradients = jax.grad(coefficients, argnums=(0, 1))(x.logprobs, x.behaviour_logprobs)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_a_sequence_is_a_completion_whatever_its_turns():
+    """Tokens between the turns that nobody of the policy chose: they shift nothing."""
+    log_ratio = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6)), jnp.float32)
+    turns = jnp.array([[1, 1, 0, 0, 1, 1]], bool)
+    together = log_ratio[:, jnp.array([0, 1, 4, 5])]
+    options = {"completion_mask": turns, "advantages": UP}
+    whole = {"completion_mask": turns[:, jnp.array([0, 1, 4, 5])], "advantages": UP}
+    for ratio in (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio):
+        apart, joined = call(ratio, options | {"log_ratio": log_ratio}), call(ratio, whole | {"log_ratio": together})
+        np.testing.assert_allclose(apart[0, 0], joined[0, 0], rtol=1e-6)
+        assert len(set(np.asarray(apart)[0].tolist())) == 1
+
+
+SAME = {
+    "IcePop is REC-TwoSide-IS": (
+        ("icepop", {}),
+        ("rec_two_side_is", {"clip": {"epsilon_low": 0.5, "epsilon_high": 4.0}}),
+    ),
+    "Kimi K1.5 is OPMD": (("kimi_k15", {}), ("opmd", {})),
+    "GSPO-token is GSPO": (("gspo_token", {}), ("gspo", {})),
+    "GRPO is REC-OneSide-IS in deviations": (
+        ("grpo", {}),
+        ("rec_one_side_is", {"advantage": {"name": "group_normalized"}}),
+    ),
+    "a dual clip without a bound is GRPO": (("dual_clip_ppo", {"clip": {"bound": 1e9}}), ("grpo", {})),
+    "K2.5 without its pull is REC-TwoSide-IS": (
+        ("kimi_k25", {"regularizer": {"tau": 0.0}}),
+        ("rec_two_side_is", {}),
+    ),
+    "an anchor wholly μ is none": (("a3po", {"anchor": {"share": 1.0}}), ("grpo", {})),
+    "a band as a weight is a two-sided clip": (
+        ("reinforce", {"weight": {"name": "banded"}}),
+        ("icepop", {}),
+    ),
+    "of completions as long as each other, OPO's baseline is the mean": (
+        ("opo", {}),
+        ("reinforce", {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_equal_by_algebra(case):
+    example = EXAMPLE
+    if "as long as" in case:
+        example = EXAMPLE._replace(completion_mask=EXAMPLE.completion_mask.any(-1)[:, None] & (np.arange(4) < 2))
+    one, other = (gradient_of(*made, example) for made in SAME[case])
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert np.abs(one).max() > 0
+
+
+def test_rloo_is_reinforce_scaled_by_the_groups_size():
+    ids = np.repeat(np.arange(4, dtype=np.int32), 4)
+    example = EXAMPLE._replace(group_ids=ids, completion_mask=np.ones_like(EXAMPLE.completion_mask))
+    np.testing.assert_allclose(
+        gradient_of("rloo", {}, example), 4 / 3 * gradient_of("reinforce", {}, example), rtol=1e-4
+    )
+
+
+def test_gspo_token_has_the_gradient_of_its_surrogate():
+    """sg(s) π_t / sg(π_t) A_t, clipped as PPO's and averaged over each completion, by autodiff."""
+    algorithm, x = build_algorithm("gspo_token", {}), jax.tree.map(jnp.asarray, make_example(spread=3e-4))
+    rows = rows_of(algorithm, Example(*map(np.asarray, x)))
+
+    def surrogate(logprobs):
+        lengths = jnp.maximum(x.completion_mask.sum(-1, keepdims=True), 1)
+        difference = jnp.where(x.completion_mask, logprobs - x.behaviour_logprobs, 0)
+        whole = jax.lax.stop_gradient(jnp.exp(difference.sum(-1, keepdims=True) / lengths))
+        ratio, advantages = whole * jnp.exp(logprobs - jax.lax.stop_gradient(logprobs)), rows.advantages[:, None]
+        clipped = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantages)
+        return -jnp.where(x.completion_mask, clipped / lengths, 0).sum()
+
+    _, (gradient, _) = loss_and_gradient(algorithm, x, rows)
+    np.testing.assert_allclose(gradient, jax.grad(surrogate)(x.logprobs), rtol=1e-4, atol=1e-6)
+    assert 0 < (np.asarray(gradient)[EXAMPLE.completion_mask] == 0).sum() < EXAMPLE.completion_mask.sum() - 10
+
+
+def test_on_policy_every_method_of_the_ratio_is_reinforce():
+    plain = gradient_of("reinforce", {}, ON_POLICY)
+    names = [
+        name for name, preset in FIELD.items() if not {"advantage", "mask", "distillation"} & preset.changes.keys()
+    ]
+    assert len(names) > 8
+    # The soft gate is 4 · ½ · ½ = 1 there, and an expert's shaping is of no ratio.
+    for name in names:
+        own = gradient_of(name, {"reduction": {"name": "token_mean"}}, ON_POLICY)
+        np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=name)
+    for weight in [
+        name for name in WEIGHTS if name not in ("expert_shaped", "exp_advantage", "bisected_exp_advantage")
+    ]:
+        own = gradient_of("reinforce", {"weight": {"name": weight}}, ON_POLICY)
+        np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=weight)
+
+
+def test_a_ratio_or_a_correction_that_nothing_reads_is_refused():
+    for axis, block, words in (
+        ("ratio", {"name": "sequence_mean"}, "ratio = .*neither clip, mask nor weight reads a ratio"),
+        ("anchor", {"name": "proximal"}, "anchor = .*neither clip, mask nor weight reads a ratio"),
+        ("correction", {"name": "truncated"}, "correction = .*here they are the same; set anchor.name"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build_algorithm("reinforce", {axis: block})
+    assert set(CORRECTIONS) - {"none"} <= set(WEIGHTS)
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behaviour_policy():
+    from recjax.algorithms.regularizers import unbiased_reference_kl_penalty
+
+    behaviour, reference = jnp.array([0.3, 0.6, 0.1]), jax.nn.log_softmax(jnp.array([1.0, 0.2, -0.4]))
+    logits, mask = jnp.array([0.3, -1.0, 0.7]), jnp.ones((1, 3), bool)
+
+    def sampled(x):
+        arrays = jax.nn.log_softmax(x)[None], jnp.log(behaviour)[None], reference[None], mask
+        return (behaviour * unbiased_reference_kl_penalty(*arrays, coefficient=1.0)[0]).sum()
+
+    def kl(x):
+        logprobs = jax.nn.log_softmax(x)
+        return (jnp.exp(logprobs) * (logprobs - reference)).sum()
+
+    for one, other in zip(jax.value_and_grad(sampled)(logits), jax.value_and_grad(kl)(logits), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_an_experts_shaping_is_the_derivative_of_its_shaped_probability():
+    logprobs = jnp.log(jnp.array([[0.001, 0.1, 0.9]]))
+    foreign = jnp.array([True])
+    got = token_weighting.expert_shaped_weights(jnp.ones((1, 3)), logprobs, foreign)
+    expected = jax.grad(lambda x: (jnp.exp(x) / (jnp.exp(x) + 0.1)).sum())(logprobs)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -1,0 +1,106 @@
+"""An objective of one's own: a function in one's own file, named in the config, or the library in one's own loop."""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax import algorithms
+from recjax.algorithms.presets import build_algorithm, resolve
+from tests.algorithms.examples import loss_and_gradient, make_example
+
+EXAMPLE = make_example()
+MINE = "tests.algorithms.mine"
+
+
+def test_a_weight_of_ones_own_is_read_with_its_options():
+    gradients = []
+    for cap in (2.0, 3):
+        algorithm = build_algorithm("reinforce", {"weight": {"name": f"{MINE}:bounded", "cap": cap}})
+        assert algorithm.needs_behaviour_logprobs and not algorithm.needs_scoring
+        gradients.append(np.asarray(loss_and_gradient(algorithm, EXAMPLE)[1][0]))
+    assert np.abs(gradients[0] - gradients[1]).max() > 1e-3
+    plain = np.asarray(loss_and_gradient(build_algorithm("reinforce", {}), EXAMPLE)[1][0])
+    np.testing.assert_allclose(np.where(plain > 0, gradients[1], plain), np.where(plain > 0, plain, plain), atol=1e-6)
+    resolved = resolve("reinforce", {"weight": {"name": f"{MINE}:bounded"}})["weight"]
+    assert resolved == {"name": f"{MINE}:bounded", "cap": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("axis", "block"),
+    [
+        ("advantage", {"name": f"{MINE}:above_median"}),
+        ("mask", {"name": f"{MINE}:mostly_certain", "most": 0.8}),
+        ("regularizer", {"name": f"{MINE}:pull", "strength": 0.3}),
+    ],
+)
+def test_other_axes_take_ones_own(axis, block):
+    algorithm = build_algorithm("reinforce", {axis: block})
+    own, plain = (loss_and_gradient(made, EXAMPLE)[1][0] for made in (algorithm, build_algorithm("reinforce", {})))
+    assert np.isfinite(own).all() and np.abs(own - plain).max() > 1e-3
+    assert algorithm.needs_scoring == (axis == "mask")
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (
+            {"name": "no_such_module:f"},
+            "weight.name = 'no_such_module:f': No module named .*importable from the folder",
+        ),
+        ({"name": f"{MINE}:absent"}, "weight.name = .*has no attribute 'absent'"),
+        ({"name": f"{MINE}:not_a_function"}, "not_a_function is not a function"),
+        ({"name": f"{MINE}:misspelt"}, "its parameter 'advantage' is nothing that .*did you mean 'advantages'"),
+        ({"name": f"{MINE}:mixed_up"}, "reads ratio, of a micro-batch, and kept, of the whole batch"),
+        ({"name": f"{MINE}:of_another_shape"}, "of_another_shape.: Incompatible shapes for broadcasting"),
+        ({"name": f"{MINE}:broken"}, "it fails with AttributeError: .*no_such_method"),
+        ({"name": f"{MINE}:bounded", "cup": 2.0}, "weight.cup = 2.0: .*does not read this option.*did you mean 'cap'"),
+        ({"name": f"{MINE}:bounded", "cap": "high"}, "weight.cap = 'high': takes a float"),
+    ],
+)
+def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
+    with pytest.raises(ValueError, match=words):
+        build_algorithm("reinforce", {"weight": block})
+
+
+def test_a_new_user_trains_with_a_function_of_the_folder_one_starts_in(tmp_path):
+    """No fork and no package: a file, and one line of config."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import jax.numpy as jnp
+
+            def bounded(ratio, advantages, completion_mask, *, cap=3.0):
+                return jnp.where(advantages > 0, jnp.minimum(ratio, cap), ratio)
+            """
+        )
+    )
+    (tmp_path / "run.yaml").write_text("output: out\nmodel: {decoder: {}}\ntask: arithmetic\n")
+    command = [sys.executable, "-m", "recjax.train", "--config", "run.yaml", "--dry_run"]
+    for cap, status in (("2.0", 0), ("high", 2)):
+        weight = f"algorithm.weight={{name: 'mine:bounded', cap: {cap}}}"
+        done = subprocess.run([*command, weight], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert ("weight: mine:bounded cap 2.0" in done.stdout) == (status == 0)
+        assert status == 0 or "algorithm.weight.cap = 'high'" in done.stderr
+
+
+def test_the_library_in_ones_own_loop():
+    """The example of docs/objectives.md, which is this text."""
+    logits, tokens = jnp.zeros((4, 3)), jnp.array([[0, 1], [2, 1], [0, 0], [1, 2]])
+    rewards, group_ids, mask = jnp.array([1.0, 0, 0, 1]), jnp.array([0, 0, 1, 1]), jnp.ones((4, 2), bool)
+    namespace = {"rewards": rewards, "group_ids": group_ids, "mask": mask, "tokens": tokens, "logits": logits}
+    exec(algorithms.EXAMPLE, namespace)
+    assert jnp.isfinite(namespace["gradient"]).all() and jnp.abs(namespace["gradient"]).max() > 0
+    assert len(algorithms.EXAMPLE.strip().splitlines()) <= 12
+    assert isinstance(namespace["algorithm"], algorithms.Algorithm) and jax.tree.leaves(namespace["rows"])
+
+
+def test_the_package_names_what_it_has():
+    assert all(getattr(algorithms, name) is not None for name in algorithms.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = algorithms.nothing

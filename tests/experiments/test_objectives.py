@@ -1,0 +1,34 @@
+"""The page of objectives is what the code says, and its curves are where they should be."""
+
+from pathlib import Path
+
+import numpy as np
+
+from experiments.objectives.page import collected, page
+from recjax.algorithms.presets import PRESETS, build_algorithm
+from recjax.plots.objectives import RATIOS, coefficients
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_is_what_the_code_says():
+    remedy = "write it again: python -m experiments.objectives.page"
+    assert (DOCS / "objectives.md").read_text(encoding="utf-8") == page(collected()), remedy
+    assert (DOCS / "objectives.png").is_file()
+
+
+def test_every_preset_is_on_the_page():
+    text = page(None)
+    assert all(f"| `{name}` |" in text for name in PRESETS)
+
+
+def test_curves_to_check_by_eye():
+    def at(name, advantage, ratio):
+        curve = coefficients(build_algorithm(name, {}), advantage)
+        return curve[np.abs(RATIOS - ratio).argmin()]
+
+    assert at("reinforce", 1.0, 2.0) == 1 and at("reinforce", -1.0, 2.0) == -1
+    assert at("rec_one_side_nois", 1.0, 1.3) == 0 and at("rec_one_side_nois", -1.0, 1.3) == -1
+    np.testing.assert_allclose([at("cispo", 1.0, 3.0), at("topr", -1.0, 0.5)], [3, -0.5], rtol=0.03)
+    assert at("cispo", 1.0, 5.9) == 5
+    assert all(coefficients(build_algorithm(name, {}), 1.0) is None for name in ("m2po", "bapo", "p3o"))

@@ -1,0 +1,177 @@
+"""What an update reads of the whole batch: nothing depends on how the batch is cut, packed or spread over devices."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.algorithms.presets import build_algorithm
+from recjax.hub.export import export_model, write_base
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.sampling import Sampling
+from recjax.tasks.grading.pool import overlong_penalty
+from recjax.training.packing import RowShape, pack
+from recjax.training.run import prepare
+from recjax.training.update import Recipe, TrainState, update
+from tests.training.test_update import CONFIG, PARAMS, SGD, make_batch
+from tests.training.tiny_run import train
+
+TEACHER = DecoderConfig(11, 8, 16, 1, 2, 1, 4)
+TEACHER_PARAMS = init_params(TEACHER, jax.random.key(7))
+# A mask and bounds of the whole batch, parts of the reward, rows of another model, and a teacher, all at once.
+OVERRIDES = {
+    "advantage": {"name": "part_normalized"},
+    "anchor": {"name": "proximal"},
+    "clip": {"name": "balanced", "positive_share": 0.6},
+    "mask": {"name": "second_moment", "tau": 0.1},
+    "weight": {"name": "expert_shaped"},
+    "correction": {"name": "truncated", "cap": 1.5},
+    "distillation": {"coefficient": 0.3},
+}
+
+
+def full_batch():
+    batch = make_batch()
+    rows = len(batch.rewards)
+    parts = {"first": batch.rewards, "second": np.arange(rows, dtype=np.float32) % 5}
+    weights = {"first": np.ones(rows, np.float32), "second": np.full(rows, 0.3, np.float32)}
+    version = np.where(np.arange(rows) % 3 == 0, -1, 0).astype(np.int32)
+    return batch._replace(reward_parts=parts, part_weights=weights, policy_version=version)
+
+
+def recipe():
+    algorithm = build_algorithm("reinforce", OVERRIDES)
+    return Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024, Decoder(TEACHER))
+
+
+def step(batch, micro_batches=1, packed=None):
+    state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
+    micro_batches = None if packed else micro_batches
+    arguments = state, {}, None, batch, jax.random.key(0), packed, TEACHER_PARAMS
+    state, metrics = update(*arguments, recipe=recipe(), micro_batches=micro_batches)
+    return state.params, metrics
+
+
+def test_micro_batches_packing_and_devices_change_nothing():
+    batch = full_batch()
+    whole = step(batch, 2)
+    close = dict(rtol=2e-4, atol=2e-5)
+    chex.assert_trees_all_close(step(batch, packed=pack(batch, RowShape(2, 12))), whole, **close)
+    assert jax.local_device_count() >= 4
+
+    def on_device(state, share):
+        arguments = state, {}, None, share, jax.random.key(0), None, TEACHER_PARAMS
+        state, metrics = update(*arguments, recipe=recipe(), micro_batches=1, axis_name="devices")
+        return state.params, metrics
+
+    state = TrainState(PARAMS, SGD.init(PARAMS))
+    shares = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+    spread = jax.pmap(on_device, axis_name="devices", in_axes=(None, 0), out_axes=None)(state, shares)
+    chex.assert_trees_all_close(spread, whole, **close)
+    assert 0 < whole[1]["clip_fraction/all"] < 1 and whole[1]["gradient_norm"] > 0
+
+
+def test_scoring_runs_only_where_something_reads_it():
+    def forward_passes(preset):
+        algorithm = build_algorithm(preset, {})
+        state = TrainState(PARAMS, SGD.init(PARAMS))
+        made = Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024)
+        traced = update.trace(state, {}, None, make_batch(), jax.random.key(0), recipe=made, micro_batches=1)
+        return str(traced.jaxpr).count("log_softmax")
+
+    plain = forward_passes("grpo")
+    assert plain == forward_passes("gspo") == forward_passes("dppo_tv") < forward_passes("m2po")
+
+
+def make_teacher(folder, characters):
+    """A model folder whose tokenizer has these characters."""
+    tokenizer = character_tokenizer(characters)
+    config = DecoderConfig(len(tokenizer), 8, 16, 1, 2, 1, 4)
+    base = folder / "base"
+    base.mkdir(parents=True)
+    write_base(base, config, tokenizer, (tokenizer.eos_token_id,))
+    export_model(str(folder / "model"), config, init_params(config, jax.random.key(3)), base, "float32")
+    return str(folder / "model")
+
+
+def test_a_run_with_a_teacher_comes_nearer_to_it(tiny, tmp_path):
+    run, _ = prepare(tiny("alphabet"))
+    characters = "".join(sorted(set("".join(map(str, run.policy.tokenizer.get_vocab()))) & set("0123456789+=")))
+    teacher = make_teacher(tmp_path / "teacher", characters)
+    options = ["algorithm.preset=on_policy_distillation", f"model.teacher={teacher}", "training.steps=20"]
+    rows = train(tiny("run", *options, "training.checkpoint_every=20", "evaluation.every=0"))[1:]
+    assert rows[0]["teacher_kl"] > 0.01
+    assert np.mean([row["teacher_kl"] for row in rows[-4:]]) < 0.6 * np.mean([row["teacher_kl"] for row in rows[:4]])
+    other = make_teacher(tmp_path / "other", characters + "?")
+    with pytest.raises(ValueError, match="its tokenizer is not the policy's, .* entries of the vocabularies differ"):
+        train(tiny("refused", *options[:1], f"model.teacher={other}"))
+
+
+def test_a_teacher_and_what_reads_it_go_together(tiny):
+    with pytest.raises(ValueError, match="model.teacher = 'somewhere': is not read while algorithm.distillation"):
+        tiny("run", "model.teacher=somewhere")
+    with pytest.raises(ValueError, match="algorithm.distillation = 'on': needs a teacher: set model.teacher"):
+        tiny("run", "algorithm.distillation.coefficient=0.1")
+
+
+def test_a_run_normalises_the_parts_of_its_reward(tiny):
+    options = ["training.steps=2", "algorithm.preset=gdpo", "task.reward=tests.training.test_objectives:two_parts"]
+    rows = train(tiny("run", *options, "task.reward_weights={letters: -0.5}"))[1:]
+    assert all(abs(row["advantage/mean_square"] - 1) < 1e-3 for row in rows)  # whitened over the batch
+    with pytest.raises(ValueError, match="task.truncated = 'penalise': replaces rewards"):
+        tiny("refused", *options, "task.truncated=penalise")
+
+
+def two_parts(prompts, completions, answers) -> dict[str, list[float]]:
+    """Digits and other characters of each completion."""
+    digits = [sum(character.isdigit() for character in text) / 3 for text in completions]
+    letters = [sum(not character.isdigit() for character in text) / 3 for text in completions]
+    return {"digits": digits, "letters": letters}
+
+
+def by_parity(prompts, completions, answers) -> list[float]:
+    """The share of digits where the sum is even; the same for all where it is odd."""
+    digits = [sum(character.isdigit() for character in text) / 3 for text in completions]
+    return [share if int(answer) % 2 == 0 else 0.5 for share, answer in zip(digits, answers, strict=True)]
+
+
+def alike(prompts, completions, answers) -> list[float]:
+    """The same reward for all."""
+    return [1.0 for _ in completions]
+
+
+def test_groups_without_signal_are_replaced_and_counted(tiny):
+    parity = "task.reward=tests.training.test_objectives:by_parity"
+    rows = train(tiny("run", parity, "experience.refill={batches: 20}", "training.steps=4"))[1:]
+    assert len(rows) == 4
+    last, shared = rows[-1], {name: [row[f"experience/left_out/{name}"] for row in rows] for name in ("no_signal",)}
+    assert last["experience/drawn_batches"] > 4 and shared["no_signal"] == sorted(shared["no_signal"])
+    left = last["experience/left_out/no_signal"]
+    assert left > 0 and last["experience/left_out/no_signal_completions"] == 4 * left
+    assert 4 * left <= last["experience/left_out/no_signal_tokens"] <= 4 * 3 * left
+    kept = last["experience/drawn_batches"] * 4 - left
+    assert kept == 4 * 4 + last["experience/ready_groups"] and 0 <= last["experience/ready_groups"] < 4
+    plain = train(tiny("plain", parity, "training.steps=4"))[1:]
+    assert not any("experience/left_out/no_signal" in row for row in plain)
+
+
+def test_refill_has_a_limit_and_is_not_beside_replay(tiny):
+    never = "task.reward=tests.training.test_objectives:alike"
+    with pytest.raises(RuntimeError, match="step 1: 3 batches were sampled .*'experience/left_out/no_signal': 12"):
+        train(tiny("run", never, "experience.refill={batches: 3}"))
+    with pytest.raises(ValueError, match="experience.refill = {'batches': 10}: is not read beside experience.replay"):
+        tiny("refused", "experience.refill={}", "experience.replay={}")
+    with pytest.raises(ValueError, match="experience.refill = {'batches': 10}: is of batches that the loop samples"):
+        tiny("refused", "experience.refill={}", "regime.mode=async", "regime.max_staleness=1")
+
+
+def test_long_completions_are_penalised_softly(tiny):
+    np.testing.assert_allclose(overlong_penalty(np.array([1, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
+    options = ["training.steps=2", "task.overlong_tokens=2", "task.reward_weights={overlong: 0.5}"]
+    for row in train(tiny("run", *options))[1:]:
+        assert -1 <= row["reward/overlong"] < 0
+        np.testing.assert_allclose(row["reward"], row["reward/score"] + 0.5 * row["reward/overlong"], rtol=1e-5)
+    with pytest.raises(ValueError, match="task.overlong_tokens = 4: must be at most rollout.max_completion_tokens = 3"):
+        tiny("refused", "task.overlong_tokens=4")
