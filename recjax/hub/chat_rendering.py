@@ -103,7 +103,9 @@ def _read(reader: int, seconds: float) -> tuple[list[str] | None, str] | None:
         if select.select([reader], [], [], left)[0]:
             piece = os.read(reader, 1 << 20)
             if not piece:
-                # Written by our own fork, of texts alone.
-                return pickle.loads(bytes(read)) if read else (None, "")
+                try:
+                    return pickle.loads(bytes(read))  # written by our own fork, of texts alone
+                except (EOFError, pickle.UnpicklingError):  # it was killed while it wrote, or before
+                    return None, ""
             read += piece
     return None

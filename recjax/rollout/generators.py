@@ -87,7 +87,7 @@ class Generators:
         Raises:
             ValueError: there is no cluster at the address.
         """
-        if self._regime.address is None:
+        if self._regime.address is None and "ray" not in sys.modules:
             # Ray's switch for machines of its own: its processes listen on loopback alone. Read on import.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             # Whoever reaches Ray can run code, so other users of this machine need a token that they do not have.
