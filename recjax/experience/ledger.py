@@ -30,7 +30,7 @@ def read_ledger(folder: Path) -> Ledger | None:
     path = folder / NAME
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return _read(path, status.st_ino, status.st_mtime_ns)
 

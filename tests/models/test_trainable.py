@@ -110,7 +110,6 @@ def test_split_parts_share_nothing_and_combine_to_the_whole():
     ("freeze", "message"),
     [
         (["embeding"], "'embeding' is in none of the paths embedding/embedding"),
-        (["("], "no regular"),
         ([""], "nothing to"),
     ],
 )

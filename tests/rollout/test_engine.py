@@ -7,11 +7,11 @@ import pytest
 
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
+from recjax.models import unrolling
 from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params, logits
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import capacity, decoding
-from recjax.rollout import engine as module
 from recjax.rollout.collecting import sample_completions, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
@@ -46,7 +46,7 @@ def small_sizes(monkeypatch):
     """Rounds of 5 tokens, caches from 8 and slots from 3: a short completion goes through many of them."""
     for name, value in {"ROUND": 5, "SHORTEST_CACHE": 8, "FEWEST_SLOTS": 3}.items():
         monkeypatch.setattr(capacity, name, value)
-    monkeypatch.setattr(module, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
 
 
 def problem(config):
@@ -86,7 +86,7 @@ def test_any_number_of_slots_samples_the_same(slots):
 
 @pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "scanned"])
 def test_layers_that_differ(unrolled, monkeypatch):
-    monkeypatch.setattr(module, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
+    monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
     assert_same(5, WINDOWED)
 
 

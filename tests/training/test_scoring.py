@@ -123,6 +123,7 @@ def test_penalised_rows_get_the_reward_and_lose_their_own():
 
 def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny):
     options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=2"]
+    options += ["algorithm.advantage={name: raw_reward}"]
     rows = train(tiny("run", *options, "rollout.prompts_per_step=1", "evaluation.every=0"))
     assert rows[1]["truncated"] == 1 and rows[1]["loss"] == rows[1]["gradient_norm"] == 0
     assert rows[1]["completion_length"] == 1
