@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from benchmarks.shapes import Shape, Sizes
 from recjax.hub.export import export_model, write_base
+from recjax.manifest import write_manifest
 from recjax.models.decoder import DecoderConfig, init_params
 
 NEVER = "<never>"  # the end-of-sequence token: its id is the first that no model has
@@ -40,6 +41,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
     stops = stops or [tokenizer.eos_token_id]
     generation = {"eos_token_id": stops, "pad_token_id": tokenizer.pad_token_id}
     (folder / "model" / "generation_config.json").write_text(json.dumps(generation))
+    write_manifest(folder / "model")  # of the folder as it is now
 
     # The row after the last prompt is for recjax, whose runs hold problems out.
     rows = [{"prompt": tokenizer.decode(row), "answer": "-"} for row in prompts]
