@@ -5,7 +5,9 @@ import functools
 import io
 import logging
 import sys
+import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 import absl.logging
 from absl import flags
@@ -27,16 +29,29 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         try:
             main(argv)
         except ValueError as error:
-            logging.getLogger("recjax").debug("", exc_info=True)
-            sys.exit(f"error: {error}")
+            _end(str(error))
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            logging.getLogger("recjax").debug("", exc_info=True)
             place = error.filename or "a file"
-            sys.exit(f"error: {place} cannot be written ({error.strerror}); make room, and the same command goes on")
+            _end(f"{place} cannot be written ({error.strerror}); make room, and the same command goes on")
 
     return run
+
+
+def _end(message: str) -> NoReturn:
+    """Ends the command with status 1; the message is the last that it says, whatever threads of libraries still do."""
+    logging.getLogger("recjax").debug("", exc_info=True)
+    logging.disable()
+    sys.exit(f"error: {message}")
+
+
+def _unraisable(raised: "sys.UnraisableHookArgs") -> None:
+    """The hook of errors that Python cannot raise: one in a thread of a library's C++ code is shown at DEBUG alone."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__unraisablehook__(raised)
+    else:
+        logging.getLogger("recjax").debug("in a library's thread: %r", raised.exc_value)
 
 
 def configure_logging() -> None:
@@ -50,6 +65,7 @@ def configure_logging() -> None:
     package.handlers[:] = [_OwnMessages()]
     package.setLevel(min(logging.INFO, logging.getLogger().level))
     package.propagate = False  # absl's handler would show them a second time, with its prefix
+    sys.unraisablehook = _unraisable
     sys.stdout.reconfigure(line_buffering=True)  # in a log file it keeps its place among the lines of standard error
 
 

@@ -40,7 +40,7 @@ def full_disks(place: Place, expected: Path, count: int, seed: int) -> Iterator[
             wrong = differs(output, expected)
             yield Outcome(fault, "NOT" if wrong else "as without", wrong)
         elif status == 1 and "cannot be written" in said and said.strip().splitlines()[-1].startswith("error: "):
-            # Orbax's threads may print tracebacks of their own before it.
+            # A thread of Orbax may log an error of its own before it.
             yield Outcome(fault, "noticed")
         else:
             yield Outcome(fault, "NOT", f"with {limit} bytes it ended with {status}: {said[-600:]}")
