@@ -178,7 +178,7 @@ def assert_completions(found, expected):
 
 @pytest.mark.parametrize("slots", [None, 4])
 def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under_way(slots):
-    samplings = Sampling(), Sampling(0.0), Sampling(0.8, top_k=5)
+    samplings = Sampling(), Sampling(0.8, top_k=5)
     requests = requests_of(limits=(1, 3, 9, 20), samplings=samplings)
     decoder, params, *_ = problem(PLAIN)
     engine, tickets, found = engine_of(decoder, params, slots=slots), [], {}
