@@ -4,6 +4,7 @@ import errno
 import functools
 import io
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a termina
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """A command's main whose user errors, ValueErrors and a full disk, are one line and status 1.
+    """A command's main whose user errors, ValueErrors and a full disk, are one line and status 1; Ctrl-C is 130.
 
     With --verbosity=1 the line stands below the traceback.
     """
@@ -28,6 +29,9 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         configure_logging()
         try:
             main(argv)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from what is on disk", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
         except ValueError as error:
             _end(str(error))
         except OSError as error:
