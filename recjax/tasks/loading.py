@@ -10,7 +10,7 @@ from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import load_reward
+from recjax.tasks.grading.reward import ROWS, TURNS, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -27,7 +27,11 @@ def load_task(config: Config) -> Task:
         ValueError: bad data, or too little of it.
     """
     name = config.task.reward_name()
-    reward = load_reward(name, config.task.reward_weights, config.task.overlong_tokens is not None)
+    # What an agent's turns weigh is added to what its reward says.
+    weights = {part: weight for part, weight in config.task.reward_weights.items() if part not in (TURNS, ROWS)}
+    own = config.task.agent is not None and not config.task.reward
+    weights = weights if not config.task.agent else ({} if own else weights)
+    reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
