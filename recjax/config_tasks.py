@@ -153,11 +153,13 @@ class TaskConfig:
         require(self.agent in (None, "tools", "environment") or ":" in self.agent, "task.agent", self.agent, kinds)
         unread = {
             "task.agent": ("agent_seconds", "agent_turns", "agent_failure_reward") if self.agent is None else (),
-            "task.agent = tools": ("tools", "tool_seconds") if self.agent != "tools" else (),
+            "task.agent = tools": ("tool_seconds",) if self.agent != "tools" else (),
             "task.agent = environment": ("environment",) if self.agent != "environment" else (),
         }
         for needed, names in unread.items():
             require_defaults("task", self, names, f"is read with {needed} alone; set that, or remove it")
+        remedy = "is read with task.agent = tools alone; set that, or remove it"
+        require(self.agent == "tools" or not self.tools, "task.tools", self.tools, remedy)
         remedy = "needs the functions that the model may call: task.tools=['module:function', …]"
         require(self.agent != "tools" or bool(self.tools), "task.agent", self.agent, remedy)
         remedy = "needs the environment to play: task.environment=module:class"

@@ -121,12 +121,15 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
         *(["max_context_tokens"] if config.task.agent else []),
     )
     evaluation = ("problems", "samples", "temperature", "top_k", "top_p")
+    # Evaluations of one turn are what they were before there were agents.
+    agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
+    unread = () if config.task.agent else agent
     return {
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
         "seed": config.seed,
-        "task": dataclasses.asdict(config.task),
+        "task": {name: value for name, value in dataclasses.asdict(config.task).items() if name not in unread},
         "rollout": {name: getattr(config.rollout, name) for name in rollout},
         "evaluation": {name: getattr(config.evaluation, name) for name in evaluation},
     }

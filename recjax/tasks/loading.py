@@ -27,10 +27,10 @@ def load_task(config: Config) -> Task:
         ValueError: bad data, or too little of it.
     """
     name = config.task.reward_name()
-    # What an agent's turns weigh is added to what its reward says.
-    weights = {part: weight for part, weight in config.task.reward_weights.items() if part not in (TURNS, ROWS)}
-    own = config.task.agent is not None and not config.task.reward
-    weights = weights if not config.task.agent else ({} if own else weights)
+    weights = config.task.reward_weights
+    if config.task.agent:
+        # Of the task's reward where that is named; others are of what the agent returns, and of its turns.
+        weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
     reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
@@ -42,7 +42,7 @@ def load_task(config: Config) -> Task:
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    if config.task.reward_weights and not reward.per_row:
+    if weights and not reward.per_row:
         check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
     return Task(kept, evaluation, reward)
 

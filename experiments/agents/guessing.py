@@ -1,0 +1,74 @@
+"""The game of experiments/agents/guessing.yaml: a number from 1 to 31 is to be found by "higher" and "lower".
+
+python -m experiments.agents.guessing runs/guessing        what a run's samples say, beside binary search
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from recjax.tasks.problems import Problem
+
+LOWEST, HIGHEST, MOST_GUESSES = 1, 31, 8
+
+
+class Guessing:
+    """An environment for `task.agent: environment`; the number is the problem's answer.
+
+    A guess is two digits. It is answered by ">" (the number is higher), "<" (it is lower) or "?" (that is no number
+    from 1 to 31). The parts of the reward: accuracy, 1 where the number was found, and inside, the share of guesses
+    that what is known so far leaves possible.
+    """
+
+    def __init__(self, problem: Problem):
+        """A game that has not begun."""
+        self._number = int(problem.answer)
+        self._low, self._high, self._guesses, self._inside = LOWEST, HIGHEST, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """The problem's prompt says all there is to say."""
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """The answer to a guess."""
+        guess = int(action) if re.fullmatch(r"\d\d", action, re.ASCII) else 0
+        self._guesses += 1
+        self._inside += self._low <= guess <= self._high
+        if LOWEST <= guess < self._number:
+            hint, self._low = ">", max(self._low, guess + 1)
+        elif self._number < guess <= HIGHEST:
+            hint, self._high = "<", min(self._high, guess - 1)
+        else:
+            hint = "?"
+        found = guess == self._number
+        parts = {"accuracy": float(found), "inside": self._inside / self._guesses}
+        return hint, float(found), found, self._guesses == MOST_GUESSES, {"parts": parts}
+
+
+def guesses_of_binary_search(number: int) -> int:
+    """How many guesses it takes to find a number from 1 to 31 by always taking the middle."""
+    low, high, count = LOWEST, HIGHEST, 0
+    while True:
+        middle, count = (low + high) // 2, count + 1
+        if middle == number:
+            return count
+        low, high = (middle + 1, high) if middle < number else (low, middle - 1)
+
+
+def main(run: Path) -> None:
+    """Prints success and mean guesses, a game that was lost counting as all of them, before and after training."""
+    search = [guesses_of_binary_search(number) for number in range(LOWEST, HIGHEST + 1)]
+    for name in ("before", "after"):
+        lines = (run / "samples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        games = [json.loads(line) for line in lines]
+        won = [game["accurate"] for game in games]
+        turns = np.mean([game["reward/turns"] for game in games])
+        print(f"{name}: {len(games)} games, won {np.mean(won):.3f}, {turns:.2f} guesses")
+    print(f"binary search: won 1.000, {np.mean(search):.2f} guesses, at most {max(search)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
