@@ -119,7 +119,8 @@ def row_terms(
     values |= {"reward_parts": reward_parts, "part_weights": part_weights, "completion_mask": completion_mask}
     values["trajectories"] = trajectories
     if completion_mask is not None:
-        values["lengths"] = trajectory_sums(jnp.sum(completion_mask, axis=-1), trajectories)
+        lengths = jnp.sum(completion_mask, axis=-1)
+        values["lengths"] = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
     kept = call(algorithm.selection, values | {"kept": first.is_first if first else row_mask})
     values["kept"], kept = kept, row_mask & first.shared(kept) if first else kept
     if completion_mask is not None:
@@ -129,9 +130,8 @@ def row_terms(
     values["advantages"] = advantages = call(algorithm.advantage, values)
     weights = call(algorithm.row_weight, values)
     if first:
-        require(
-            advantages.ndim == 1, "advantages", advantages.shape, "are of whole trajectories; choose such a function"
-        )
+        remedy = "must be [batch], of whole trajectories; choose such a function"
+        require(advantages.ndim == 1, "advantages", advantages.shape, remedy)
         advantages, weights = first.shared(advantages), weights if weights.ndim == 2 else first.shared(weights)
         advantages = jnp.where(kept, advantages, 0.0)
         values |= {"advantages": advantages, "kept": kept}

@@ -9,7 +9,7 @@ from recjax.config import Config
 from recjax.experience.group import Grade
 from recjax.rollout.agent_trials import Tried
 from recjax.tasks.grading.custom import SCORE
-from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import LENGTH, ROWS, TURNS
 from recjax.tasks.problems import Problem
 
@@ -51,7 +51,8 @@ class AgentGrades:
                 parts = {part: float(values[row]) for part, values in scores.parts.items()}
                 parts = {part: value for part, value in parts.items() if not math.isnan(value)}
                 reward = None if np.isnan(scores.rewards[row]) else float(scores.rewards[row])
-                grades[place] = self._with_counts(self._tried[place], reward, parts, bool(scores.accurate[row]))
+                graded = self._with_counts(self._tried[place], reward, parts, bool(scores.accurate[row]))
+                grades[place] = graded._replace(failure=FAILURES[scores.failures[row]])
         return grades
 
     def _own_grade(self, tried: Tried) -> Grade:
@@ -80,7 +81,7 @@ class AgentGrades:
         if accurate is None:
             success = self._config.task.success
             accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward is not None and reward >= success
-        return Grade(reward, parts | counts, accurate, "none" if reward is not None else "no_reward")
+        return Grade(reward, parts | counts, accurate, FAILURES[0])
 
 
 def _tokens(tried: Tried) -> int:

@@ -44,6 +44,8 @@ class Agents:
     def __init__(self, config: Config, policy: Policy):
         """Loads the agent and its tools.
 
+        Args:
+            policy: as it is before it has adapters.
         Raises:
             ValueError: something that cannot be loaded or is no agent, or several processes.
         """
@@ -54,7 +56,7 @@ class Agents:
             )
         task = config.task
         functions = [named("task.tools", name) for name in task.tools]
-        self._config, self._policy = config, policy
+        self._config = config
         self._tools = of_names(task.tools, functions, config.grading.workers, task.tool_seconds)
         self._agent, self._chats = load_agent(task, self._tools), ChatWorker(policy.tokenizer)
 
@@ -70,6 +72,7 @@ class Agents:
 
     def sample_groups(
         self,
+        policy: Policy,
         params: dict,
         prompts: Prompts,
         key: PRNGKeyArray,
@@ -92,15 +95,10 @@ class Agents:
             ValueError: all agents have failed and none gets a reward.
             RuntimeError: the engine has failed.
         """
-        engine = Engine(
-            self._policy.decoder,
-            self._policy.stop_ids,
-            slots=self._policy.slots,
-            prefix_time=prompts.tokens.shape[1],
-        )
+        engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
         engine.replace_weights(params, version)
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
-        tried = _run(self._all_tried(engine, problems, key, sampling))
+        tried = _run(self._all_tried(engine, policy, problems, key, sampling))
         self._check_some_succeeded(tried)
         completions = [completion_of(one, f"{name}/{place:05d}", source, sampling) for place, one in enumerate(tried)]
         groups = []
@@ -111,7 +109,7 @@ class Agents:
         return groups, AgentGrades(self._config, tried, texts, problems, grading)
 
     async def _all_tried(
-        self, engine: Engine, problems: Sequence[Problem], key: PRNGKeyArray, sampling: Sampling
+        self, engine: Engine, policy: Policy, problems: Sequence[Problem], key: PRNGKeyArray, sampling: Sampling
     ) -> list[Tried]:
         rollout, task = self._config.rollout, self._config.task
         limits = Limits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
@@ -122,7 +120,7 @@ class Agents:
                 def key_of(turn: int) -> np.ndarray:
                     return keys(turn)[place]
 
-                return AgentPolicy(live, self._policy, self._chats, sampling, limits, key_of, at_work)
+                return AgentPolicy(live, policy, self._chats, sampling, limits, key_of, at_work)
 
             trials = [
                 Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)

@@ -64,7 +64,9 @@ def answered(
         names = {"name": f"{start:06d}", "source": "policy", "version": step}
         if agents:
             asked = asked.take(np.arange(problems))
-            groups, grades = agents.sample_groups(params, asked, part_key, settings.samples, sampling, grading, **names)
+            groups, grades = agents.sample_groups(
+                policy, params, asked, part_key, settings.samples, sampling, grading, **names
+            )
         else:
             longest = config.rollout.max_completion_tokens
             groups = sample_groups(policy, params, asked, part_key, settings.samples, longest, sampling, **names)

@@ -13,7 +13,7 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.experience import queue as queues
 from recjax.experience import store
-from recjax.experience.group import Grade, Group, without
+from recjax.experience.group import Grade, Group, completion_ids, without
 from recjax.experience.queue import Queue
 from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
@@ -99,7 +99,7 @@ def sample_batch(
         params = combine(behaviour_params, run.frozen)
         if run.agents:
             return run.agents.sample_groups(
-                params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
+                run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
             )
         longest = config.rollout.max_completion_tokens
         groups = sample_groups(
@@ -157,13 +157,14 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
         queue, batches = queues.wait_for_grades(queue, all_of_them)
     if run.record and hosts.is_first():
         for groups in batches:
+            # An agent that failed before its first turn has said nothing.
+            silent = [one.id for group in groups for one in group.completions if not len(one.tokens)]
+            said = [without(group, silent) for group in groups] if silent else groups
+            names = completion_ids(said)
             # A run that goes on from before this batch has written it already.
-            if groups[0].completions[0].id not in store.ids(run.record):
-                # An agent that failed before its first turn has said nothing.
-                silent = [one.id for group in groups for one in group.completions if not len(one.tokens)]
-                kept = [without(group, silent) for group in groups] if silent else groups
-                if rows := rows_of(kept, tokenizer_name(run.policy.tokenizer), datetime.now(UTC)):
-                    store.append(run.record, rows)
+            if names and names[0] not in store.ids(run.record):
+                rows = rows_of(said, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+                store.append(run.record, rows)
     return queue
 
 

@@ -43,6 +43,7 @@ def numbers(algorithm, example: Example, trajectories=None):
     """Loss as (sum, count), its gradient, advantages, and the diagnostics."""
     x = Example(*map(jnp.asarray, example))
     scored = losses.Scored(x.logprobs, x.entropy, x.behaviour_logprobs) if algorithm.needs_scoring else None
+    trajectories = None if trajectories is None else jnp.asarray(trajectories)
     given = {"completion_mask": x.completion_mask, "scored": scored, "trajectories": trajectories}
     compared = x.rewards, x.group_ids, x.completion_mask.any(-1), jax.random.key(0)
     rows = losses.row_terms(algorithm, *compared, **given)
