@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import TaskConfig
 from recjax.experience.group import Completion, Grade, Group
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     trajectories: Int[np.ndarray, " batch"] | None = None
 
     @property
-    def real_tokens(self) -> Bool[np.ndarray, "batch time"]:
+    def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
         """True at tokens that a row goes on from."""
         return self.completion_mask if self.token_mask is None else self.token_mask
 

@@ -98,7 +98,11 @@ class AgentPolicy:
         return await self.complete(self._chats.render(messages, tools), max_tokens=max_tokens, stop=stop)
 
     async def complete(
-        self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        prompt: str | Sequence[int | np.integer] | np.ndarray,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """The completion of a text, or of token ids.
 

@@ -159,7 +159,7 @@ def _laid_out(batch: Batch, shape: RowShape, most: int, places: dict[int, tuple[
 
 
 def _first_fit(
-    lengths: np.ndarray, units: Sequence[np.ndarray], shape: RowShape, most: int
+    lengths: np.ndarray, units: Sequence[np.ndarray] | np.ndarray, shape: RowShape, most: int
 ) -> dict[int, tuple[int, int, int]] | None:
     """First-fit decreasing: row, start in it and number in it of each sequence with tokens; None without room.
 
