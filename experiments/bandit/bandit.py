@@ -134,9 +134,11 @@ def paths(method: Method, learning_rate: float, steps: int, seeds: int) -> tuple
             logits, behaviour = state
             behaviour = jnp.where(number % refresh == 0, jax.nn.log_softmax(logits), behaviour)
             probabilities = group_probabilities(behaviour)
-            key = jax.random.fold_in(jax.random.key(run), number)
-            draws = jax.random.choice(key, len(GROUPS), (GROUPS_PER_STEP,), p=probabilities)
-            weights = jnp.where(run == 0, probabilities, jnp.bincount(draws, length=len(GROUPS)))
+            weights = probabilities
+            if seeds:
+                key = jax.random.fold_in(jax.random.key(run), number)
+                sampled = jax.random.choice(key, len(GROUPS), (GROUPS_PER_STEP,), p=probabilities)
+                weights = jnp.where(run == 0, probabilities, jnp.bincount(sampled, length=len(GROUPS)))
             after = logits - learning_rate * method.rate * gradient(logits, behaviour, weights)
             return (after, behaviour), after
 
