@@ -1,6 +1,7 @@
 """The game of experiments/agents/guessing.yaml: a number from 1 to 31 is to be found by "higher" and "lower".
 
 python -m experiments.agents.guessing runs/guessing        what a run's samples say, beside binary search
+python -m experiments.agents.guessing                      writes the files of problems anew
 """
 
 import json
@@ -12,11 +13,11 @@ import numpy as np
 
 from recjax.tasks.problems import Problem
 
-LOWEST, HIGHEST, MOST_GUESSES = 1, 31, 8
+LOWEST, HIGHEST, MOST_GUESSES = 1, 31, 6
 
 
 class Guessing:
-    """An environment for `task.agent: environment`; the number is the problem's answer.
+    """An environment for `task.agent: environment`; the number is in the problem's column `number`.
 
     A guess is two digits. It is answered by ">" (the number is higher), "<" (it is lower) or "?" (that is no number
     from 1 to 31). The parts of the reward: accuracy, 1 where the number was found, and inside, the share of guesses
@@ -25,7 +26,7 @@ class Guessing:
 
     def __init__(self, problem: Problem):
         """A game that has not begun."""
-        self._number = int(problem.answer)
+        self._number = problem.columns["number"]
         self._low, self._high, self._guesses, self._inside = LOWEST, HIGHEST, 0, 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
@@ -46,6 +47,37 @@ class Guessing:
         found = guess == self._number
         parts = {"accuracy": float(found), "inside": self._inside / self._guesses}
         return hint, float(found), found, self._guesses == MOST_GUESSES, {"parts": parts}
+
+
+def careless_game(number: int, generator: np.random.Generator) -> str:
+    """A game of somebody who forgets half the time what is known; guesses and the answers to them."""
+    world, low, high, said = Guessing(Problem("", "", columns={"number": number})), LOWEST, HIGHEST, ""
+    while True:
+        first, last = (low, high) if generator.random() < 0.5 else (LOWEST, HIGHEST)
+        guess = int(generator.integers(first, last + 1))
+        hint, _, found, over, _ = world.step(f"{guess:02d}")
+        said += f"{guess:02d}"
+        if found or over:
+            return said
+        low, high = (max(low, guess + 1), high) if hint == ">" else (low, min(high, guess - 1))
+        said += hint
+
+
+def write_problems(folder: Path) -> None:
+    """Writes the problems to train on and those held out.
+
+    Each prompt comes with every number, so that it says nothing of it. The answers are careless games, which the base
+    policy is trained on.
+    """
+    generator = np.random.default_rng(0)
+    for name, names in {"train": range(10, 50), "held_out": range(50, 52)}.items():
+        rows = [
+            {"prompt": f"{name} 01-31<>?\n", "answer": careless_game(number, generator), "number": number}
+            for name in names
+            for number in range(LOWEST, HIGHEST + 1)
+        ]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / f"guessing_{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def guesses_of_binary_search(number: int) -> int:
@@ -71,4 +103,4 @@ def main(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1])) if len(sys.argv) > 1 else write_problems(Path(__file__).parent)

@@ -10,7 +10,8 @@ from recjax.algorithms.presets import build_algorithm
 from recjax.algorithms.trajectories import first_rows
 from tests.algorithms.examples import ROWS, Example, make_example
 
-# Of each kind that relates the tokens or the rows of a completion, at least one.
+# Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.
+QUICK = ("grpo", "gspo", "opmd", "opo", "m2po", "red_weight", "pairwise_consistency")
 PRESETS = {
     "grpo": {"reduction": {"name": "fixed_length", "length": 5}, "entropy": {"coefficient": 0.05}},
     "rloo": {},
@@ -57,7 +58,9 @@ def numbers(algorithm, example: Example, trajectories=None):
     return one, gradient, rows, diagnostics.diagnose(algorithm, rows, *seen)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRESETS]
+)
 def test_two_rows_of_a_trajectory_are_one_completion(preset):
     algorithm, example = build_algorithm(preset, PRESETS[preset]), make_example()
     split, trajectories = halves(example)

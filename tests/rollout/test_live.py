@@ -27,15 +27,15 @@ def request(number, limit=6):
     return Request(prefix, np.asarray(jax.random.key_data(jax.random.key(number))), limit, Sampling())
 
 
-def alone(number, **options):
+def alone(number, limit=6):
     one = engine()
-    return one.admit([request(number, **options)]), one.drain()
+    (ticket,) = one.admit([request(number, limit)])
+    return one.drain()[ticket]
 
 
-def same(found, number, **options):
-    (ticket,), expected = alone(number, **options)
-    np.testing.assert_array_equal(found.tokens, expected[ticket].tokens)
-    np.testing.assert_allclose(found.logprobs, expected[ticket].logprobs, atol=1e-5)
+def same(found, expected):
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 
 
 def test_who_waits_gets_its_own_completion():
@@ -48,8 +48,10 @@ def test_who_waits_gets_its_own_completion():
 
     early, found = asyncio.run(main())
     assert early is found[2] and {version for one in found for version in one.versions} == {3}
-    for number, one in enumerate(found):
-        same(one, number)
+    in_a_batch = engine()
+    tickets, expected = in_a_batch.admit([request(number) for number in range(8)]), in_a_batch.drain()
+    for one, ticket in zip(found, tickets, strict=True):
+        same(one, expected[ticket])
 
 
 def test_cancelling_one_leaves_the_others_as_they_are():
@@ -70,7 +72,7 @@ def test_cancelling_one_leaves_the_others_as_they_are():
     *found, early, late = asyncio.run(main())
     assert early and late
     for one, number in zip(found, (0, 2, 3, 6), strict=True):
-        same(one, number, limit=40)
+        same(one, alone(number, limit=40))
 
 
 def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
@@ -81,7 +83,7 @@ def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
                 await bad
             return await good
 
-    same(asyncio.run(main()), 0)
+    same(asyncio.run(main()), alone(0))
 
 
 def test_what_ends_the_engine_reaches_whoever_waits_and_whoever_comes(monkeypatch):
@@ -106,6 +108,6 @@ def test_new_weights_come_between_two_rounds():
             await live.replace_weights(jax.tree.map(lambda x: x * 1.5, PARAMS), 4)
             return await live.sample(request(0))
 
-    found, (ticket,), expected = asyncio.run(main()), *alone(0)
+    found = asyncio.run(main())
     assert {*found.versions} == {4}
-    assert not np.allclose(found.logprobs[:1], expected[ticket].logprobs[:1])
+    assert not np.allclose(found.logprobs[:1], alone(0).logprobs[:1])

@@ -29,6 +29,7 @@ def straight(tmp_path_factory):
     return make, config, train(config)
 
 
+@pytest.mark.slow
 def test_at_staleness_zero_the_ratio_is_one(straight):
     *_, rows = straight
     for row in rows[1:]:
@@ -39,6 +40,7 @@ def test_at_staleness_zero_the_ratio_is_one(straight):
     assert any(row["gradient_norm"] > 0 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_kill_and_resume_equals_straight_through(straight, monkeypatch):
     make, _, rows = straight
     with monkeypatch.context() as patched:
@@ -50,6 +52,7 @@ def test_kill_and_resume_equals_straight_through(straight, monkeypatch):
         assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
 
 
+@pytest.mark.slow
 def test_the_record_has_every_trajectory(straight):
     _, config, _ = straight
     rows = store.read(Path(config.output) / "experience")
@@ -58,6 +61,7 @@ def test_the_record_has_every_trajectory(straight):
     assert len(samples) == 4 and json.loads(samples[0])["reward/turns"] == 4
 
 
+@pytest.mark.slow
 def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
     make, *_ = straight
     short = ["training.steps=2", "evaluation.problems=4"]
@@ -69,6 +73,7 @@ def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
             np.testing.assert_allclose(ours.get(name, 0), theirs.get(name, 0), rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_packing_and_micro_batches_change_nothing(straight):
     make, _, rows = straight
     for name, override in {"packed": "tokens_per_micro_batch=64", "parts": "micro_batch_prompts=2"}.items():
