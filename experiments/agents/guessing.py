@@ -5,6 +5,7 @@ python -m experiments.agents.guessing                      writes the files of p
 """
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -20,14 +21,14 @@ class Guessing:
     """An environment for `task.agent: environment`; the number is in the problem's column `number`.
 
     A guess is two digits. It is answered by ">" (the number is higher), "<" (it is lower) or "?" (that is no number
-    from 1 to 31). The parts of the reward: accuracy, 1 where the number was found, and inside, the share of guesses
-    that what is known so far leaves possible.
+    from 1 to 31). The parts of the reward: accuracy, 1 where the number was found; known, 1 − log n / log 31 where n
+    numbers are still possible at the end.
     """
 
     def __init__(self, problem: Problem):
         """A game that has not begun."""
         self._number = problem.columns["number"]
-        self._low, self._high, self._guesses, self._inside = LOWEST, HIGHEST, 0, 0
+        self._low, self._high, self._guesses = LOWEST, HIGHEST, 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """The problem's prompt says all there is to say."""
@@ -37,7 +38,6 @@ class Guessing:
         """The answer to a guess."""
         guess = int(action) if re.fullmatch(r"\d\d", action, re.ASCII) else 0
         self._guesses += 1
-        self._inside += self._low <= guess <= self._high
         if LOWEST <= guess < self._number:
             hint, self._low = ">", max(self._low, guess + 1)
         elif self._number < guess <= HIGHEST:
@@ -45,7 +45,8 @@ class Guessing:
         else:
             hint = "?"
         found = guess == self._number
-        parts = {"accuracy": float(found), "inside": self._inside / self._guesses}
+        possible = 1 if found else self._high - self._low + 1
+        parts = {"accuracy": float(found), "known": 1 - math.log(possible) / math.log(HIGHEST)}
         return hint, float(found), found, self._guesses == MOST_GUESSES, {"parts": parts}
 
 
