@@ -4,21 +4,25 @@ import errno
 import functools
 import io
 import logging
+import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import absl.logging
 from absl import flags
 from tqdm import tqdm
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_LEAST_BAR = 10  # characters of a bar that fields leave to it
 LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a terminal
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """A command's main whose user errors, ValueErrors and a full disk, are one line and status 1.
+    """A command's main whose user errors, ValueErrors and a full disk, are one line and status 1; Ctrl-C is 130.
 
     With --verbosity=1 the line stands below the traceback.
     """
@@ -28,6 +32,9 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         configure_logging()
         try:
             main(argv)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from what is on disk", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
         except ValueError as error:
             _end(str(error))
         except OSError as error:
@@ -90,8 +97,36 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
     """
     state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
     lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
-    style = {"mininterval": 0.2} if sys.stderr.isatty() else lines
-    return tqdm(desc=description, total=total, initial=initial, unit=unit, disable=not shown, **style)
+    options = {"desc": description, "total": total, "initial": initial, "unit": unit, "disable": not shown}
+    return _Bar(**options, mininterval=0.2, bar_format=_BAR) if sys.stderr.isatty() else tqdm(**options, **lines)
+
+
+class _Bar(tqdm):
+    """A bar on a terminal, with as many fields as leave it some room.
+
+    The time left is an estimate from the second unit on, as the first one compiles.
+    """
+
+    _began: tuple[int, float] | None = None  # units, and the time, when the first one was done
+
+    def update(self, n: int = 1) -> bool | None:
+        """Counts n units."""
+        if not self.disable:
+            self._began = self._began or (self.n + n, self._time())
+        return super().update(n)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What the bar's format is filled in with."""
+        found = super().format_dict
+        units, since = self._began or (self.n, self._time())
+        found["rate"] = (self.n - units) / max(self._time() - since, 1e-9)
+        columns = found["ncols"] or shutil.get_terminal_size().columns
+        fields = (self.postfix or "").split(", ")
+        room = columns - len(self.desc) - 2 * len(f"{self.total}") - _LEAST_BAR - len(" 100%|| / [00:00<00:00, ]")
+        while fields and len(", ".join(fields)) > room:
+            fields.pop()
+        return found | {"postfix": ", ".join(fields)}
 
 
 class _Lines(io.TextIOBase):

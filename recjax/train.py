@@ -5,12 +5,12 @@
 Several processes, on one host or on many, train together where each is given the same command; see docs/devices.md.
 
 Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
-regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM it finishes its
-step, writes a checkpoint and ends with status 143. --verbosity=0 shows what libraries log, too.
+regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM and on
+Ctrl-C it finishes its step, writes a checkpoint and ends with status 143 or 130. --verbosity=0 shows what libraries log
+too.
 """
 
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         summary = train(config, FLAGS.overwrite)
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + stopped.signal)
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise

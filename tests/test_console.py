@@ -97,7 +97,27 @@ def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, mo
         package.info("something happened")
         bar.update()
     before, after = terminal.getvalue().split("something happened\n")
-    assert before.endswith("\r") and after.startswith("\rgrpo:   0%|")
+    assert before.endswith("\r") and after.startswith("\rgrpo   0%|")
+
+
+@pytest.mark.parametrize(("columns", "fields"), [(60, 1), (80, 3), (130, 5)])
+def test_fields_leave_room_for_the_bar_and_the_first_unit_says_nothing_of_the_time_left(monkeypatch, columns, fields):
+    terminal, clock = Stream(True), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with console.progress_bar("grpo", 1200, unit="step") as bar:
+        bar.ncols = columns
+        for step in range(3):
+            clock[0] += 60.0 if step == 0 else 0.5
+            values = {"reward": 0.52, "tok/s": 1234, "stale": 19, "ratio": "0.95–1.05", "clip": "0.25"}
+            bar.set_postfix(values, refresh=False)
+            bar.update()
+    states = [state for state in terminal.getvalue().split("\r") if "step" not in state and "%" in state]
+    assert "01:00<?" in next(state for state in states if "| 1/1200 [" in state)
+    last = next(state for state in states if "| 3/1200 [" in state).rstrip()
+    assert "01:01<09:58" in last and last.count("=") == fields and len(last) <= columns
+    assert len(last.split("|")[1]) >= 10
 
 
 def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds_and_one_at_the_end(capsys, monkeypatch):

@@ -67,7 +67,8 @@ class DeferredMetrics(contextlib.AbstractContextManager):
 
 
 def _show(bar: tqdm, row: dict[str, Any]) -> None:
-    shown = {name: f"{row[name]:.2f}" for name in ("reward", "accuracy")}
+    names = ("reward",) if row["reward"] == row["accuracy"] else ("reward", "accuracy")
+    shown = {name: f"{row[name]:.2f}" for name in names}
     shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
     if "staleness" in row:
         shown["stale"] = f"{row['staleness']:.0f}"

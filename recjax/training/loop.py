@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -35,9 +36,16 @@ from recjax.training.start import begin
 from recjax.training.update import learning_rate_schedule, recipe_of, update
 from recjax.whole_files import write_whole, writing
 
+logger = logging.getLogger(__name__)
+
 
 class Preempted(Exception):
-    """The run was asked to stop, and its checkpoint is on disk."""
+    """The run was asked to stop by a signal, and its checkpoint is on disk."""
+
+    def __init__(self, step: int, number: int):
+        """After which step, and the signal."""
+        super().__init__(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
+        self.signal = number
 
 
 def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
@@ -49,7 +57,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
         RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
             again and again.
-        Preempted: SIGTERM came; the step that was under way is done and its checkpoint written.
+        Preempted: SIGTERM or Ctrl-C came; the step that was under way is done and its checkpoint written.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_run_folder(config, overwrite)
@@ -125,7 +133,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             metrics.hold(row)
 
             # --- Checkpoint.
-            asked_to_stop = hosts.any_says(stopping.is_set())  # of several processes the devices tell, after the update
+            asked_to_stop = hosts.any_says(bool(stopping))  # of several processes the devices tell, after the update
             saves = step == last or step % config.training.checkpoint_every == 0 or asked_to_stop
             # What is sampled into a record stays there, and must not be sampled by weights that are not finite.
             if saves or evaluates or run.record:
@@ -134,7 +142,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 lock.check()
                 state = _saved(run, state, manager, writer)
             if asked_to_stop and step < last:
-                raise Preempted(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
+                raise Preempted(step, next(iter(stopping), signal.SIGTERM))
         stack.close()
         manager.close()
         if hosts.is_first():
@@ -215,17 +223,26 @@ def _left_out(run: Run) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, which is how clouds and schedulers announce that a machine will go."""
-    stopping = threading.Event()
+def _stop_requests() -> Iterator[list[int]]:
+    """The signals that came: SIGTERM, by which clouds say that a machine will go, and Ctrl-C, whose second one ends."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stopping  # signals are the main thread's
+        yield received  # signals are the main thread's
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+
+    def receive(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if signal.SIGINT in received:
+                raise KeyboardInterrupt
+            logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
+        received.append(number)
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield stopping
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _finish(run: Run) -> None:

@@ -58,21 +58,33 @@ def test_an_interval_is_survived_only_if_all_smaller_ones_are():
     assert list(survived(ends)) == [5, 50, 1]
 
 
-def test_page_and_verdicts_are_those_of_the_committed_metrics(tmp_path):
-    page.write_page(*map(page.read_runs, page.TABLES.values()), tmp_path, tmp_path / "verdicts.json")
+@pytest.fixture(scope="module")
+def tables():
+    return {name: page.read_runs(path) for name, path in page.TABLES.items()}
+
+
+def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "draw_all", lambda *arguments: None)
+    page.write_page(*tables.values(), tmp_path, tmp_path / "verdicts.json")
     assert json.loads((tmp_path / "verdicts.json").read_text()) == json.loads(page.VERDICTS.read_text())
     assert (tmp_path / "claims.md").read_text() == (ROOT / "docs" / "claims.md").read_text()
-    drawn = {file.name for file in (tmp_path / "claims").glob("*.png")}
+
+
+@pytest.mark.slow
+def test_pictures_are_those_of_the_committed_metrics(tables, tmp_path):
+    page.draw_all(*tables.values(), page.claims(tables["grid"]), tmp_path)
+    drawn = {file.name for file in tmp_path.glob("*.png")}
     assert drawn == {file.name for file in (ROOT / "docs" / "claims").glob("*.png")}
     for name in drawn:
-        fresh, committed = imread(tmp_path / "claims" / name), imread(ROOT / "docs" / "claims" / name)
+        fresh, committed = imread(tmp_path / name), imread(ROOT / "docs" / "claims" / name)
         assert fresh.shape == committed.shape
         assert np.abs(fresh - committed).mean() < 0.02  # other fonts may be there, not other curves
-        assert f"claims/{name}" in (tmp_path / "claims.md").read_text()
+        assert f"claims/{name}" in (ROOT / "docs" / "claims.md").read_text()
 
 
-def test_the_committed_metrics_are_the_whole_grid():
+@pytest.mark.slow
+def test_the_committed_metrics_are_the_whole_grid(tables):
     expected = {tuple(run.settings.values()) for run in read_sweep(ROOT / "experiments" / "claims" / "grid.yaml")[1]}
-    table = page.read_runs(page.TABLES["grid"])
+    table = tables["grid"]
     assert set(table[["algorithm", "regime", "seed"]].itertuples(index=False, name=None)) == expected
     assert (table.groupby(["algorithm", "regime", "seed"])["step"].max() == 300).all()

@@ -42,6 +42,7 @@ def our_logits(folder, config):
     return np.asarray(logits(decoder_config, params, hidden))
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds(run, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -126,6 +126,7 @@ def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
         generators.require_ray(tiny("run", *ASYNC))
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_never_imports_ray(tiny):
     config = tiny("run", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0")
     program = (

@@ -101,22 +101,31 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
     assert without_times(train(config)) == without_times(straight)
 
 
-def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch, number):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
     update, calls = loop.update, []
 
     def is_asked_at_step_five(*args, **named):
         calls.append(1)
         if len(calls) == 5:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         return update(*args, **named)
 
     monkeypatch.setattr(loop, "update", is_asked_at_step_five)
-    with pytest.raises(loop.Preempted, match="stopped after step 5, as asked"):
+    with pytest.raises(loop.Preempted, match="stopped after step 5, as asked") as stopped:
         train(tiny("stopped", *options))
+    assert stopped.value.signal == number
     monkeypatch.setattr(loop, "update", update)
     assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()
     assert without_times(train(tiny("stopped", *options))) == without_times(train(tiny("straight", *options)))
+
+
+def test_a_second_ctrl_c_ends_at_once(tiny, monkeypatch):
+    monkeypatch.setattr(loop, "update", lambda *_, **__: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny("stopped"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow

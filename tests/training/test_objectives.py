@@ -54,6 +54,7 @@ def step(batch, micro_batches=1, packed=None):
     return state.params, metrics
 
 
+@pytest.mark.slow
 def test_micro_batches_packing_and_devices_change_nothing():
     batch = full_batch()
     whole = step(batch, 2)
