@@ -11,7 +11,7 @@ from recjax.algorithms.trajectories import first_rows
 from tests.algorithms.examples import ROWS, Example, make_example
 
 # Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.
-QUICK = ("grpo", "gspo", "opmd", "opo", "m2po", "red_weight", "pairwise_consistency")
+QUICK = ("gspo", "opmd", "opo", "pairwise_consistency")
 PRESETS = {
     "grpo": {"reduction": {"name": "fixed_length", "length": 5}, "entropy": {"coefficient": 0.05}},
     "rloo": {},

@@ -81,7 +81,7 @@ async def waits_for_others(problem: Problem, policy: AgentPolicy) -> float:
     """One agent has a tool that ends only when all others have had four turns."""
     if problem.columns["do"] == "slow":
         await policy.complete(problem.prompt)
-        while events.count("done") < 3:
+        while events.count("done") < 5:
             await asyncio.sleep(0.001)
         await policy.complete(problem.prompt)
         return 1.0

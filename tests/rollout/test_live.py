@@ -27,10 +27,11 @@ def request(number, limit=6):
     return Request(prefix, np.asarray(jax.random.key_data(jax.random.key(number))), limit, Sampling())
 
 
-def alone(number, limit=6):
-    one = engine()
-    (ticket,) = one.admit([request(number, limit)])
-    return one.drain()[ticket]
+def at_once(numbers, limit=6):
+    """Completions of an engine that nobody else uses."""
+    own = engine()
+    tickets, finished = own.admit([request(number, limit) for number in numbers]), own.drain()
+    return [finished[ticket] for ticket in tickets]
 
 
 def same(found, expected):
@@ -48,22 +49,20 @@ def test_who_waits_gets_its_own_completion():
 
     early, found = asyncio.run(main())
     assert early is found[2] and {version for one in found for version in one.versions} == {3}
-    in_a_batch = engine()
-    tickets, expected = in_a_batch.admit([request(number) for number in range(8)]), in_a_batch.drain()
-    for one, ticket in zip(found, tickets, strict=True):
-        same(one, expected[ticket])
+    for one, expected in zip(found, at_once(range(8)), strict=True):
+        same(one, expected)
 
 
 def test_cancelling_one_leaves_the_others_as_they_are():
     async def main():
         async with LiveEngine(engine()) as live:
-            tasks = [asyncio.create_task(live.sample(request(number, limit=40))) for number in range(4)]
+            tasks = [asyncio.create_task(live.sample(request(number, limit=20))) for number in range(4)]
             await asyncio.sleep(0)
             tasks[1].cancel()  # before its round
             kept = await tasks[0]
-            late = asyncio.create_task(live.sample(request(5, limit=40)))
+            late = asyncio.create_task(live.sample(request(5, limit=20)))
             await asyncio.sleep(0)
-            later = asyncio.create_task(live.sample(request(6, limit=40)))
+            later = asyncio.create_task(live.sample(request(6, limit=20)))
             while live._arrived:  # until a round has begun with it
                 await asyncio.sleep(0)
             late.cancel()
@@ -71,8 +70,8 @@ def test_cancelling_one_leaves_the_others_as_they_are():
 
     *found, early, late = asyncio.run(main())
     assert early and late
-    for one, number in zip(found, (0, 2, 3, 6), strict=True):
-        same(one, alone(number, limit=40))
+    for one, expected in zip(found, at_once((0, 2, 3, 6), limit=20), strict=True):
+        same(one, expected)
 
 
 def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
@@ -83,7 +82,7 @@ def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
                 await bad
             return await good
 
-    same(asyncio.run(main()), alone(0))
+    same(asyncio.run(main()), *at_once([0]))
 
 
 def test_what_ends_the_engine_reaches_whoever_waits_and_whoever_comes(monkeypatch):
@@ -110,4 +109,4 @@ def test_new_weights_come_between_two_rounds():
 
     found = asyncio.run(main())
     assert {*found.versions} == {4}
-    assert not np.allclose(found.logprobs[:1], alone(0).logprobs[:1])
+    assert not np.allclose(found.logprobs[:1], at_once([0])[0].logprobs[:1])
