@@ -146,8 +146,9 @@ def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
     first, again, other = (completions_of(sampled(*parts, seed=seed)[0]) for seed in (0, 0, 1))
     same(first, again)
     assert [one.tokens.tolist() for one in first] != [one.tokens.tolist() for one in other]
-    # Every turn of every agent has a key of its own.
+    # Every agent has keys of its own, and so has every turn: two replies to one prompt differ.
     assert len({(*one.tokens[one.mask].tolist(),) for one in first}) == len(first)
+    assert {grade.reward for grade in sampled(*made("at_once"))[1]} == {2.0}
 
 
 DOES = {
