@@ -12,6 +12,7 @@ from typing import Any, Literal
 import omegaconf
 
 from recjax.algorithms.options import require
+from recjax.algorithms.reading import names_read
 from recjax.config_experience import ExperienceConfig, LateConfig, MixConfig, RegimeConfig, ReplayConfig, RolloutConfig  # noqa: F401
 from recjax.config_fields import (
     HIGHEST_TEMPERATURE,
@@ -291,6 +292,36 @@ def check(config: Config) -> None:
     config.mesh.check()
     config.training.check(config.rollout)
     _check_algorithm(config)
+    _check_agent(config)
+
+
+def _check_agent(config: Config) -> None:
+    """Refuses an agent beside what it does not work with, and what it does not read."""
+    agent, context, experience = config.task.agent, config.rollout.max_context_tokens, config.experience
+    remedy = "is of agents; set task.agent, or remove it"
+    require(agent is not None or context is None, "rollout.max_context_tokens", context, remedy)
+    if agent is None:
+        return
+    remedy = "is needed with task.agent: most tokens of its prompts, its replies and all between them"
+    require(context is not None, "rollout.max_context_tokens", context, remedy)
+    least = config.rollout.max_completion_tokens
+    remedy = f"must be above rollout.max_completion_tokens = {least}, the tokens of one reply"
+    require(context > least, "rollout.max_context_tokens", context, remedy)
+    remedy = "does not work with task.agent yet; agents run in the training process, so take sync"
+    require(config.regime.mode == "sync", "regime.mode", config.regime.mode, remedy)
+    remedy = "does not work with task.agent yet, whose batches are of its own trajectories; remove one of them"
+    for name in ("store", "mix") if experience else ():
+        require(getattr(experience, name) is None, f"experience.{name}", getattr(experience, name), remedy)
+    remedy = "is of completions of one turn; remove it, or weigh the part turns in task.reward_weights"
+    require(config.task.overlong_tokens is None, "task.overlong_tokens", config.task.overlong_tokens, remedy)
+    read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
+    algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
+    remedy = "has advantages of tokens, and those of trajectories are of the whole; take another"
+    of_tokens = algorithm.objective is None and read & {*names_read(algorithm.advantage)}
+    require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
+    remedy = "compares whole groups, which packing does not keep together with task.agent; remove it"
+    packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
+    require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
 
 
 def _check_algorithm(config: Config) -> None:

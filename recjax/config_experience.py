@@ -23,7 +23,8 @@ class RolloutConfig:
     group_size: int = at_least(1, 8)
     max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
     long_prompts: Literal["refuse", "drop"] = "refuse"  # those beyond max_prompt_tokens; drop logs their number
-    max_completion_tokens: int = at_least(1, 16)
+    max_completion_tokens: int = at_least(1, 16)  # with task.agent: of one reply
+    max_context_tokens: int | None = at_least(2, None)  # of an agent's prompts, replies and all between
     slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all that fit
     temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)  # training needs diverse samples
     top_k: int = at_least(0, 0)  # 0: all tokens

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import omegaconf
 
 from recjax.algorithms.options import require
-from recjax.config_fields import at_least, block_of, require_one
+from recjax.config_fields import at_least, block_of, number, require_defaults, require_one
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
@@ -105,6 +105,15 @@ class TaskConfig:
     truncated_reward: float = 0.0  # what they get with penalise
     # Tokens before the limit, over which the reward's part `overlong` falls from 0 to -1; null: there is no such part.
     overlong_tokens: int | None = at_least(1, None)
+    # Who talks to the policy: null, one prompt and one completion; module:function, your own async def agent(problem,
+    # policy); tools, which lets the model call task.tools; environment, which plays task.environment.
+    agent: str | None = None
+    agent_seconds: float = number(60.0, above=0)  # that an agent may be at anything else than waiting for the policy
+    agent_turns: int = at_least(1, 16)  # replies that an agent may ask for
+    agent_failure_reward: float | None = None  # of agents that fail; null: they are left out
+    tools: list[str] = dataclasses.field(default_factory=list)  # module:function of each, run in grading.workers
+    tool_seconds: float = number(10.0, above=0)  # for one call
+    environment: str | None = None  # module:class, made of a problem; reset and step as gymnasium has them
 
     def chosen(self) -> str:
         """Which of TASKS the block gives."""
@@ -128,6 +137,7 @@ class TaskConfig:
         plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
         remedy = "is not read where prompts are plain text, as those of task.arithmetic are; remove it"
         require(self.system_prompt is None or not plain, "task.system_prompt", self.system_prompt, remedy)
+        self._check_agent()
         remedy = f"takes module:function, or one of {', '.join(GRADERS)}"
         require(self.reward_name() in GRADERS or ":" in self.reward_name(), "task.reward", self.reward, remedy)
         for part, weight in self.reward_weights.items():
@@ -136,6 +146,28 @@ class TaskConfig:
         remedy = "is read with task.truncated = penalise alone; set that, or remove it"
         read = self.truncated == "penalise" or self.truncated_reward == 0
         require(read, "task.truncated_reward", self.truncated_reward, remedy)
+
+    def _check_agent(self) -> None:
+        """Refuses an agent of another form, and what its kind does not read or lacks."""
+        kinds = "takes module:function, tools or environment"
+        require(self.agent in (None, "tools", "environment") or ":" in self.agent, "task.agent", self.agent, kinds)
+        unread = {
+            "task.agent": ("agent_seconds", "agent_turns", "agent_failure_reward") if self.agent is None else (),
+            "task.agent = tools": ("tool_seconds",) if self.agent != "tools" else (),
+            "task.agent = environment": ("environment",) if self.agent != "environment" else (),
+        }
+        for needed, names in unread.items():
+            require_defaults("task", self, names, f"is read with {needed} alone; set that, or remove it")
+        remedy = "is read with task.agent = tools alone; set that, or remove it"
+        require(self.agent == "tools" or not self.tools, "task.tools", self.tools, remedy)
+        remedy = "needs the functions that the model may call: task.tools=['module:function', …]"
+        require(self.agent != "tools" or bool(self.tools), "task.agent", self.agent, remedy)
+        remedy = "needs the environment to play: task.environment=module:class"
+        require(self.agent != "environment" or self.environment is not None, "task.agent", self.agent, remedy)
+        for name in [*self.tools, *filter(None, [self.environment])]:
+            require(":" in name, "task.tools or task.environment", name, "takes module:name")
+        bounded = self.agent_failure_reward is None or abs(self.agent_failure_reward) <= 1e9
+        require(bounded, "task.agent_failure_reward", self.agent_failure_reward, "takes at most 1e9 either way")
 
 
 # Of which a config has exactly one.
@@ -154,4 +186,5 @@ class GradingConfig:
         """Refuses limits for a reward that no worker process computes."""
         reward = task.reward_name()
         remedy = f"is not read by task.reward = {reward}, which runs in the training process; remove the block"
-        require(reward in GRADERS or self == GradingConfig(), "grading", self, remedy)
+        read = reward in GRADERS or task.agent == "tools"
+        require(read or self == GradingConfig(), "grading", self, remedy)

@@ -8,6 +8,7 @@ comes from the config: task, evaluation, and rollout.max_completion_tokens, .sto
 many problems are sampled at a time. An evaluation that was stopped goes on when the same command is given again.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ from recjax.config_loading import load_config
 from recjax.console import command, progress_bar
 from recjax.host_memory import keep_freed_memory
 from recjax.plots.samples import draw_evaluation
+from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
@@ -110,14 +112,24 @@ def task_label(task: TaskConfig) -> str:
 
 def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
     """Everything that the samples depend on; weights by what they are and not by where they are kept."""
-    rollout = ("prompts_per_step", "max_prompt_tokens", "long_prompts", "max_completion_tokens", "stop")
+    rollout = (
+        "prompts_per_step",
+        "max_prompt_tokens",
+        "long_prompts",
+        "max_completion_tokens",
+        "stop",
+        *(["max_context_tokens"] if config.task.agent else []),
+    )
     evaluation = ("problems", "samples", "temperature", "top_k", "top_p")
+    # Evaluations of one turn are what they were before there were agents.
+    agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
+    unread = () if config.task.agent else agent
     return {
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
         "seed": config.seed,
-        "task": dataclasses.asdict(config.task),
+        "task": {name: value for name, value in dataclasses.asdict(config.task).items() if name not in unread},
         "rollout": {name: getattr(config.rollout, name) for name in rollout},
         "evaluation": {name: getattr(config.evaluation, name) for name in evaluation},
     }
@@ -146,8 +158,13 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
     (folder / "rounds").mkdir(exist_ok=True)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
     begin = next((first for first, file in files.items() if not file.is_file()), count)
-    with Grading(config, task.reward) as grading, progress_bar(evaluated.name, count, begin, unit="problem") as bar:
-        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, first=begin):
+    with contextlib.ExitStack() as stack:
+        grading = stack.enter_context(Grading(config, task.reward))
+        bar = stack.enter_context(progress_bar(evaluated.name, count, begin, unit="problem"))
+        agents = Agents(config, evaluated.policy) if config.task.agent else None
+        stack.enter_context(agents or contextlib.nullcontext())
+        options = {"step": 0, "first": begin, "agents": agents}
+        for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             rows = pd.DataFrame(sample_rows(done))
             rows["parsed"] = grading.parsed(rows["completion"].tolist())
             _write_whole(rows, files[done.first])

@@ -85,6 +85,11 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
 
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
     """What samples, its parameters in the dtype that they compute in, and the optimiser updates that they have had."""
+    if config.task.agent:
+        raise ValueError(
+            f"task.agent = {config.task.agent!r}: this command samples completions of one turn; remove it, or train"
+            " with experience.record=true, which keeps the trajectories of agents"
+        )
     # A config may name the store that this is to make.
     config = untrained(config)
     if run is None:

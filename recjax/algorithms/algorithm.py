@@ -77,6 +77,13 @@ class Algorithm:
         return self.objective is not None
 
     @property
+    def relates_rows(self) -> bool:
+        """Whether the loss is of whole completions, whose rows a micro-batch must then hold together."""
+        axes = [self.ratio, self.clip, self.mask, self.token_weight, self.correction or self.ratio]
+        axes += [self.regularizer, self.reduction]
+        return self.compares_completions or any("trajectories" in names_read(axis) for axis in axes)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss has a KL to a reference policy."""
         return self.reference_kl is not None or self.unbiased_reference_kl is not None

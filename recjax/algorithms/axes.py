@@ -139,8 +139,8 @@ READABLE = {
     "mask": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "weight": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "correction": [*EVERYWHERE, *MICRO_BATCH],
-    "regularizer": ["completion_mask", "foreign", "logprobs", "behaviour_logprobs"],
-    "reduction": ["per_token", "completion_mask"],
+    "regularizer": [*(name for name in EVERYWHERE if name != "advantages"), "logprobs", "behaviour_logprobs"],
+    "reduction": ["per_token", "completion_mask", "trajectories"],
 }
 
 

@@ -7,8 +7,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from recjax.algorithms.losses import Algorithm, RowTerms, token_terms
 from recjax.algorithms.ratios import log_ratio as masked_log_ratio
-from recjax.algorithms.ratios import per_token
+from recjax.algorithms.ratios import per_token, sequence_sum
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
+from recjax.algorithms.trajectories import one_per_trajectory
 
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
 
@@ -53,7 +54,9 @@ def behaviour_kl(
 
 
 def effective_sample_size(
-    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
     """The share of completions that importance weighting would leave effective.
 
@@ -62,9 +65,10 @@ def effective_sample_size(
     Args:
         log_ratio: log π − log μ.
         completion_mask: rows without a valid token do not count.
+        trajectories: equal for rows of one completion; None: each row is one.
     """
-    rows = jnp.any(completion_mask, axis=-1)
-    log_weights = jnp.sum(jnp.where(completion_mask, log_ratio, 0.0), axis=-1)
+    rows = one_per_trajectory(jnp.any(completion_mask, axis=-1), trajectories)
+    log_weights = sequence_sum(log_ratio, completion_mask, trajectories)[:, 0]
     log_size = 2 * jax.nn.logsumexp(log_weights, where=rows) - jax.nn.logsumexp(2 * log_weights, where=rows)
     count = jnp.sum(rows)
     return jnp.where(count > 0, jnp.exp(log_size) / jnp.maximum(count, 1), 0.0)
@@ -90,12 +94,13 @@ def diagnose(
 ) -> dict[str, Float[Array, ""]]:
     """Scalars of a whole batch, by name; those of the ratio are left out where there are no behaviour log-probs.
 
-    Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept.
+    Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept. Rows of
+    a trajectory count as one.
     """
-    real = jnp.maximum(jnp.sum(jnp.any(completion_mask, axis=-1)), 1)
+    real = jnp.maximum(jnp.sum(one_per_trajectory(jnp.any(completion_mask, axis=-1), rows.trajectories)), 1)
     scalars = {
         "entropy": token_average(entropy, completion_mask),
-        "kept_fraction": jnp.sum(rows.kept) / real,
+        "kept_fraction": jnp.sum(one_per_trajectory(rows.kept, rows.trajectories)) / real,
         "advantage/mean_square": _kept_mean(jnp.square(rows.advantages), rows, completion_mask),
         "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
         "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
@@ -109,12 +114,13 @@ def diagnose(
     scalars |= {f"clip_fraction/{name}": value for name, value in clipped.items()}
     for estimator in ("k1", "k2", "k3"):
         scalars[f"behaviour_kl/{estimator}"] = behaviour_kl(log_ratio, completion_mask, estimator=estimator)
-    scalars["effective_sample_size"] = effective_sample_size(log_ratio, completion_mask)
+    scalars["effective_sample_size"] = effective_sample_size(log_ratio, completion_mask, rows.trajectories)
     return jax.lax.stop_gradient(scalars)
 
 
 def _kept_mean(values, rows: RowTerms, completion_mask):
-    """The mean over the rows kept; of values of tokens, over their tokens."""
+    """The mean over the completions kept; of values of tokens, over their tokens."""
     if values.ndim == 2:
         return token_average(values, completion_mask & rows.kept[:, None])
-    return jnp.sum(jnp.where(rows.kept, values, 0.0)) / jnp.maximum(jnp.sum(rows.kept), 1)
+    kept = one_per_trajectory(rows.kept, rows.trajectories)
+    return jnp.sum(jnp.where(kept, values, 0.0)) / jnp.maximum(jnp.sum(kept), 1)

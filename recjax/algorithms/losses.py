@@ -14,9 +14,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.consistency import pairwise_consistency_loss
-from recjax.algorithms.ratios import bounded_exp, log_ratio, per_token
+from recjax.algorithms.options import require
+from recjax.algorithms.ratios import bounded_exp, log_ratio, per_token, sequence_sum
 from recjax.algorithms.reading import call, is_of_whole_batch
 from recjax.algorithms.reduce import SumAndCount
+from recjax.algorithms.trajectories import first_rows, one_per_trajectory, trajectory_sums
 
 
 class Scored(NamedTuple):
@@ -37,6 +39,7 @@ class RowTerms(NamedTuple):
     mask: of clip and mask where these are of the whole batch.
     proximal_logprobs: log π before the update, where the algorithm reads it.
     teacher_logprobs: of a teacher, where the algorithm reads them.
+    trajectories: equal for rows of one completion, which stay in one micro-batch; None: each row is one.
     """
 
     advantages: Float[Array, "batch *rest"]
@@ -48,6 +51,7 @@ class RowTerms(NamedTuple):
     mask: Bool[Array, "batch time"] | None = None
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
+    trajectories: Int[Array, " batch"] | None = None
 
 
 class TokenTerms(NamedTuple):
@@ -88,6 +92,7 @@ def row_terms(
     part_weights: Mapping[str, Float[Array, " batch"]] | None = None,
     scored: Scored | None = None,
     teacher_logprobs: Float[Array, "batch time"] | None = None,
+    trajectories: Int[Array, " batch"] | None = None,
 ) -> RowTerms:
     """Selection, advantages, row weights and masks of a whole batch; take it before micro-batches are cut.
 
@@ -104,21 +109,32 @@ def row_terms(
         part_weights: by name of a part.
         scored: of the scoring pass; its values are ignored where masked.
         teacher_logprobs: of a teacher, at each token; ignored where masked.
+        trajectories: equal for rows of one completion, whose rewards are equal too; None: each row is one.
     Raises:
-        ValueError: an input that the algorithm reads is None.
+        ValueError: an input that the algorithm reads is None; advantages of tokens beside trajectories.
     """
+    # Selection, advantages and weights are of completions: of the first row of each, which gives them to the others.
+    first = None if trajectories is None else first_rows(trajectories, row_mask)
     values = {"rewards": rewards, "group_ids": group_ids, "key": key, "foreign": foreign}
     values |= {"reward_parts": reward_parts, "part_weights": part_weights, "completion_mask": completion_mask}
+    values["trajectories"] = trajectories
     if completion_mask is not None:
-        values["lengths"] = jnp.sum(completion_mask, axis=-1)
-    kept = call(algorithm.selection, values | {"kept": row_mask})
-    values["kept"] = kept
+        lengths = jnp.sum(completion_mask, axis=-1)
+        values["lengths"] = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
+    kept = call(algorithm.selection, values | {"kept": first.is_first if first else row_mask})
+    values["kept"], kept = kept, row_mask & first.shared(kept) if first else kept
     if completion_mask is not None:
         values["completion_mask"] = completion_mask & kept[:, None]
     if scored is not None:
         values |= _scored_values(scored, completion_mask & kept[:, None])
     values["advantages"] = advantages = call(algorithm.advantage, values)
     weights = call(algorithm.row_weight, values)
+    if first:
+        remedy = "must be [batch], of whole trajectories; choose such a function"
+        require(advantages.ndim == 1, "advantages", advantages.shape, remedy)
+        advantages, weights = first.shared(advantages), weights if weights.ndim == 2 else first.shared(weights)
+        advantages = jnp.where(kept, advantages, 0.0)
+        values |= {"advantages": advantages, "kept": kept}
     masks = [call(function, values) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
     return jax.lax.stop_gradient(
         RowTerms(
@@ -131,6 +147,7 @@ def row_terms(
             mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
             proximal_logprobs=values["scored_logprobs"] if scored is not None else None,
             teacher_logprobs=teacher_logprobs,
+            trajectories=trajectories,
         )
     )
 
@@ -161,7 +178,7 @@ def token_terms(
     logprobs = jax.lax.stop_gradient(jnp.where(mask, logprobs, 0.0))
     behaviour_logprobs = jnp.where(mask, _behaviour(algorithm, logprobs, behaviour_logprobs), 0.0)
     values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
-    values |= {"foreign": rows.foreign, "advantages": per_token(rows.advantages)}
+    values |= {"foreign": rows.foreign, "advantages": per_token(rows.advantages), "trajectories": rows.trajectories}
     if rows.proximal_logprobs is not None:
         values["proximal_logprobs"] = jnp.where(mask, rows.proximal_logprobs, 0.0)
     if algorithm.distillation is not None:
@@ -214,7 +231,7 @@ def token_loss(
     logprobs = jnp.where(mask, logprobs, 0.0)
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
     values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
-    values["foreign"] = rows.foreign
+    values |= {"foreign": rows.foreign, "trajectories": rows.trajectories}
     terms = -coefficients * logprobs + call(algorithm.regularizer, values)
     if algorithm.needs_reference:
         if reference_logprobs is None:
@@ -251,7 +268,8 @@ def policy_gradient(
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
-    return algorithm.reduction(of_tokens, completion_mask & rows.kept[:, None])
+    values = {"per_token": of_tokens, "completion_mask": completion_mask & rows.kept[:, None]}
+    return call(algorithm.reduction, values | {"trajectories": rows.trajectories})
 
 
 def pairwise_consistency(
@@ -271,8 +289,8 @@ def pairwise_consistency(
     """
     del reference_logprobs, entropy
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    policy, anchor = (jnp.sum(jnp.where(completion_mask, x, 0.0), axis=-1) for x in (logprobs, behaviour_logprobs))
-    kept = rows.kept & jnp.any(completion_mask, axis=-1)
+    policy, anchor = (sequence_sum(x, completion_mask, rows.trajectories)[:, 0] for x in (logprobs, behaviour_logprobs))
+    kept = one_per_trajectory(rows.kept & jnp.any(completion_mask, axis=-1), rows.trajectories)
     return pairwise_consistency_loss(policy, anchor, rows.rewards, rows.weights, rows.group_ids, kept, tau=tau)
 
 
@@ -288,7 +306,8 @@ def loss(
 ) -> SumAndCount:
     """The loss of any micro-batch, as a sum and a count; add both over micro-batches and devices, then divide once.
 
-    Args: those of `token_loss`. For the pairwise objective, rows of a group must be in the same micro-batch.
+    Args: those of `token_loss`. Rows of a trajectory, and for the pairwise objective those of a group, must be
+    in the same micro-batch.
     Returns:
         Sum and count under the algorithm's reduction (for the pairwise objective, over groups). Both are 0 where no row
         is kept.

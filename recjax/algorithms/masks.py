@@ -6,7 +6,7 @@ What is masked stays in the denominator of a mean, as a clipped token does.
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.options import require
 from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
@@ -21,6 +21,7 @@ def off_policy_negatives_mask(
     log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
     *,
     delta: float = 0.5,
 ) -> Bool[Array, "batch time"]:
@@ -30,16 +31,18 @@ def off_policy_negatives_mask(
         log_ratio: log ρ of each token.
         advantages: only the sign is read.
         completion_mask: True at tokens that count.
+        trajectories: equal for rows of one completion; None: each row is one.
         delta: in nats per token.
     Reference: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking).
     """
-    left = -sequence_mean(log_ratio, completion_mask) > delta
+    left = -sequence_mean(log_ratio, completion_mask, trajectories) > delta
     return jnp.broadcast_to(~(left & (per_token(advantages) < 0)), log_ratio.shape)
 
 
 def sequence_band_mask(
     log_ratio: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
     *,
     level: Literal["mean", "product"] = "mean",
     low: float = 0.99,
@@ -53,6 +56,7 @@ def sequence_band_mask(
     Args:
         log_ratio: log ρ of each token.
         completion_mask: True at tokens that count.
+        trajectories: equal for rows of one completion; None: each row is one.
         level: which ratio of a completion, the geometric mean or the product.
         low: least ratio, from 0 to 1.
         high: largest ratio, 1 or more.
@@ -62,7 +66,7 @@ def sequence_band_mask(
     """
     require(0 <= low <= 1, "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
-    whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask)
+    whole = {"mean": sequence_mean, "product": sequence_sum}[level](log_ratio, completion_mask, trajectories)
     least = jnp.log(jnp.float32(low))
     return jnp.broadcast_to((whole >= least) & (whole <= jnp.log(jnp.float32(high))), log_ratio.shape)
 

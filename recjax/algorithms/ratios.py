@@ -4,9 +4,10 @@ The functions of the axis `ratio` map the log-ratio of each token to the log-rat
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.options import require
+from recjax.algorithms.trajectories import trajectory_sums
 
 # e^20 ≈ 5e8: beyond every clip range, and its square is far from overflowing float32.
 MAX_LOG_RATIO = 20.0
@@ -36,18 +37,22 @@ def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def sequence_sum(
-    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    per_token: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch 1"]:
-    """The sum over the tokens of each completion, whatever turns or gaps it has."""
-    return jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1, keepdims=True)
+    """The sum over the tokens of each completion, whatever turns, gaps or rows it has."""
+    return trajectory_sums(jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1), trajectories)[:, None]
 
 
 def sequence_mean(
-    per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    per_token: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch 1"]:
-    """The mean over the tokens of each completion, whatever turns or gaps it has; 0 without a token."""
-    lengths = jnp.sum(completion_mask, axis=-1, keepdims=True, dtype=per_token.dtype)
-    return sequence_sum(per_token, completion_mask) / jnp.maximum(lengths, 1.0)
+    """The mean over the tokens of each completion, whatever turns, gaps or rows it has; 0 without a token."""
+    lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype), trajectories)[:, None]
+    return sequence_sum(per_token, completion_mask, trajectories) / jnp.maximum(lengths, 1.0)
 
 
 def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
@@ -56,26 +61,31 @@ def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch ti
 
 
 def sequence_mean_ratio(
-    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch time"]:
     """The geometric mean over the completion, for each of its tokens: (1/L) Σ_t log ρ_t.
 
     Reference: arXiv 2507.18071 (GSPO).
     """
-    return jnp.broadcast_to(sequence_mean(log_ratio, completion_mask), log_ratio.shape)
+    return jnp.broadcast_to(sequence_mean(log_ratio, completion_mask, trajectories), log_ratio.shape)
 
 
 def sequence_product_ratio(
-    log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
+    log_ratio: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch time"]:
     """The ratio of the whole completion, for each of its tokens: Σ_t log ρ_t."""
-    return jnp.broadcast_to(sequence_sum(log_ratio, completion_mask), log_ratio.shape)
+    return jnp.broadcast_to(sequence_sum(log_ratio, completion_mask, trajectories), log_ratio.shape)
 
 
 def clipped_sequence_mean_ratio(
     log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
     *,
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
@@ -89,6 +99,7 @@ def clipped_sequence_mean_ratio(
         log_ratio: log ρ of each token.
         advantages: only the sign is read.
         completion_mask: True at tokens that count.
+        trajectories: equal for rows of one completion; None: each row is one.
         epsilon_low: in units of log ρ, 0 or more.
         epsilon_high: in units of log ρ, 0 or more.
     Raises:
@@ -99,7 +110,7 @@ def clipped_sequence_mean_ratio(
     require(epsilon_high >= 0, "epsilon_high", epsilon_high, "must be 0 or more")
     up = per_token(advantages) >= 0
     clipped = jnp.where(up, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
-    return jnp.broadcast_to(sequence_mean(clipped, completion_mask), log_ratio.shape)
+    return jnp.broadcast_to(sequence_mean(clipped, completion_mask, trajectories), log_ratio.shape)
 
 
 def per_token(values: Float[Array, "batch *rest"]) -> Float[Array, "batch #time"]:

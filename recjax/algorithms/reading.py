@@ -15,6 +15,7 @@ EVERYWHERE = {
     "advantages": "A, [batch] or [batch, time]; inside the loss always the latter, or [batch, 1]",
     "completion_mask": "[batch, time], True at tokens that count: sampled by the behaviour policy, in rows kept",
     "foreign": "[batch], True where the completion is another model's",
+    "trajectories": "[batch], equal for rows of one completion; None where each row is one, so its default is None",
 }
 MICRO_BATCH = {
     "ratio": "ρ = π/anchor at the level of the axis `ratio`, [batch, time]; of `correction`: anchor/μ",
@@ -44,6 +45,13 @@ def base(function: Callable) -> Callable:
 
 
 @functools.cache
+def _optional(function: Callable) -> frozenset[str]:
+    """Those of its positional parameters that may be None."""
+    parameters = inspect.signature(base(function)).parameters.values()
+    return frozenset(one.name for one in parameters if one.default is None)
+
+
+@functools.cache
 def names_read(function: Callable) -> tuple[str, ...]:
     """The names of a function's positional parameters."""
     parameters = inspect.signature(base(function)).parameters.values()
@@ -62,10 +70,10 @@ def call(function: Callable, values: Mapping[str, Any]) -> Any:
         ValueError: something that it reads is not there, or None.
     """
     for name in names_read(function):
-        if values.get(name) is None:
+        if values.get(name) is None and name not in _optional(function):
             title = getattr(base(function), "__name__", repr(function))
             raise ValueError(f"{name} = None: {title} reads it; pass it, or choose another function for this axis")
-    return function(*(values[name] for name in names_read(function)))
+    return function(*(values.get(name) for name in names_read(function)))
 
 
 def check_names(place: str, name: str, function: Callable, known: Iterable[str]) -> None:

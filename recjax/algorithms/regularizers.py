@@ -6,10 +6,11 @@ All are zero, with zero gradient, where masked.
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.options import require
-from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference
+from recjax.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, log_difference, sequence_sum
+from recjax.algorithms.trajectories import trajectory_sums
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -67,26 +68,29 @@ def squared_log_ratio_per_completion(
     logprobs: Float[Array, "batch time"],
     behaviour_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
     *,
     tau: float = 0.1,
 ) -> Float[Array, "batch time"]:
     """A pull of every completion back to the behaviour policy.
 
-    (τ/2) (Σ_t [log π_t − log μ_t])², spread evenly over the completion's tokens: a row sums to the paper's term, and
-    every reduction treats it like the row's policy-gradient term.
+    (τ/2) (Σ_t [log π_t − log μ_t])², spread evenly over the completion's tokens: it sums to the paper's term, and
+    every reduction treats it like the completion's policy-gradient term.
 
     Args:
         logprobs: log π of each token; ignored where masked.
         behaviour_logprobs: log μ, constant; ignored where masked.
+        trajectories: equal for rows of one completion; None: each row is one.
         tau: in units of advantage, 0 or more.
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2509.24203 §2 (OPMD).
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
-    row = jnp.sum(log_difference(logprobs, behaviour_logprobs, completion_mask), axis=-1, keepdims=True)
-    lengths = jnp.maximum(jnp.sum(completion_mask, axis=-1, keepdims=True), 1)
-    return jnp.where(completion_mask, tau / 2 * jnp.square(row) / lengths, 0.0)
+    difference = log_difference(logprobs, behaviour_logprobs, completion_mask)
+    whole = sequence_sum(difference, completion_mask, trajectories)
+    lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=difference.dtype), trajectories)[:, None]
+    return jnp.where(completion_mask, tau / 2 * jnp.square(whole) / jnp.maximum(lengths, 1.0), 0.0)
 
 
 def kl_estimate(log_ratio: Float[Array, "..."], estimator: KLEstimator) -> Float[Array, "..."]:

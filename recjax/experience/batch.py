@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import TaskConfig
 from recjax.experience.group import Completion, Grade, Group
@@ -23,6 +23,8 @@ class Batch(NamedTuple):
     accurate: the answer is right, whatever else the reward is of.
     reward_parts: the named terms, not weighted, that the reward is the weighted sum of; NaN where a row has none.
     part_weights: the weight of each of these parts, equal in all rows; empty where nothing reads it.
+    token_mask: of trajectories, True at real tokens, what stands between turns among them; None: as completion_mask.
+    trajectories: equal for rows of one completion; None: each row is one.
     """
 
     prompts: Int[np.ndarray, "prompts prompt_time"]
@@ -37,6 +39,13 @@ class Batch(NamedTuple):
     accurate: Bool[np.ndarray, " batch"]
     reward_parts: dict[str, Float[np.ndarray, " batch"]]
     part_weights: dict[str, Float[np.ndarray, " batch"]] = {}
+    token_mask: Bool[np.ndarray, "batch time"] | None = None
+    trajectories: Int[np.ndarray, " batch"] | None = None
+
+    @property
+    def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
+        """True at tokens that a row goes on from."""
+        return self.completion_mask if self.token_mask is None else self.token_mask
 
 
 class Shape(NamedTuple):
@@ -107,8 +116,9 @@ def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequen
     for name, one in zip(names, completions, strict=True):
         if not one.mask.all():
             raise ValueError(
-                f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask); this"
-                " version trains on completions that were sampled from their first token to their last"
+                f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask); a"
+                " run trains on the trajectories of its own agent, and of a store on completions that were sampled from"
+                " their first token to their last"
             )
     _fill(batch.completions, batch.completion_mask, rows, [one.tokens for one in completions], names)
     if batch.behaviour_logprobs is not None:

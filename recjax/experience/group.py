@@ -24,8 +24,26 @@ class Grade(NamedTuple):
     failure: str | None = None
 
 
+class Row(NamedTuple):
+    """A sequence that a policy wrote parts of: a turn or several, each of which goes on from all that is before it.
+
+    prompt_tokens: what its first turn follows.
+    tokens: all that comes after, turns and what stands between them.
+    mask, behaviour_logprobs: as in `Completion`; the latter are 0 where the mask is False.
+    """
+
+    prompt_tokens: Int[np.ndarray, " prompt_time"]
+    tokens: Int[np.ndarray, " time"]
+    mask: Bool[np.ndarray, " time"]
+    behaviour_logprobs: Float[np.ndarray, " time"] | None
+
+
 class Completion(NamedTuple):
-    """One answer to a group's prompt, whoever gave it; ragged host arrays.
+    """One answer to a group's prompt, whoever gave it, in one turn or in many; ragged host arrays.
+
+    The trajectory of an agent is one completion: it has one grade and one advantage, and usually one row. Where a turn
+    does not go on from what is before it, because a template has dropped something or a context was cut, it begins a
+    further row.
 
     id: given to no other completion of a run or a store.
     source: who sampled it.
@@ -37,6 +55,8 @@ class Completion(NamedTuple):
         another model.
     truncated: whether it ran into the token limit.
     grade: None while it is still to come.
+    prompt_tokens: what it follows, where that is an agent's own context; None: its group's prompt.
+    further: an agent's further rows.
     """
 
     id: str
@@ -49,6 +69,13 @@ class Completion(NamedTuple):
     policy_version: int | None
     truncated: bool
     grade: Grade | None = None
+    prompt_tokens: Int[np.ndarray, " prompt_time"] | None = None
+    further: tuple[Row, ...] = ()
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy chose, in all rows."""
+        return int(sum(row.mask.sum() for row in (self, *self.further)))
 
 
 class Group(NamedTuple):

@@ -265,7 +265,7 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
         else:
             left["no_signal"] += 1
             left["no_signal_completions"] += len(group.completions)
-            left["no_signal_tokens"] += sum(len(completion.tokens) for completion in group.completions)
+            left["no_signal_tokens"] += sum(completion.sampled_tokens for completion in group.completions)
     fresh = _kept(queue._replace(waiting=tuple(kept), left=left), replay.fresh(ready, step, limits), ready, "stale")
     excess = max(len(fresh.ready) - limits.capacity, 0)
     return _kept(fresh, fresh.ready[excess:], fresh.ready, "capacity")

@@ -1,21 +1,47 @@
-"""Groups as rows of a store, and rows as groups."""
+"""Groups as rows of a store, and rows as groups.
+
+A completion is a row, and a trajectory that has further rows is as many; they share its id as their `trajectory`, its
+text and its reward.
+"""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.store import Experience
 from recjax.models.sampling import Sampling
 
 
 def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> list[Experience]:
-    """One row a completion, in order.
+    """One row a completion, and one for each further row of it, in order.
 
     Args:
         tokenizer: of the tokens' vocabulary; see `tokenise.tokenizer_name`.
         time: when the rows are written.
     """
-    return [_row(group, completion, tokenizer, time) for group in groups for completion in group.completions]
+    return [
+        row for group in groups for completion in group.completions for row in _rows(group, completion, tokenizer, time)
+    ]
+
+
+def _rows(group: Group, completion: Completion, tokenizer: str | None, time: datetime) -> list[Experience]:
+    first = _row(group, completion, tokenizer, time)
+    if completion.prompt_tokens is None:
+        return [first]
+    first = first._replace(prompt_tokens=completion.prompt_tokens, trajectory=first.id)
+    return [
+        first,
+        *(
+            first._replace(
+                id=f"{first.id}+{place}",
+                prompt_tokens=row.prompt_tokens,
+                completion_tokens=row.tokens,
+                completion_mask=row.mask,
+                behaviour_logprobs=row.behaviour_logprobs,
+            )
+            for place, row in enumerate(completion.further, 1)
+        ),
+    ]
 
 
 def _row(group: Group, completion: Completion, tokenizer: str | None, time: datetime) -> Experience:
@@ -57,10 +83,19 @@ def group_of(name: str, rows: Sequence[Experience]) -> Group:
     """Rows with tokens, of one prompt, as a group of that name."""
     first = rows[0]
     prompt = first.messages if first.prompt is None else first.prompt
-    return Group(name, first.prompt_tokens, tuple(map(_completion, rows)), prompt, first.answer)
+    trajectories: dict[str, list[Experience]] = {}
+    for row in rows:
+        trajectories.setdefault(row.trajectory or row.id, []).append(row)
+    return Group(name, first.prompt_tokens, tuple(map(_completion, trajectories.values())), prompt, first.answer)
 
 
-def _completion(row: Experience) -> Completion:
+def _completion(rows: Sequence[Experience]) -> Completion:
+    row, *others = rows
+    if row.trajectory is not None and row.id != row.trajectory:
+        raise ValueError(
+            f"row {row.id!r} is a part of the trajectory {row.trajectory!r}, whose first row is not before it; bring"
+            " that back, or remove the other rows of the trajectory as well"
+        )
     sampling = Sampling(row.temperature, row.top_k, row.top_p)
     return Completion(
         id=row.id,
@@ -73,4 +108,9 @@ def _completion(row: Experience) -> Completion:
         policy_version=row.policy_version,
         truncated=row.truncated,
         grade=None if row.reward is None else Grade(row.reward, row.reward_parts, row.accurate),
+        prompt_tokens=None if row.trajectory is None else row.prompt_tokens,
+        further=tuple(
+            Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behaviour_logprobs)
+            for other in others
+        ),
     )

@@ -32,7 +32,8 @@ def load_groups(folder: str | Path, policy: Policy) -> list[Group]:
     rows, firsts = tokenised(read(folder), policy), {}
     for row in rows:
         first = firsts.setdefault(row.group_id, row)
-        if not np.array_equal(row.prompt_tokens, first.prompt_tokens):
+        own = row.trajectory is not None  # an agent's context, and not the question
+        if not (own or np.array_equal(row.prompt_tokens, first.prompt_tokens)):
             raise ValueError(
                 f"{folder}: group {row.group_id!r} has two prompts, those of rows {first.id!r} and {row.id!r};"
                 " rewards are compared between answers to one question, so import them as groups of their own"

@@ -22,7 +22,8 @@ from recjax.experience.store_checks import check_rows, check_schema
 from recjax.manifest import size_and_digest, sync_folder
 from recjax.whole_files import writing
 
-VERSION = "1"
+VERSION = "2"
+_READABLE = ("1", VERSION)  # the first had no trajectories
 _VERSION_KEY = b"recjax.experience.version"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
@@ -49,6 +50,7 @@ SCHEMA = pa.schema(
         ("top_k", pa.int32()),
         ("top_p", pa.float64()),
         ("time", pa.timestamp("us", tz="UTC")),
+        ("trajectory", pa.string()),
     ],
     metadata={_VERSION_KEY: VERSION.encode()},
 )
@@ -61,6 +63,7 @@ class Experience(NamedTuple):
     are of. completion_mask is True at tokens that the behaviour policy chose; behaviour_logprobs are under the
     distribution that sampled them, which temperature, top_k and top_p describe. A row without a reward is pending.
     policy_version counts the optimiser updates of the weights that sampled the row; None: of another model.
+    trajectory: of an agent's rows the id of the first one, whose prompt_tokens are each row's own; else None.
     """
 
     id: str
@@ -84,6 +87,7 @@ class Experience(NamedTuple):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    trajectory: str | None = None
 
 
 _ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behaviour_logprobs")
@@ -207,11 +211,19 @@ def read_part(part: Path) -> pa.Table:
     Raises:
         ValueError: as `read`.
     """
-    table = read_columns(part)
+    table = _as_now(read_columns(part))
     check_schema(table.schema, SCHEMA, str(part))
     table = table.select(SCHEMA.names).cast(SCHEMA)
     check_rows(table, lambda row: f"{part}: row {row}")
     return table
+
+
+def _as_now(table: pa.Table) -> pa.Table:
+    """A table of an earlier version as one of this; rows were no parts of trajectories then."""
+    was_first = (table.schema.metadata or {}).get(_VERSION_KEY) == _READABLE[0].encode()
+    if not was_first or "trajectory" in table.schema.names:
+        return table
+    return table.append_column(SCHEMA.field("trajectory"), pa.nulls(len(table), pa.string()))
 
 
 def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
@@ -226,11 +238,11 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{part} cannot be read ({error}); move it away, or bring it back from a copy") from error
     found = (table.schema.metadata or {}).get(_VERSION_KEY)
-    if found != VERSION.encode():
+    if found not in [version.encode() for version in _READABLE]:
         was = f"of version {found.decode()!r}" if found else "not marked as one"
         raise ValueError(
-            f"{part}: this recjax reads experience of version {VERSION!r}, and the file is {was}; read it with the"
-            " recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
+            f"{part}: this recjax reads experience of versions {' and '.join(_READABLE)}, and the file is {was}; read"
+            " it with the recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
         )
     if not table.num_rows:
         raise ValueError(f"{part} holds no rows; a part of a store has at least one, so remove the file")
@@ -291,7 +303,7 @@ def to_bytes(rows: Sequence[Experience]) -> bytes:
 
 def from_bytes(parquet: bytes) -> list[Experience]:
     """The rows that `to_bytes` wrote."""
-    return list(to_rows(pq.read_table(pa.BufferReader(parquet))))
+    return list(to_rows(_as_now(pq.read_table(pa.BufferReader(parquet)))))
 
 
 def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:

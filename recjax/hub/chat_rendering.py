@@ -64,7 +64,7 @@ def _answer(writer: int, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Cha
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _limit(limit)
-        answer = _rendered(tokenizer, chats)
+        answer = rendered(tokenizer, chats)
         with os.fdopen(writer, "wb") as file:
             pickle.dump(answer, file)
     finally:
@@ -74,16 +74,31 @@ def _answer(writer: int, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Cha
 def _limit(seconds: float) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 2, int(seconds) + 2))
+    limit_memory()
+
+
+def limit_memory() -> None:
+    """Leaves this process, a fork, the memory of a template beside what it has."""
+    with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm", encoding="ascii") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + _MEMORY_BYTES, now + _MEMORY_BYTES))
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tuple[list[str] | None, str]:
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], tools: Sequence[dict] | None = None
+) -> tuple[list[str] | None, str]:
+    """In a fork: the texts; or None, and what the template refuses.
+
+    Args:
+        tools: JSON schemas of functions that the template tells the model of.
+    """
     texts = []
     for chat in chats:
         try:
-            texts.append(tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True))
+            texts.append(
+                tokenizer.apply_chat_template(list(chat), tools=tools, tokenize=False, add_generation_prompt=True)
+            )
         except MemoryError:
             return None, f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"
         except Exception as error:  # what a template's own operations raise is anything

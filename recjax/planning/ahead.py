@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.hub.policy import attention_kernel, teacher_decoder
 from recjax.models.placement import ROWS, laid_out, param_shardings
@@ -65,8 +66,11 @@ def plan(config: Config, target: Target) -> Plan:
     """Shapes and layout of a run on a target's devices; reads no weights.
 
     Raises:
-        ValueError: an invalid config, or a mesh that does not divide the devices or the model.
+        ValueError: an invalid config, one with an agent, or a mesh that does not divide the devices or the model.
     """
+    if config.task.agent:
+        remedy = "the programs of agents are not known ahead; remove it, and see what one turn needs"
+        require(False, "task.agent", config.task.agent, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
     known = resolve(config)

@@ -112,6 +112,8 @@ def most_completions(config: Config) -> int:
 def batch_shape(config: Config, prompt_tokens: int) -> Shape:
     """The shape of the batches that a run samples."""
     rollout = config.rollout
+    if config.task.agent:
+        return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
     return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
 
 
@@ -143,7 +145,8 @@ def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtyp
         rows, tokens = shape_for(config, shape)
         inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 4
         return inputs, rows * tokens, f"{rows} packed rows × {tokens} tokens"
-    shape = shape._replace(prompts=config.prompts_per_micro_batch())
+    rows = config.rollout.group_size if config.task.agent else 1
+    shape = shape._replace(prompts=config.prompts_per_micro_batch() * rows)
     batch, rows = batch_arrays(shape), shape.prompts * shape.group
     words = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
     return [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask], rows * shape.time, words

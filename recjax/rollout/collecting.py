@@ -87,7 +87,7 @@ def sample_completions(
         sampling: the distribution.
     Reference: arXiv 2509.24203 §2 (behaviour policy μ).
     """
-    keys = on_host(_row_keys(key, len(prompts) * group_size))
+    keys = on_host(row_keys(key, len(prompts) * group_size))
     prefixes = [tokens[real] for tokens, real in zip(prompts, prompt_mask, strict=True)]
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
     tickets = engine.admit(requests, group_size)
@@ -96,7 +96,8 @@ def sample_completions(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _row_keys(key: PRNGKeyArray, rows: int) -> Array:
+def row_keys(key: PRNGKeyArray, rows: int) -> Array:
+    """Key data of each completion of a batch."""
     return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows)))
 
 

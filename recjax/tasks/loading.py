@@ -10,7 +10,7 @@ from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import load_reward
+from recjax.tasks.grading.reward import ROWS, TURNS, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -27,7 +27,11 @@ def load_task(config: Config) -> Task:
         ValueError: bad data, or too little of it.
     """
     name = config.task.reward_name()
-    reward = load_reward(name, config.task.reward_weights, config.task.overlong_tokens is not None)
+    weights = config.task.reward_weights
+    if config.task.agent:
+        # Of the task's reward where that is named; others are of what the agent returns, and of its turns.
+        weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
+    reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
@@ -38,7 +42,7 @@ def load_task(config: Config) -> Task:
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    if config.task.reward_weights and not reward.per_row:
+    if weights and not reward.per_row:
         check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
     return Task(kept, evaluation, reward)
 

@@ -14,9 +14,11 @@ import numpy as np
 from recjax.config import Config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Group
+from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
+from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.prompts import Prompts
@@ -35,7 +37,14 @@ class Answered(NamedTuple):
 
 
 def answered(
-    config: Config, policy: Policy, params: dict, prompts: Prompts, grading: Grading, step: int, first: int = 0
+    config: Config,
+    policy: Policy,
+    params: dict,
+    prompts: Prompts,
+    grading: Grading,
+    step: int,
+    first: int = 0,
+    agents: Agents | None = None,
 ) -> Iterator[Answered]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
@@ -44,26 +53,26 @@ def answered(
     Args:
         grading: open.
         first: where to begin, a multiple of `rollout.prompts_per_step`: the parts before it are done.
+        agents: open; None where the config names none.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 2), step)
     for start in range(first, count, size):
         # Filled up with repeats, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
-        groups = sample_groups(
-            policy,
-            params,
-            asked,
-            jax.random.fold_in(key, start),
-            settings.samples,
-            config.rollout.max_completion_tokens,
-            settings.sampling(),
-            name=f"{start:06d}",
-            source="policy",
-            version=step,
-        )[:problems]
-        asked = asked.take(np.arange(problems))
-        yield Answered(start, asked, with_grades(groups, submit(groups, asked, grading).result()))
+        part_key, sampling = jax.random.fold_in(key, start), settings.sampling()
+        names = {"name": f"{start:06d}", "source": "policy", "version": step}
+        if agents:
+            asked = asked.take(np.arange(problems))
+            groups, grades = agents.sample_groups(
+                policy, params, asked, part_key, settings.samples, sampling, grading, **names
+            )
+        else:
+            longest = config.rollout.max_completion_tokens
+            groups = sample_groups(policy, params, asked, part_key, settings.samples, longest, sampling, **names)
+            groups, asked = groups[:problems], asked.take(np.arange(problems))
+            grades = submit(groups, asked, grading)
+        yield Answered(start, asked, with_grades(groups, grades.result()))
 
 
 def sample_rows(done: Answered) -> list[dict]:
@@ -80,7 +89,7 @@ def sample_rows(done: Answered) -> list[dict]:
             "accurate": completion.grade.accurate,
             "ungraded": completion.grade.failure if completion.grade.failure not in (None, FAILURES[0]) else None,
             "truncated": completion.truncated,
-            "tokens": len(completion.tokens),
+            "tokens": completion.sampled_tokens,
         }
         for place, group in enumerate(done.groups)
         for completion in group.completions
@@ -122,15 +131,17 @@ def evaluate(
     grading: Grading,
     step: int,
     initial_params: dict | None = None,
+    agents: Agents | None = None,
 ) -> Evaluation:
     """The evaluation of a training run after `step` updates.
 
     Args:
         grading: open.
         initial_params: π_0, for the KL to it; None leaves that out.
+        agents: as of `answered`.
     """
     divergence, tokens, samples = 0.0, 0, []
-    for done in answered(config, policy, params, prompts, grading, step):
+    for done in answered(config, policy, params, prompts, grading, step, agents=agents):
         if initial_params is not None:
             difference, count = _log_ratio_to(initial_params, config, policy, done)
             divergence, tokens = divergence + difference, tokens + count
@@ -145,12 +156,16 @@ def evaluate(
 def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) -> tuple[float, int]:
     """Σ (log μ − log π) over all tokens, μ being who sampled them and π that of `params`; the number of tokens."""
     settings, rollout = config.evaluation, config.rollout
-    lengths = done.prompts.tokens.shape[1], rollout.max_completion_tokens
-    batch = pad(done.groups, Shape(rollout.prompts_per_step, settings.samples, *lengths))
+    if config.task.agent:
+        rows = rollout.prompts_per_step * settings.samples
+        batch, _ = pad_trajectories(done.groups, rollout.max_context_tokens - 1, (1, rows), together=False)
+    else:
+        lengths = done.prompts.tokens.shape[1], rollout.max_completion_tokens
+        batch = pad(done.groups, Shape(rollout.prompts_per_step, settings.samples, *lengths))
     logprobs, _ = _logprobs(
         policy.decoder,
         params,
-        *put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask)),
+        *put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens)),
         sampling=settings.sampling(),
         chunk=config.model.logprob_chunk,
     )

@@ -19,6 +19,7 @@ from recjax.config import Config
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
+from recjax.experience.trajectories import pad_trajectories
 from recjax.models.placement import put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.plots.training import draw_experience, draw_training
@@ -65,11 +66,11 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         run, state, manager = begin(config, overwrite)
         resumed = manager.latest_step() is not None
         teacher = run.teacher and run.teacher.decoder
-        recipe, micro_batches = recipe_of(config, run.policy.decoder, teacher), config.micro_batches()
+        recipe = recipe_of(config, run.policy.decoder, teacher)
         learning_rate = learning_rate_schedule(config.optimizer, last)
         drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
-        for workers in filter(None, (run.grading, run.generators)):
+        for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)
         stopping = stack.enter_context(_stop_requests())
         if run.generators:
@@ -91,12 +92,12 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             state, groups = next_groups(run, state, step)
 
             # --- Pad.
-            batch = _padded(run, groups, step, micro_batches * row_shards())
+            batch, micro_batches = _padded(run, groups, step)
             learned = to_learn_from(batch, config.task)
 
             # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
             # along only where the algorithm reads them.
-            weights = run.grading.reward.weights if recipe.algorithm.reads("reward_parts") else None
+            weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None
             with run.phases.phase("update"):
                 packed = packed_batch(config, learned)
                 trained, measured = update(
@@ -168,18 +169,30 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group]]:
     return state, groups
 
 
-def _padded(run: Run, groups: list[Group], step: int, multiple: int) -> Batch:
-    """The batch of a step, its prompts filled up to a multiple that micro-batches and devices share equally."""
-    config, shape = run.config, run.shape
+def _padded(run: Run, groups: list[Group], step: int) -> tuple[Batch, int]:
+    """The batch of a step and its micro-batches; filled up so that these and devices share prompts equally."""
+    config, shape, micro_batches = run.config, run.shape, run.config.micro_batches()
+    multiple = micro_batches * row_shards()
     unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
-        batch = pad(groups, shape, logprobs=not unneeded)
+        if run.agents:
+            batch, micro_batches = _padded_trajectories(run, groups, micro_batches)
+        else:
+            batch = pad(groups, shape, logprobs=not unneeded)
     if config.experience is None and config.regime.mode == "sync":
         found = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
         if (found != expected_staleness(step, config.regime)).any():
             raise AssertionError(f"step {step}: staleness {np.unique(found)} is not what the regime says")
-    return batch
+    return batch, micro_batches
+
+
+def _padded_trajectories(run: Run, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
+    """The rows of agents; there may be more than one a trajectory, and then more micro-batches."""
+    algorithm, shape = run.config.algorithm.build(), run.shape
+    rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
+    whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
+    return pad_trajectories(groups, shape.time, (micro_batches, rows), **whole)
 
 
 def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
@@ -187,7 +200,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
     initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
     with run.phases.phase("evaluate"):
         params = combine(state.trained.params, run.frozen)
-        result = evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial)
+        result = evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents)
         if hosts.is_first():
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
     measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}

@@ -122,7 +122,7 @@ def _row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
-    """What the rows of a batch say, those that only fill it up, which have no token, left out.
+    """What the completions of a batch say; rows that only fill it up, which have no token, are left out.
 
     Args:
         step: at which the batch is trained on, from 1.
@@ -132,7 +132,8 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         Means over rows, of each part of the reward over the rows that have it. Staleness is of rows with a policy
         version, and not there without any; `staleness_rows` counts rows by it.
     """
-    real = batch.completion_mask.any(-1)
+    rows = batch.completion_mask.any(-1)
+    real = rows if batch.trajectories is None else rows & _first_of_trajectories(batch.trajectories)
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
     found, counts = np.unique(staleness(step, versions), return_counts=True)
     return {
@@ -144,6 +145,11 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
         "staleness_rows": {str(value): int(count) for value, count in zip(found, counts, strict=True)},
     }
+
+
+def _first_of_trajectories(trajectories: np.ndarray) -> np.ndarray:
+    """True at the first row of each."""
+    return np.isin(np.arange(len(trajectories)), np.unique(trajectories, return_index=True)[1])
 
 
 def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:

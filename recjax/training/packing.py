@@ -1,5 +1,6 @@
 """Sequences of a batch laid end to end in rows, so that the update spends nothing on padding. On the host, in NumPy."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -90,14 +91,17 @@ def packed_batch(config: Config, batch: Batch) -> Packed | None:
     algorithm = config.algorithm.build()
     prompts, completions = batch.prompts.shape, batch.completions.shape
     shape = Shape(prompts[0], completions[0] // prompts[0], prompts[1], completions[1])
-    return pack(batch, shape_for(config, shape, row_shards()), algorithm.compares_completions)
+    packed_shape = shape_for(config, shape, row_shards())
+    if batch.trajectories is not None:
+        return pack_trajectories(batch, packed_shape, algorithm.relates_rows)
+    return pack(batch, packed_shape, algorithm.compares_completions)
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:
     """Tokens that each completion takes with its prompt; 0 without a completion. The last is a target alone."""
     prompts = batch.prompt_mask.sum(-1).repeat(len(batch.completions) // len(batch.prompts))
-    completions = batch.completion_mask.sum(-1)
-    return np.where(completions > 0, prompts + completions - 1, 0)
+    completions = batch.real_tokens.sum(-1)
+    return np.where(batch.completion_mask.any(-1), prompts + completions - 1, 0)
 
 
 def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False) -> Packed:
@@ -111,13 +115,41 @@ def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False) -> Packed:
     per_prompt, lengths = len(batch.completions) // len(batch.prompts), sequence_lengths(batch)
     units = np.arange(len(lengths)).reshape(-1, per_prompt if whole_prompts else 1)
     most = len(batch.prompts) if whole_prompts else -(-len(lengths) // shape.rows)
-    places = _first_fit(lengths, units, shape, most)
+    return _laid_out(batch, shape, most, _first_fit(lengths, units, shape, most))
+
+
+def pack_trajectories(batch: Batch, shape: RowShape, together: bool) -> Packed:
+    """Lays out a batch of trajectories; where there is too little room the number of micro-batches doubles.
+
+    Args:
+        together: all rows of a trajectory go into one micro-batch.
+    Raises:
+        ValueError: a micro-batch is too small for those of one.
+    """
+    lengths, rows = sequence_lengths(batch), np.arange(len(batch.completions))
+    units = [rows[batch.trajectories == one] for one in np.unique(batch.trajectories)] if together else rows[:, None]
+    for unit in units if together else ():
+        alone = np.sort(lengths[unit])[::-1]
+        if _rows_for(np.full(shape.rows, shape.tokens), alone[alone > 0]) is None:
+            raise ValueError(
+                f"training.tokens_per_micro_batch has room for {shape.rows} rows of {shape.tokens} tokens, and a"
+                f" trajectory has rows of {', '.join(map(str, alone))}, which this algorithm reads together; raise it"
+            )
+    most = -(-len(lengths) // shape.rows)
+    while (places := _first_fit(lengths, units, shape, most)) is None:
+        most *= 2
+    return _laid_out(batch, shape, most, places)
+
+
+def _laid_out(batch: Batch, shape: RowShape, most: int, places: dict[int, tuple[int, int, int]]) -> Packed:
+    """The sequences at their places; see `_first_fit`."""
+    count, per_prompt = len(batch.completions), len(batch.completions) // len(batch.prompts)
     rows = np.zeros((4, most * shape.rows, shape.tokens), np.int32)
-    first = np.full((most, len(lengths)), -1, np.int32)
+    first = np.full((most, count), -1, np.int32)
     for index, (row, start, number) in places.items():
         prompt = index // per_prompt
         asked = batch.prompts[prompt][batch.prompt_mask[prompt]]
-        sequence = np.concatenate([asked, batch.completions[index][batch.completion_mask[index]]])
+        sequence = np.concatenate([asked, batch.completions[index][batch.real_tokens[index]]])
         laid = (sequence[:-1], np.arange(len(sequence) - 1), np.full(len(sequence) - 1, number), sequence[1:])
         rows[:, row, start : start + len(sequence) - 1] = laid
         micro_batch, row = divmod(row, shape.rows)
@@ -126,24 +158,29 @@ def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False) -> Packed:
     return Packed(*rows.reshape(4, most, *shape), first, np.array(count, np.int32))
 
 
-def _first_fit(lengths: np.ndarray, units: np.ndarray, shape: RowShape, most: int) -> dict[int, tuple[int, int, int]]:
-    """First-fit decreasing: row, start in it and number in it of each sequence with tokens.
+def _first_fit(
+    lengths: np.ndarray, units: Sequence[np.ndarray] | np.ndarray, shape: RowShape, most: int
+) -> dict[int, tuple[int, int, int]] | None:
+    """First-fit decreasing: row, start in it and number in it of each sequence with tokens; None without room.
 
     Args:
-        units: sequences that go into one micro-batch, a unit a row.
-        most: micro-batches that are enough.
+        units: sequences that go into one micro-batch each.
+        most: micro-batches.
     """
     free, held = np.full((most, shape.rows), shape.tokens), np.zeros((most, shape.rows), int)
     places = {}
-    for unit in units[np.argsort(-lengths[units].sum(-1), kind="stable")]:
+    for number in np.argsort([-lengths[unit].sum() for unit in units], kind="stable"):
+        unit = units[number]
         unit = sorted(unit[lengths[unit] > 0], key=lambda index: -lengths[index])
         if not unit:
             continue
-        enough = (free.sum(-1) >= lengths[unit].sum()) & (free.max(-1) >= lengths[unit].max())
+        rows, enough = None, (free.sum(-1) >= lengths[unit].sum()) & (free.max(-1) >= lengths[unit].max())
         for micro_batch in np.flatnonzero(enough):
             rows = _rows_for(free[micro_batch].copy(), lengths[unit])
             if rows is not None:
                 break
+        if rows is None:
+            return None
         for index, row in zip(unit, rows, strict=True):
             held[micro_batch, row] += 1
             start = shape.tokens - free[micro_batch, row]
@@ -171,5 +208,7 @@ def padding_waste(batch: Batch, packed: Packed | None, filled: int = 0) -> float
         computed = int(packed.count) * packed.segments[0].size
         return 1 - sequence_lengths(batch).sum().item() / computed if computed else 0.0
     completions = np.maximum(batch.completion_mask.sum(-1) - 1, 0).sum()
+    if batch.trajectories is not None:
+        return 1 - sequence_lengths(batch).sum().item() / batch.completions.size
     computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
     return 1 - (batch.prompt_mask.sum() - filled + completions).item() / computed

@@ -13,7 +13,7 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.experience import queue as queues
 from recjax.experience import store
-from recjax.experience.group import Grade, Group
+from recjax.experience.group import Grade, Group, completion_ids, without
 from recjax.experience.queue import Queue
 from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
@@ -22,6 +22,8 @@ from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import on_host
 from recjax.models.trainable import combine, in_compute_dtype
+from recjax.rollout import agent_trials
+from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.collecting import Grades, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import Reward
@@ -79,7 +81,7 @@ def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
 
 def sample_batch(
     run: Run, behaviour_params: dict, version: int, number: int, prefix: str = "", source: str = "policy"
-) -> tuple[list[Group], Grades]:
+) -> tuple[list[Group], Grades | AgentGrades]:
     """The groups of a batch, which follow from its number and the weights, and their grades to come.
 
     Args:
@@ -91,18 +93,17 @@ def sample_batch(
     config = run.config
     count, group_size = run.own
     prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
+    names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
     with run.phases.phase("sample"):
+        params = combine(behaviour_params, run.frozen)
+        if run.agents:
+            return run.agents.sample_groups(
+                run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
+            )
+        longest = config.rollout.max_completion_tokens
         groups = sample_groups(
-            run.policy,
-            combine(behaviour_params, run.frozen),
-            prompts,
-            jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number),
-            group_size,
-            config.rollout.max_completion_tokens,
-            config.rollout.sampling(),
-            name=f"{prefix}{number:06d}",
-            source=source,
-            version=version,
+            run.policy, params, prompts, key, group_size, longest, config.rollout.sampling(), **names
         )
         return groups, submit(groups, prompts, run.grading)
 
@@ -156,9 +157,13 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
         queue, batches = queues.wait_for_grades(queue, all_of_them)
     if run.record and hosts.is_first():
         for groups in batches:
+            # An agent that failed before its first turn has said nothing.
+            silent = [one.id for group in groups for one in group.completions if not len(one.tokens)]
+            said = [without(group, silent) for group in groups] if silent else groups
+            names = completion_ids(said)
             # A run that goes on from before this batch has written it already.
-            if groups[0].completions[0].id not in store.ids(run.record):
-                rows = rows_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+            if names and names[0] not in store.ids(run.record):
+                rows = rows_of(said, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
                 store.append(run.record, rows)
     return queue
 
@@ -170,6 +175,8 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
     if run.own[0]:
         reasons = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
         logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in reasons}
+    if run.agents:
+        logged |= {f"agent/{reason}": queue.ungraded.get(reason, 0) for reason in agent_trials.FAILURES}
     if config.experience or run.generators:
         rows = Counter(completion.source for group in groups for completion in group.completions)
         logged["source_rows"] = dict(rows)

@@ -20,8 +20,10 @@ from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split, with_adapters
+from recjax.rollout.agents import Agents
 from recjax.rollout.generators import Generators
 from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import ROWS, TURNS
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
@@ -46,6 +48,7 @@ class Run(NamedTuple):
     frozen: parameters that are not trained, in the dtype that they compute in.
     initial: the trained ones before the first step, likewise; None where nothing reads them.
     teacher: the model that `model.teacher` names.
+    agents: those that talk to the policy, where there are any; open while the run lasts.
     """
 
     config: Config
@@ -60,6 +63,13 @@ class Run(NamedTuple):
     frozen: dict = {}
     initial: dict | None = None
     teacher: Teacher | None = None
+    agents: Agents | None = None
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """The weight of each part of the reward that has another than 1."""
+        counts = dict.fromkeys((TURNS, ROWS), 0.0) if self.agents else {}
+        return {**self.grading.reward.weights, **counts, **self.config.task.reward_weights}
 
     @property
     def shape(self) -> Shape:
@@ -118,6 +128,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
     phases = PhaseSeconds()
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
+    agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     problems = [*task.train, *task.evaluation]
@@ -146,7 +157,8 @@ def prepare(config: Config) -> tuple[Run, dict]:
     phases.totals["prepare"] = phases.wall_seconds
     others = by_prompt(stored.groups) if joins else {}
     grading = Grading(config, task.reward)
-    return Run(config, policy, train, held_out, grading, generators, phases, stored, others), params
+    run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
+    return run._replace(agents=agents), params
 
 
 def untrained(config: Config) -> Config:
@@ -181,6 +193,8 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     rollout, experience = config.rollout, config.experience
     if experience and experience.store:
         return stored.shape
+    if config.task.agent:  # a row is a whole sequence, of which the first token is the prompt
+        return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
     shape = Shape(rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens)
     if stored is None:
         return shape

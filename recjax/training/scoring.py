@@ -21,7 +21,7 @@ def split(x: Array, parts: int) -> Array:
 
 def prompts_logprobs(decoder: Decoder, params: dict, part: Batch, sampling: Sampling, chunk: int) -> LogprobsAndEntropy:
     """Of a part whose prompts are each run once for their group."""
-    arrays = part.prompts, part.prompt_mask, part.completions, part.completion_mask
+    arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
     return completion_logprobs(decoder, params, *arrays, sampling=sampling, chunk=chunk)
 
 

@@ -134,7 +134,8 @@ def update(
         key: for random drops.
         packed: the batch's sequences in micro-batches of packed rows. None: each prompt is run once for its group.
         teacher_params: all parameters of the teacher; None where the algorithm has none.
-        micro_batches: number of equal parts, each of whole prompts; None where `packed` has them.
+        micro_batches: number of equal parts, each of whole prompts, or of whole trajectories where the algorithm
+            relates their rows; None where `packed` has them.
         axis_name: of the jax.pmap that this runs under: `batch` and `packed` are of one device's share of the prompts,
             as many on each, all else is the same on all devices, and so is what comes back. None: not under pmap.
     Returns:
@@ -160,6 +161,7 @@ def update(
         "foreign": batch.policy_version == FOREIGN,
         "reward_parts": batch.reward_parts,
         "part_weights": batch.part_weights,
+        "trajectories": batch.trajectories,
     }
     extras = jax.tree.map(of_all, extras)
     if algorithm.needs_scoring:

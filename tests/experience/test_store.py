@@ -217,8 +217,11 @@ def rewrite(part: Path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.replace_schema_metadata({}), "reads experience of version '1'.*not marked.*import_experience"),
-        (lambda t: t.replace_schema_metadata({store._VERSION_KEY: b"2"}), "the file is of version '2'"),
+        (
+            lambda t: t.replace_schema_metadata({}),
+            "reads experience of versions 1 and 2,.*not marked.*import_experience",
+        ),
+        (lambda t: t.replace_schema_metadata({store._VERSION_KEY: b"3"}), "the file is of version '3'"),
         (lambda t: t.drop_columns(["answer"]), "column answer is missing"),
         (lambda t: t.append_column("mood", pa.array(["good"] * len(t))), "column mood is not one"),
         (
@@ -232,6 +235,23 @@ def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message
     rewrite(part, change)
     with pytest.raises(ValueError, match=f"{re.escape(str(part))}.*{message}"):
         store.read(tmp_path)
+
+
+def test_a_store_of_the_first_version_is_read_and_may_be_added_to(tmp_path):
+    part = store.append(tmp_path, ROWS)
+
+    def first(table):
+        return table.drop_columns(["trajectory"]).replace_schema_metadata({store._VERSION_KEY: b"1"})
+
+    rewrite(part, first)
+    assert all(map(same, store.read(tmp_path), ROWS))
+    added = make_row(50, trajectory="row 50")
+    store.append(tmp_path, [added])
+    assert all(map(same, store.read(tmp_path), [*ROWS, added]))
+    kept = store.to_table(ROWS).drop_columns(["trajectory"]).replace_schema_metadata({store._VERSION_KEY: b"1"})
+    file = pa.BufferOutputStream()
+    pq.write_table(kept, file)
+    assert all(map(same, store.from_bytes(file.getvalue().to_pybytes()), ROWS))
 
 
 def test_what_is_no_store_is_refused(tmp_path):

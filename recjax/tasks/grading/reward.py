@@ -12,6 +12,7 @@ from recjax.tasks.grading.graders import GRADERS
 
 PACKAGE = Path(__file__).parents[2]
 OVERLONG = "overlong"  # a part that a reward has with task.overlong_tokens: see `overlong_penalty`
+TURNS, ROWS = "turns", "rows"  # parts that the rewards of agents have: replies, and rows of the trajectory
 LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
 # Of a reward or a part of one, either sign. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9

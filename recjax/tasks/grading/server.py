@@ -47,7 +47,7 @@ def main(function: str, workers: int, seconds: float) -> None:
         called, rows = requests.get()
         if pool is None or not pool.active:
             context = multiprocessing.get_context("forkserver")
-            pool = ProcessPool(workers, initializer=_limit_memory, context=context)
+            pool = ProcessPool(workers, initializer=limit_memory, context=context)
         pickle.dump(outcomes(pool, called, rows, seconds), replies)
         replies.flush()
 
@@ -60,7 +60,7 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue) -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
 

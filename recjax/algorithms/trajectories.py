@@ -1,0 +1,50 @@
+"""Rows that belong together: a trajectory of several turns is one completion, in one row or in several.
+
+Rows of one trajectory have the same id. What is counted by completions is then counted at the first of its rows, and
+what is found there is given to the others. Without ids every row is a trajectory of its own.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from recjax.algorithms.groups import group_index, group_sums
+
+
+class FirstRows(NamedTuple):
+    """The first row of each trajectory: True there; and for each row the place of its trajectory's first one."""
+
+    is_first: Bool[Array, " batch"]
+    place: Int[Array, " batch"]
+
+    def shared(self, values: Shaped[Array, "batch *rest"]) -> Shaped[Array, "batch *rest"]:
+        """For each row, the value at the first row of its trajectory."""
+        return values[self.place]
+
+
+def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch"]) -> FirstRows:
+    """The first rows among those of `row_mask`; a trajectory without any of these has none.
+
+    Args:
+        trajectories: any integers, any order.
+        row_mask: rows that count.
+    """
+    places, index = jnp.arange(len(row_mask)), group_index(trajectories)
+    first = jax.ops.segment_min(jnp.where(row_mask, places, len(row_mask)), index, num_segments=len(row_mask))[index]
+    return FirstRows(row_mask & (places == first), jnp.minimum(first, len(row_mask) - 1))
+
+
+def one_per_trajectory(
+    row_mask: Bool[Array, " batch"], trajectories: Int[Array, " batch"] | None
+) -> Bool[Array, " batch"]:
+    """`row_mask` at the first of its rows in each trajectory, False elsewhere; all of it without trajectories."""
+    return row_mask if trajectories is None else first_rows(trajectories, row_mask).is_first
+
+
+def trajectory_sums(
+    row_sums: Float[Array, " batch"], trajectories: Int[Array, " batch"] | None
+) -> Float[Array, " batch"]:
+    """For each row the sum over the rows of its trajectory."""
+    return row_sums if trajectories is None else group_sums(row_sums, group_index(trajectories))

@@ -1,0 +1,88 @@
+"""What trajectories are worth: what agents returned, what the task's reward says, or what a failure gets."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from recjax.config import Config
+from recjax.experience.group import Grade
+from recjax.rollout.agent_trials import Tried
+from recjax.tasks.grading.custom import SCORE
+from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.reward import LENGTH, ROWS, TURNS
+from recjax.tasks.problems import Problem
+
+
+class AgentGrades:
+    """The grades of agents: of what they returned, of their last messages, or of their failures."""
+
+    def __init__(
+        self,
+        config: Config,
+        tried: Sequence[Tried],
+        texts: Sequence[str],
+        problems: Sequence[Problem],
+        grading: Grading,
+    ):
+        """Sends the last messages of those that returned None to be graded."""
+        self._config, self._tried = config, tried
+        self._weights = {TURNS: 0.0, ROWS: 0.0, LENGTH: 0.0, **config.task.reward_weights}
+        self._graded = [place for place, one in enumerate(tried) if one.failure is None and one.returned is None]
+        own = [problems[place] for place in self._graded]
+        self._scores = self._graded and grading.submit(
+            [texts[place] for place in self._graded],
+            [tried[place].policy.last_text for place in self._graded],
+            [problem.answer for problem in own],
+            [problem.columns for problem in own],
+            np.array([_tokens(tried[place]) for place in self._graded]),
+        )
+
+    def result(self) -> list[Grade]:
+        """One grade an agent, in order.
+
+        Raises:
+            ValueError: the reward function is at fault, or an agent's rewards lack a part that has a weight.
+        """
+        grades = [self._own_grade(one) for one in self._tried]
+        if self._graded:
+            scores = self._scores.result()
+            for row, place in enumerate(self._graded):
+                parts = {part: float(values[row]) for part, values in scores.parts.items()}
+                parts = {part: value for part, value in parts.items() if not math.isnan(value)}
+                reward = None if np.isnan(scores.rewards[row]) else float(scores.rewards[row])
+                graded = self._with_counts(self._tried[place], reward, parts, bool(scores.accurate[row]))
+                grades[place] = graded._replace(failure=FAILURES[scores.failures[row]])
+        return grades
+
+    def _own_grade(self, tried: Tried) -> Grade:
+        """Of what the agent returned, or of its failure."""
+        if tried.failure:
+            return Grade(self._config.task.agent_failure_reward, None, False, tried.failure)
+        if tried.returned is None:
+            return Grade(None)
+        parts = tried.returned if isinstance(tried.returned, Mapping) else {SCORE: tried.returned}
+        parts = {part: float(value) for part, value in parts.items()}
+        parts[LENGTH] = _tokens(tried) / self._config.rollout.max_completion_tokens
+        unknown = [part for part in self._config.task.reward_weights if part not in {*parts, TURNS, ROWS}]
+        if unknown:
+            raise ValueError(
+                f"task.reward_weights.{unknown[0]}: the agent returned the parts {', '.join(parts)}; name one of them"
+            )
+        reward = sum(self._weights.get(part, 1.0) * value for part, value in parts.items())
+        return self._with_counts(tried, reward, parts, None)
+
+    def _with_counts(self, tried: Tried, reward: float | None, parts: dict[str, float], accurate: bool | None) -> Grade:
+        """The grade with the parts that count turns and rows."""
+        trajectory = tried.policy.trajectory
+        counts = {TURNS: float(len(trajectory.turns)), ROWS: float(len(trajectory.rows))}
+        if reward is not None:
+            reward = float(np.float32(reward + sum(self._weights[part] * value for part, value in counts.items())))
+        if accurate is None:
+            success = self._config.task.success
+            accurate = parts["accuracy"] >= 1 if "accuracy" in parts else reward is not None and reward >= success
+        return Grade(reward, parts | counts, accurate, FAILURES[0])
+
+
+def _tokens(tried: Tried) -> int:
+    return sum(len(turn.tokens) for turn in tried.policy.trajectory.turns)

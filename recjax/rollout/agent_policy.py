@@ -1,0 +1,155 @@
+"""What an agent holds of the policy: it asks for replies, and all that it was told becomes its trajectory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from recjax.hub.chat_worker import ChatWorker
+from recjax.hub.policy import Policy
+from recjax.models.sampling import Sampling
+from recjax.rollout.live import LiveEngine
+from recjax.rollout.requests import Request, Sampled
+from recjax.rollout.trajectory import Trajectory
+
+
+class ContextFull(Exception):
+    """The prompt leaves no room for a reply in `rollout.max_context_tokens`."""
+
+
+class TurnsSpent(Exception):
+    """The agent has had its `task.agent_turns`."""
+
+
+class Reply(NamedTuple):
+    """What the policy said.
+
+    text: without the token, or the stop string, that ended it.
+    raw: as it was written, with that; a prompt that goes on from prompt + raw keeps the tokens.
+    prompt_tokens, tokens: what it followed, and what was sampled, the token that ended it among that.
+    truncated: it ran into a limit and did not end.
+    """
+
+    text: str
+    raw: str
+    prompt_tokens: Int[np.ndarray, " prompt_time"]
+    tokens: Int[np.ndarray, " time"]
+    truncated: bool
+
+    @property
+    def message(self) -> dict[str, str]:
+        """As the assistant's, to go on with: messages.append(reply.message)."""
+        return {"role": "assistant", "content": self.text}
+
+
+class Limits(NamedTuple):
+    """Of one agent: tokens of a reply, tokens of a prompt and its reply, replies."""
+
+    reply: int
+    context: int
+    turns: int
+
+
+class AgentPolicy:
+    """The policy, as one agent has it. Replies may be asked for one after another, or several at a time."""
+
+    def __init__(
+        self,
+        live: LiveEngine,
+        policy: Policy,
+        chats: ChatWorker,
+        sampling: Sampling,
+        limits: Limits,
+        key: Callable[[int], UInt32[np.ndarray, " words"]],
+        at_work: Callable[[bool], None],
+    ):
+        """Takes what it samples with.
+
+        Args:
+            chats: renders messages.
+            key: of a turn, by its number from 0.
+            at_work: is told True when the agent begins to wait for the policy, and False when it has its reply.
+        """
+        self._live, self._policy, self._chats, self._sampling = live, policy, chats, sampling
+        self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
+        self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The reply to messages, put through the model's chat template.
+
+        Args:
+            messages: each with role and content, as the template takes them.
+            tools: JSON schemas of functions that the template tells the model of.
+            max_tokens: of the reply; None, or more: rollout.max_completion_tokens.
+            stop: strings that end the reply, which is without them.
+        Raises:
+            ValueError: messages that the template refuses, or a model without one.
+            ContextFull: no room is left for a reply.
+            TurnsSpent: too many replies.
+        """
+        return await self.complete(self._chats.render(messages, tools), max_tokens=max_tokens, stop=stop)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int | np.integer] | np.ndarray,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The completion of a text, or of token ids.
+
+        Where the prompt goes on from an earlier one and its reply, the tokens of these are kept as they were sampled.
+
+        Args:
+            max_tokens, stop: as of `chat`.
+        Raises:
+            ValueError: a prompt that the tokenizer does not know.
+            ContextFull: no room is left for a completion.
+            TurnsSpent: too many completions.
+        """
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens = {max_tokens}: takes 1 or more, or None for rollout.max_completion_tokens")
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.trajectory.tokens_of(text) if text is not None else np.asarray(prompt, np.int32)
+        room = self._limits.context - len(ids)
+        if room < 1:
+            raise ContextFull(
+                f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {self._limits.context}"
+            )
+        if self._asked == self._limits.turns:
+            raise TurnsSpent(f"task.agent_turns = {self._limits.turns}")
+        turn, self._asked = self._asked, self._asked + 1
+        limit = min(room, self._limits.reply, max_tokens or self._limits.reply)
+        self._at_work(True)
+        try:
+            sampled = await self._live.sample(Request(ids, self._key(turn), limit, self._sampling))
+        finally:
+            self._at_work(False)
+        sampled, said = self._ended(sampled, stop)
+        raw = self.trajectory.add(ids, sampled, text)
+        self.last_text = said
+        return Reply(said, raw, ids, sampled.tokens, sampled.truncated)
+
+    def _ended(self, sampled: Sampled, stop: Sequence[str]) -> tuple[Sampled, str]:
+        """A completion up to the token that completes its first stop string, and its text."""
+        text = self._text(sampled)
+        if not any(end in text for end in stop):
+            return sampled, text
+        for count in range(1, len(sampled.tokens) + 1):
+            text = self._policy.tokenizer.decode(sampled.tokens[:count])
+            if found := [text.index(end) for end in stop if end in text]:
+                kept = Sampled(*(column[:count] for column in sampled[:3]), truncated=False)
+                return kept, text[: min(found)]
+        return sampled, self._text(sampled)
+
+    def _text(self, sampled: Sampled) -> str:
+        return self._policy.tokenizer.decode(sampled.tokens if sampled.truncated else sampled.tokens[:-1])

@@ -1,0 +1,98 @@
+"""One agent at work: its clock, its end, and what came of it."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from recjax.rollout.agent_loading import Agent
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, TurnsSpent
+from recjax.tasks.grading.reward import MOST_REWARD, described
+from recjax.tasks.problems import Problem
+
+# Why an agent failed: it raised an error; was at something else than the policy for too long; returned no reward that
+# there is; never asked the policy; asked on when its context was full, or when it had had all its turns.
+FAILURES = ("raised", "timeout", "invalid", "silent", "context", "turns")
+
+
+class Tried(NamedTuple):
+    """What came of one agent: its policy, what it returned, and why it failed, with the reason's words; or None."""
+
+    policy: AgentPolicy
+    returned: Any
+    failure: str | None = None
+    words: str = ""
+
+
+class Trial:
+    """One agent at work; `done` has what came of it, also where the agent goes on regardless."""
+
+    def __init__(self, agent: Agent, problem: Problem, policy_of: Callable[..., AgentPolicy], seconds: float):
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future = self._loop.create_future()
+        self._left, self._since, self._asking, self._timer = seconds, 0.0, 0, None
+        self._seconds = seconds
+        self._policy = policy_of(self._at_work)
+        self._task = self._loop.create_task(self._tried(agent, problem))
+        self._start_clock()
+
+    async def _tried(self, agent: Agent, problem: Problem) -> None:
+        found: dict[str, Any] = {}
+        try:
+            found["returned"] = await agent(problem, self._policy)
+        except ContextFull as error:
+            found |= {"failure": "context", "words": str(error)}
+        except TurnsSpent as error:
+            found |= {"failure": "turns", "words": str(error)}
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the agent
+            found |= {"failure": "raised", "words": described(error)}
+        finally:
+            self._stop_clock()
+        self._finish(**found)
+
+    def _finish(self, returned: Any = None, failure: str | None = None, words: str = "") -> None:
+        if self.done.done():
+            return
+        if failure is None and not self._policy.trajectory.turns:
+            failure, words = "silent", "it returned without asking the policy"
+        if failure is None and returned is not None:
+            failure, words = _wrong_with(returned)
+        self.done.set_result(Tried(self._policy, returned, failure, words))
+
+    # --- Its seconds are those in which it does not wait for the policy.
+
+    def _at_work(self, waits: bool) -> None:
+        if waits and self.done.done():
+            raise asyncio.CancelledError("this agent's time is over")
+        if waits and self._asking == 0:
+            self._stop_clock()
+        self._asking += 1 if waits else -1
+        if not waits and self._asking == 0:
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        if not self.done.done():
+            self._since = self._loop.time()
+            self._timer = self._loop.call_later(max(self._left, 0), self._time_out)
+
+    def _stop_clock(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._left, self._timer = self._left - (self._loop.time() - self._since), None
+
+    def _time_out(self) -> None:
+        self._timer = None
+        self._finish(failure="timeout", words=f"it was at something else for task.agent_seconds = {self._seconds}")
+        self._task.cancel()
+
+
+def _wrong_with(returned: Any) -> tuple[str | None, str]:
+    """Why what an agent returned is no reward; None where it is one."""
+    values = list(returned.values()) if isinstance(returned, Mapping) else [returned]
+    try:
+        sound = bool(values) and all(abs(float(value)) <= MOST_REWARD for value in values)
+    except (TypeError, ValueError, OverflowError):
+        sound = False
+    if sound and isinstance(returned, Mapping):
+        sound = all(isinstance(name, str) for name in returned)
+    form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None"
+    return (None, "") if sound else ("invalid", f"it returned {returned!r:.200}; rewards are {form}")

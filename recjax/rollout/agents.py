@@ -1,0 +1,194 @@
+"""Agents: all those of a batch run at once, and each one's trajectory becomes a completion of its problem's group."""
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from recjax.config import Config
+from recjax.experience.group import Completion, Group
+from recjax.hub.chat_worker import ChatWorker
+from recjax.hub.policy import Policy
+from recjax.models.placement import on_host
+from recjax.models.sampling import Sampling
+from recjax.rollout.agent_grades import AgentGrades
+from recjax.rollout.agent_loading import load_agent, named
+from recjax.rollout.agent_policy import AgentPolicy, Limits
+from recjax.rollout.agent_trials import Trial, Tried
+from recjax.rollout.collecting import row_keys
+from recjax.rollout.engine import Engine
+from recjax.rollout.live import LiveEngine
+from recjax.rollout.tools import of_names
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import Prompts
+
+logger = logging.getLogger(__name__)
+
+_LAST = 2**32 - 1
+
+
+class Agents:
+    """The agent of a run, with its tools and its chat template; a context that holds their processes.
+
+    An agent that raises, hangs or returns nonsense costs itself alone. One that blocks, computing or sleeping without
+    `await`, holds up all others, and nothing here ends it.
+    """
+
+    def __init__(self, config: Config, policy: Policy):
+        """Loads the agent and its tools.
+
+        Args:
+            policy: as it is before it has adapters.
+        Raises:
+            ValueError: something that cannot be loaded or is no agent, or several processes.
+        """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"task.agent = {config.task.agent!r}: agents run in one process, and this run has"
+                f" {jax.process_count()}; start one"
+            )
+        task = config.task
+        functions = [named("task.tools", name) for name in task.tools]
+        self._config = config
+        self._tools = of_names(task.tools, functions, config.grading.workers, task.tool_seconds)
+        self._agent, self._chats = load_agent(task, self._tools), ChatWorker(policy.tokenizer)
+
+    def __enter__(self) -> "Agents":
+        """Starts nothing yet."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the processes."""
+        self._chats.__exit__(*exception)
+        if self._tools:
+            self._tools.__exit__(*exception)
+
+    def sample_groups(
+        self,
+        policy: Policy,
+        params: dict,
+        prompts: Prompts,
+        key: PRNGKeyArray,
+        group_size: int,
+        sampling: Sampling,
+        grading: Grading,
+        *,
+        name: str,
+        source: str,
+        version: int,
+    ) -> tuple[list[Group], "AgentGrades"]:
+        """A group of `group_size` trajectories for each problem, and their grades to come.
+
+        Args:
+            key: turn 0 of agent i, in the order of the problems, is sampled with fold_in(key, i), as a completion of
+                one turn is; turn k with fold_in(fold_in(key, 2^32 − 1 − k), i).
+            grading: grades the last message of agents that return None.
+            (others): as of `collecting.sample_groups`.
+        Raises:
+            ValueError: all agents have failed and none gets a reward.
+            RuntimeError: the engine has failed.
+        """
+        engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
+        engine.replace_weights(params, version)
+        problems = [problem for problem in prompts.problems for _ in range(group_size)]
+        tried = _run(self._all_tried(engine, policy, problems, key, sampling))
+        self._check_some_succeeded(tried)
+        completions = [completion_of(one, f"{name}/{place:05d}", source, sampling) for place, one in enumerate(tried)]
+        groups = []
+        for place, problem in enumerate(prompts.problems):
+            own = tuple(completions[place * group_size : (place + 1) * group_size])
+            groups.append(Group(f"{name}/{place:05d}", _first_prompt(own), own, problem.prompt, problem.answer))
+        texts = [text for text in prompts.texts for _ in range(group_size)]
+        return groups, AgentGrades(self._config, tried, texts, problems, grading)
+
+    async def _all_tried(
+        self, engine: Engine, policy: Policy, problems: Sequence[Problem], key: PRNGKeyArray, sampling: Sampling
+    ) -> list[Tried]:
+        rollout, task = self._config.rollout, self._config.task
+        limits = Limits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
+        keys = functools.cache(lambda turn: _turn_keys(key, turn, len(problems)))
+        async with LiveEngine(engine) as live:
+
+            def policy_of(place: int, at_work: Callable[[bool], None]) -> AgentPolicy:
+                def key_of(turn: int) -> np.ndarray:
+                    return keys(turn)[place]
+
+                return AgentPolicy(live, policy, self._chats, sampling, limits, key_of, at_work)
+
+            trials = [
+                Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)
+                for place, problem in enumerate(problems)
+            ]
+            tried = [await trial.done for trial in trials]
+            if live.error is not None:
+                raise RuntimeError("the engine has failed while agents ran") from live.error
+        return tried
+
+    def _check_some_succeeded(self, tried: Sequence[Tried]) -> None:
+        failed = [one for one in tried if one.failure]
+        if failed:
+            counts = ", ".join(f"{reason} {count}" for reason, count in Counter(one.failure for one in failed).items())
+            logger.warning(
+                "%d of %d agents failed: %s; the first: %s", len(failed), len(tried), counts, failed[0].words
+            )
+        # A policy that fills its context may yet learn not to.
+        mistakes = [one for one in failed if one.failure not in ("context", "turns")]
+        if len(mistakes) == len(tried) and self._config.task.agent_failure_reward is None:
+            raise ValueError(
+                f"task.agent = {self._config.task.agent!r}: all {len(tried)} agents of a batch failed, the first with"
+                f" {failed[0].failure}: {failed[0].words}; correct it, or set task.agent_failure_reward"
+            )
+
+
+def _run(main: Any) -> Any:
+    """As asyncio.run, but whoever does not end when cancelled is left behind."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task._log_destroy_pending = False
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=0.1))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _turn_keys(key: PRNGKeyArray, turn: int, count: int) -> np.ndarray:
+    """Key data of one turn of all agents; of turn 0 those of completions of one turn."""
+    return on_host(row_keys(jax.random.fold_in(key, _LAST - turn) if turn else key, count))
+
+
+def completion_of(tried: Tried, name: str, source: str, sampling: Sampling) -> Completion:
+    """A trajectory as a completion without a grade; one without any turn has no token."""
+    trajectory, none = tried.policy.trajectory, np.zeros(0, np.int32)
+    first, *further = trajectory.rows or [(none, none, none.astype(bool), none.astype(np.float32))]
+    prompt, tokens, mask, logprobs = first
+    return Completion(
+        id=name,
+        source=source,
+        text=tried.policy.last_text,
+        tokens=tokens,
+        mask=mask,
+        behaviour_logprobs=logprobs,
+        sampling=sampling,
+        policy_version=trajectory.oldest_version if trajectory.turns else None,
+        truncated=bool(trajectory.turns) and trajectory.truncated,
+        prompt_tokens=prompt,
+        further=tuple(further),
+    )
+
+
+def _first_prompt(completions: Sequence[Completion]) -> np.ndarray:
+    """What the first agent of a group began with, as a store's rows have it."""
+    return completions[0].prompt_tokens

@@ -1,0 +1,56 @@
+"""The built-in agent for text environments with gymnasium's `reset` and `step`."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from recjax.rollout.agent_policy import AgentPolicy
+from recjax.tasks.problems import Problem
+
+
+def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Callable:
+    """An agent that plays an environment to its end; what it gets is the sum of the steps' rewards.
+
+    The environment is made of the problem. `reset(seed=…)` returns (observation, info) and `step(action)` returns
+    (observation, reward, terminated, truncated, info), both observations text. They run in the event loop, so they must
+    not block. Its info at the end may have "parts", which are then the named parts of the reward.
+
+    Args:
+        environment: a class, or a function; takes the problem.
+        turns: most steps.
+    """
+
+    async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
+        world = environment(problem)
+        observation, info = world.reset(seed=_seed(problem))
+        begin = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
+        told, total = _told(begin, observation), 0.0
+        for _ in range(turns):
+            ask = policy.complete if isinstance(told, str) else policy.chat
+            reply = await ask(told)
+            observation, reward, terminated, truncated, info = world.step(reply.text)
+            total += float(reward)
+            if terminated or truncated:
+                break
+            told = _told(_said(told, reply), observation)
+        return info["parts"] if "parts" in info else total
+
+    return play
+
+
+def _seed(problem: Problem) -> int:
+    """Of the problem alone, so that all agents of a group play the same."""
+    return int.from_bytes(hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()[:4], "big")
+
+
+def _told(before: str | list, observation: str) -> str | list:
+    if isinstance(before, str):
+        return before + observation
+    return [*before, {"role": "user", "content": observation}] if observation else before
+
+
+def _said(told: str | list, reply: Any) -> str | list:
+    """What was told, and the reply."""
+    if isinstance(told, str):
+        return told + reply.raw
+    return [*told, reply.message]

@@ -1,0 +1,79 @@
+"""The built-in agent that calls tools, and how models write their calls."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from recjax.rollout.agent_policy import AgentPolicy
+from recjax.rollout.tools import Tools
+from recjax.tasks.problems import Problem
+
+# As Hermes, Qwen and SmolLM models write them: JSON between tags, one call or a list of them.
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class Call(NamedTuple):
+    """A call that a model has written; `error` says why it is none."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str | None = None
+
+
+def tool_agent(tools: Tools, turns: int) -> Callable:
+    """An agent that lets the model call tools until a reply calls none; the task's reward grades that reply.
+
+    Args:
+        tools: open while it runs.
+        turns: most replies.
+    """
+
+    async def use_tools(problem: Problem, policy: AgentPolicy) -> None:
+        messages = problem.prompt
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        for turn in range(turns):
+            reply = await policy.chat(messages, tools=tools.schemas)
+            calls = parsed_calls(reply.text)
+            if not calls or turn == turns - 1:
+                return
+            results = await asyncio.gather(*(answered(tools, call) for call in calls))
+            # The model's own text stays as it is, so that its tokens do.
+            messages = [*messages, reply.message]
+            messages += [
+                {"role": "tool", "name": call.name, "content": result}
+                for call, result in zip(calls, results, strict=True)
+            ]
+
+    return use_tools
+
+
+def parsed_calls(text: str) -> list[Call]:
+    """The calls in a reply, in order; what stands between the tags and is no call has an error."""
+    calls = []
+    for written in _CALL.findall(text):
+        try:
+            parsed = json.loads(written)
+        except (ValueError, RecursionError) as error:
+            calls.append(Call("", {}, f"this is not JSON: {error}"))
+            continue
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            calls.append(_call(call))
+    return calls
+
+
+def _call(call: Any) -> Call:
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        return Call("", {}, 'a call is {"name": …, "arguments": {…}}')
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return Call(call["name"], {}, "arguments must be an object")
+    return Call(call["name"], arguments)
+
+
+async def answered(tools: Tools, call: Call) -> str:
+    """What the model is told of its call: the result, or what was wrong."""
+    if call.error is not None:
+        return f"error: {call.error}"
+    return await tools.call(call.name, call.arguments)

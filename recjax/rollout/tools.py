@@ -1,0 +1,138 @@
+"""Functions that a model may call, in worker processes: what one of them does to its process costs its own call."""
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from recjax.tasks.grading.graders import Failure
+
+MOST_CHARACTERS = 20_000  # of a result; the rest is cut off
+
+
+class Tools:
+    """Tools by name; a context that holds the worker processes, which start with the first call.
+
+    A call that takes longer than `seconds`, kills its worker or raises gives the text of an error, and so does one of a
+    name that there is not. Calls do not wait for each other, as long as there are workers.
+    """
+
+    def __init__(self, functions: dict[str, Any], workers: int, seconds: float):
+        """Reads schemas, and starts nothing yet.
+
+        Args:
+            functions: by module:function, importable by that name. Each has type hints and a docstring that describes
+                it and, under Args, its parameters; or an attribute `schema`, its JSON schema.
+            workers: processes.
+            seconds: for one call.
+        Raises:
+            ValueError: a function that no schema comes of, or two of one name.
+        """
+        self.schemas = [_schema(name, function) for name, function in functions.items()]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"task.tools: two tools are called {repeated[0]!r}; the model tells them by name")
+        self._functions = dict(zip(names, functions.items(), strict=True))
+        self._limits, self._server = [str(workers), str(seconds)], None
+        self._numbers, self._calls = itertools.count(), {}
+
+    def __enter__(self) -> "Tools":
+        """Starts nothing yet."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the worker processes, whatever they are at."""
+        if self._server:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            self._server = None
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The result of a call, as text: a string as it is, anything else as JSON; or "error: " and what was wrong."""
+        if name not in self._functions:
+            return f"error: there is no tool {name!r}; there are {', '.join(self._functions)}"
+        place, function = self._functions[name]
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            return f"error: {error}"
+        try:
+            outcome = await asyncio.wrap_future(self._asked(place, arguments))
+        except RuntimeError as error:
+            return f"error: {error}"
+        return _text(outcome)[:MOST_CHARACTERS]
+
+    def _asked(self, place: str, arguments: dict[str, Any]) -> "Future[Any]":
+        if self._server is None:
+            self._start()
+        number, future = next(self._numbers), Future()
+        self._calls[number] = future
+        try:
+            pickle.dump((number, place, arguments), self._server.stdin)
+            self._server.stdin.flush()
+        except OSError:
+            self._calls.pop(number, None)
+            raise RuntimeError("the process of the tools has ended by itself") from None
+        return future
+
+    def _start(self) -> None:
+        # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "recjax.tasks.grading.tool_server", *self._limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, args=(self._server.stdout,), name="tools", daemon=True).start()
+
+    def _read(self, stream: Any) -> None:
+        """In a thread: hands results to those that wait."""
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            while True:
+                number, outcome = pickle.load(stream)
+                future = self._calls.pop(number)
+                if future.set_running_or_notify_cancel():
+                    future.set_result(outcome)
+        for number in list(self._calls):
+            future = self._calls.pop(number)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError("the process of the tools has ended by itself"))
+
+
+def _schema(name: str, function: Any) -> dict[str, Any]:
+    schema = getattr(function, "schema", None)
+    if schema is None:
+        try:
+            schema = get_json_schema(function)
+        except Exception as error:
+            remedy = "give it type hints and a docstring with Args, or an attribute schema"
+            raise ValueError(f"task.tools: {name}: no schema comes of it ({error}); {remedy}") from error
+    if not isinstance(schema.get("function", {}).get("name"), str):
+        form = '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
+        raise ValueError(f"task.tools: {name}: its schema is {schema!r:.200}; write it as {form}")
+    return schema
+
+
+def _text(outcome: Any) -> str:
+    if isinstance(outcome, Failure):
+        return f"error: {outcome.reason}"
+    return outcome if isinstance(outcome, str) else json.dumps(outcome, default=str)
+
+
+def of_names(names: Sequence[str], functions: Sequence[Any], workers: int, seconds: float) -> Tools | None:
+    """The tools of a config; None where it names none."""
+    return Tools(dict(zip(names, functions, strict=True)), workers, seconds) if names else None

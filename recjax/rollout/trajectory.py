@@ -1,0 +1,105 @@
+"""Turns become rows. Tokens are never made twice: those of a completion are the ones that were sampled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
+
+from recjax.experience.group import Row
+from recjax.hub.tokenizers import encode_prompts
+from recjax.rollout.requests import Sampled
+
+
+class Trajectory:
+    """The turns of one agent, joined into rows as they come.
+
+    A turn whose prompt begins with all tokens of a row goes on from that row: what lies between is in the row with its
+    mask False. Any other begins a row of its own.
+
+        row: prompt a a a            turn 1 has sampled a a a
+        turn 2: prompt a a a t t  →  b b
+        row: prompt a a a t t b b,  mask of what follows the prompt: 1 1 1 0 0 1 1
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        """No turns yet."""
+        self._tokenizer = tokenizer
+        self._rows: list[Row] = []
+        self._texts: list[str | None] = []  # of whole rows; None where nobody said what the prompt's is
+        self.turns: list[Sampled] = []
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """In the order of their first turns."""
+        return tuple(self._rows)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled a token of it."""
+        return min(int(turn.versions.min()) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the last turn ran into a limit."""
+        return self.turns[-1].truncated
+
+    def tokens_of(self, text: str) -> Int[np.ndarray, " time"]:
+        """The tokens of a prompt: where it begins with the text of a row, that row's own, and only the rest is made.
+
+        Raises:
+            ValueError: text that the tokenizer does not know, or none.
+        """
+        places = [place for place, before in enumerate(self._texts) if before and text.startswith(before)]
+        if not places:
+            return np.array(encode_prompts(self._tokenizer, [text])[0], np.int32)
+        place = max(places, key=lambda place: len(self._texts[place]))
+        rest = text[len(self._texts[place]) :]
+        more = self._tokenizer.encode(rest, add_special_tokens=False) if rest else []
+        return np.concatenate([*_parts(self._rows[place]), np.array(more, np.int32)])
+
+    def add(self, prompt: Int[np.ndarray, " prompt_time"], sampled: Sampled, text: str | None = None) -> str:
+        """Adds a turn; returns what it wrote, special tokens among that.
+
+        Args:
+            prompt: all tokens that it follows.
+            text: of the prompt, if it was one.
+        """
+        self.turns.append(sampled)
+        place = self._row_before(prompt)
+        ones = np.ones(len(sampled.tokens), bool)
+        if place is None:
+            self._rows.append(Row(prompt, sampled.tokens, ones, sampled.logprobs))
+            self._texts.append(None)
+            place = len(self._rows) - 1
+        else:
+            self._rows[place] = _grown(self._rows[place], prompt, sampled, ones)
+        written = self._written(prompt, sampled.tokens)
+        self._texts[place] = None if text is None else text + written
+        return written
+
+    def _row_before(self, prompt: np.ndarray) -> int | None:
+        """The longest row that a prompt begins with."""
+        whole = [np.concatenate(_parts(row)) for row in self._rows]
+        places = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
+        return max(places, key=lambda place: len(whole[place]), default=None)
+
+    def _written(self, prompt: np.ndarray, tokens: np.ndarray) -> str:
+        """The text that tokens add to a prompt's, special tokens among them."""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        before = self._tokenizer.decode(prompt, **options)
+        return self._tokenizer.decode(np.concatenate([prompt, tokens]), **options)[len(before) :]
+
+
+def _parts(row: Row) -> Sequence[np.ndarray]:
+    return row.prompt_tokens, row.tokens
+
+
+def _grown(row: Row, prompt: np.ndarray, sampled: Sampled, ones: np.ndarray) -> Row:
+    between = prompt[len(row.prompt_tokens) + len(row.tokens) :]
+    return Row(
+        row.prompt_tokens,
+        np.concatenate([row.tokens, between, sampled.tokens]),
+        np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
+        np.concatenate([row.behaviour_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
+    )

@@ -1,0 +1,96 @@
+"""A completion in one row or in two rows of one trajectory: the same numbers, whatever the algorithm reads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.algorithms import diagnostics, losses
+from recjax.algorithms.presets import build_algorithm
+from recjax.algorithms.trajectories import first_rows
+from tests.algorithms.examples import ROWS, Example, make_example
+
+# Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.
+QUICK = ("gspo", "opmd", "opo", "pairwise_consistency")
+PRESETS = {
+    "grpo": {"reduction": {"name": "fixed_length", "length": 5}, "entropy": {"coefficient": 0.05}},
+    "rloo": {},
+    "gspo": {},
+    "gmpo": {},
+    "topr": {},
+    "luspo": {},
+    "opmd": {"reduction": {"name": "sequence_mean_token_mean"}},
+    "opsm": {"mask": {"delta": 0.1}},
+    "mis": {"mask": {"low": 0.7, "high": 1.4}},
+    "m2po": {"mask": {"tau": 0.3}},
+    "opo": {},
+    "gpg": {},
+    "reinforce_pp": {"advantage": {"over": "tokens"}},
+    "red_weight": {},
+    "pairwise_consistency": {},
+}
+
+
+def halves(example: Example) -> tuple[Example, np.ndarray]:
+    """Each row as two rows, its first two tokens and its last ones, and their trajectories; the order is mixed."""
+    order = np.random.default_rng(5).permutation(2 * ROWS)
+    early = np.arange(example.completion_mask.shape[1]) < 2
+    mask = np.concatenate([example.completion_mask & early, example.completion_mask & ~early])
+    doubled = Example(*(np.concatenate([x, x])[order] for x in example))
+    return doubled._replace(completion_mask=mask[order]), np.tile(np.arange(ROWS, dtype=np.int32), 2)[order]
+
+
+def numbers(algorithm, example: Example, trajectories=None):
+    """Loss as (sum, count), its gradient, advantages, and the diagnostics."""
+    x = Example(*map(jnp.asarray, example))
+    scored = losses.Scored(x.logprobs, x.entropy, x.behaviour_logprobs) if algorithm.needs_scoring else None
+    trajectories = None if trajectories is None else jnp.asarray(trajectories)
+    given = {"completion_mask": x.completion_mask, "scored": scored, "trajectories": trajectories}
+    compared = x.rewards, x.group_ids, x.completion_mask.any(-1), jax.random.key(0)
+    rows = losses.row_terms(algorithm, *compared, **given)
+
+    def loss(logprobs):
+        extras = {"reference_logprobs": x.reference_logprobs, "entropy": x.entropy}
+        return losses.loss(algorithm, logprobs, x.behaviour_logprobs, rows, x.completion_mask, **extras)
+
+    (_, one), gradient = jax.value_and_grad(lambda y: (loss(y)[0], loss(y)), has_aux=True)(x.logprobs)
+    seen = x.logprobs, x.behaviour_logprobs, x.entropy, x.completion_mask
+    return one, gradient, rows, diagnostics.diagnose(algorithm, rows, *seen)
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PRESETS]
+)
+def test_two_rows_of_a_trajectory_are_one_completion(preset):
+    algorithm, example = build_algorithm(preset, PRESETS[preset]), make_example()
+    split, trajectories = halves(example)
+    one, gradient, rows, scalars = numbers(algorithm, example)
+    two, parts, _, others = numbers(algorithm, split, trajectories)
+    assert float(one[1]) > 0 and np.abs(gradient).max() > 0
+    np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-5)
+    found = np.zeros_like(gradient)
+    np.add.at(found, trajectories, np.where(split.completion_mask, parts, 0))
+    np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=2e-5)
+    for name, value in scalars.items():
+        np.testing.assert_allclose(others[name], value, rtol=2e-4, atol=2e-5, err_msg=name)
+    if preset not in ("opo", "reinforce_pp", "pairwise_consistency"):  # the first two take means over tokens alone
+        # Rows that are not told to belong together are more completions, which is another loss.
+        assert not np.allclose(numbers(algorithm, split)[0], one, rtol=1e-3)
+
+
+def test_first_rows_by_a_loop():
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        ids, mask = generator.integers(-3, 4, 12).astype(np.int32), generator.random(12) < 0.6
+        firsts = {one: min(i for i in range(12) if mask[i] and ids[i] == one) for one in {*ids[mask].tolist()}}
+        found = first_rows(jnp.asarray(ids), jnp.asarray(mask))
+        assert found.is_first.tolist() == [mask[i] and firsts[ids[i]] == i for i in range(12)]
+        for i in np.flatnonzero(mask):
+            assert found.place[i] == firsts[ids[i]]
+
+
+def test_advantages_of_tokens_are_refused():
+    algorithm = build_algorithm("reinforce", {"advantage": {"name": "discounted"}})
+    split, trajectories = halves(make_example())
+    with pytest.raises(ValueError, match="advantages = .*of whole trajectories"):
+        numbers(algorithm, split, trajectories)

@@ -1,0 +1,116 @@
+"""Agents, tools and an environment for tests."""
+
+import asyncio
+
+from recjax.rollout.agent_policy import AgentPolicy
+from recjax.tasks.problems import Problem
+
+events: list[str] = []
+
+
+async def one_turn(problem: Problem, policy: AgentPolicy) -> None:
+    """What a run without an agent does."""
+    await policy.complete(problem.prompt)
+
+
+STOPS = list("abcdefghijklm")
+
+
+async def stops(problem: Problem, policy: AgentPolicy) -> None:
+    """One turn that ends with any of some letters."""
+    await policy.complete(problem.prompt, stop=STOPS)
+
+
+async def several_turns(problem: Problem, policy: AgentPolicy) -> dict[str, float]:
+    """Three turns with something in between; one of them in another context."""
+    reply = await policy.complete(problem.prompt)
+    more = await policy.complete(problem.prompt + reply.raw + "12")
+    beside = await policy.complete("7" + problem.prompt, max_tokens=2)
+    last = await policy.complete([*more.prompt_tokens, *more.tokens, *beside.tokens])
+    return {"digits": sum(character.isdigit() for character in reply.text + last.text) / 6, "accuracy": 0.0}
+
+
+async def at_once(problem: Problem, policy: AgentPolicy) -> float:
+    """Two replies at one time."""
+    both = await asyncio.gather(*(policy.complete(problem.prompt) for _ in range(2)))
+    return float(len({*(reply.text for reply in both)}))
+
+
+async def talks(problem: Problem, policy: AgentPolicy) -> None:
+    """Two turns of a chat."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    for _ in range(2):
+        reply = await policy.chat(messages, max_tokens=4)
+        messages += [reply.message, {"role": "user", "content": "1+1"}]
+
+
+async def by_column(problem: Problem, policy: AgentPolicy):
+    """Does what the problem's column `do` says."""
+    what = problem.columns["do"]
+    if what == "silent":
+        return 1.0
+    reply = await policy.complete(problem.prompt)
+    match what:
+        case "raise":
+            raise KeyError("a mistake")
+        case "exit":
+            raise SystemExit(3)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "hang":
+            await asyncio.Event().wait()
+        case "deaf":
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    pass
+        case "nonsense":
+            return "a lot"
+        case "infinite":
+            return {"score": float("nan")}
+        case "long":
+            await policy.complete(problem.prompt * 100)
+        case "on and on":
+            while True:
+                await policy.complete(problem.prompt)
+    return 0.5 if reply else None
+
+
+async def waits_for_others(problem: Problem, policy: AgentPolicy) -> float:
+    """One agent has a tool that ends only when all others have had four turns."""
+    if problem.columns["do"] == "slow":
+        await policy.complete(problem.prompt)
+        while events.count("done") < 5:
+            await asyncio.sleep(0.001)
+        await policy.complete(problem.prompt)
+        return 1.0
+    for _ in range(4):
+        await policy.complete(problem.prompt)
+    events.append("done")
+    return 0.0
+
+
+def not_async(problem: Problem, policy: AgentPolicy) -> float:
+    """No coroutine function."""
+    return 1.0
+
+
+async def of_one(problem: Problem) -> float:
+    """Does not take a policy."""
+    return 1.0
+
+
+class Countdown:
+    """An environment: tells how many steps are left; a reply's length is its reward."""
+
+    def __init__(self, problem: Problem):
+        self.left = len(problem.prompt)
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 3
+        return "9", {"seed": seed}
+
+    def step(self, action):
+        self.left -= 1
+        return str(self.left), float(len(action)), self.left == 0, False, {}

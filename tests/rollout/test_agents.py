@@ -1,0 +1,293 @@
+"""Agents of a batch: their tokens and log-probs, what one of them does to itself and not to others, their tools."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience.trajectories import pad_trajectories
+from recjax.hub.policy import load_params, policy_alone
+from recjax.models.sampling import Sampling
+from recjax.models.trainable import with_adapters
+from recjax.rollout.agent_trials import FAILURES
+from recjax.rollout.agents import Agents
+from recjax.rollout.collecting import sample_groups
+from recjax.rollout.tool_agent import Call, parsed_calls
+from recjax.rollout.tools import Tools
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import load_reward
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import encode_problems
+from recjax.training.packing import RowShape, pack_trajectories
+from recjax.training.scoring import batch_logprobs
+from tests.rollout import some_agents, some_tools
+from tests.training.tiny_run import TINY
+
+HERE, TOOLS = "tests.rollout.some_agents:", "tests.rollout.some_tools:"
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+CHATS = (
+    "{% if tools %}{{ tools | length }} tools.{% endif %}"
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "[assistant:"
+)
+SUMS = [Problem("1+2=", "3"), Problem("33+4=", "37")]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A function from (agent, overrides) to a config and a policy with its parameters."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+    def make(agent, *overrides):
+        name = agent if agent in ("tools", "environment") else HERE + agent
+        options = [f"output={tmp_path}", f"task.agent={name}", "rollout.max_context_tokens=90", *overrides]
+        config = load_config(tmp_path / "tiny.yaml", options)
+        policy = policy_alone(config, CHARACTERS)
+        policy.tokenizer.chat_template = CHATS
+        return config, policy, load_params(config, policy.decoder.config)
+
+    return make
+
+
+def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
+    """Groups and grades."""
+    prompts = encode_problems(problems, policy.tokenizer, None)
+    reward = load_reward(config.task.reward_name())
+    with Grading(config, reward) as grading, Agents(config, policy) as agents:
+        names = {"name": "b", "source": "policy", "version": 3}
+        options = jax.random.key(seed), group_size, Sampling(), grading
+        groups, grades = agents.sample_groups(policy, params, prompts, *options, **names)
+        return groups, grades.result()
+
+
+def completions_of(groups):
+    return [one for group in groups for one in group.completions]
+
+
+def same(ours, theirs, tolerance=0.0):
+    """The same tokens, and log-probs to the bit or but for rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        for row, its in zip((one, *one.further), (other, *other.further), strict=True):
+            np.testing.assert_array_equal(row.tokens, its.tokens)
+            np.testing.assert_allclose(row.behaviour_logprobs, its.behaviour_logprobs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_one_turn_is_what_a_run_without_an_agent_samples(made):
+    config, policy, params = made("one_turn")
+    groups, grades = sampled(config, policy, params)
+    prompts = encode_problems(SUMS, policy.tokenizer, None)
+    plain = sample_groups(
+        policy, params, prompts, jax.random.key(0), 3, 3, Sampling(), name="b", source="policy", version=3
+    )
+    for one, expected in zip(completions_of(groups), completions_of(plain), strict=True):
+        assert (one.id, one.text, one.truncated) == (expected.id, expected.text, expected.truncated)
+        assert (one.policy_version, one.mask.all(), one.further) == (3, True, ())
+        np.testing.assert_array_equal(one.tokens, expected.tokens)
+        np.testing.assert_allclose(one.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
+    digits = [sum(character.isdigit() for character in one.text) / 3 for one in completions_of(groups)]
+    np.testing.assert_allclose([grade.reward for grade in grades], digits, atol=1e-6)
+    assert all(grade.reward_parts["turns"] == grade.reward_parts["rows"] == 1 for grade in grades)
+
+
+@pytest.mark.parametrize(
+    ("agent", "lora"),
+    [
+        pytest.param("several_turns", False, id="several_turns"),
+        pytest.param("several_turns", True, id="several_turns-lora", marks=pytest.mark.slow),
+        pytest.param("at_once", False, id="at_once", marks=pytest.mark.slow),
+        pytest.param("talks", False, id="talks", marks=pytest.mark.slow),
+        pytest.param("talks", True, id="talks-lora", marks=pytest.mark.slow),
+    ],
+)
+def test_the_trainers_logprobs_are_the_engines(made, agent, lora):
+    overrides = ["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else []
+    config, policy, params = made(agent, *overrides)
+    if lora:
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, jax.random.key(4))
+        # Adapters begin as nothing.
+        params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+        policy = policy._replace(decoder=decoder)
+    groups, _ = sampled(config, policy, params)
+    batch, count = pad_trajectories(groups, 89, (2, 3), together=True)
+    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
+    mask = batch.completion_mask
+    assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
+    on_device = jax.tree.map(jnp.asarray, batch)
+    for layout in ((None, count), (packed, None)):
+        logprobs, _ = batch_logprobs(policy.decoder, params, on_device, *layout, Sampling(), 64)
+        np.testing.assert_allclose(np.asarray(logprobs)[mask], batch.behaviour_logprobs[mask], atol=1e-5)
+
+
+def test_turns_join_into_rows_as_they_should(made):
+    groups, grades = sampled(*made("several_turns"))
+    for one, grade in zip(completions_of(groups), grades, strict=True):
+        (beside,) = one.further
+        assert len(beside.tokens) <= 2 and beside.mask.all()
+        assert grade.reward_parts["turns"] == 4 and grade.reward_parts["rows"] == 2
+        assert one.mask[0] and one.mask[-1] and (~one.mask).sum() == 2 + len(beside.tokens)
+    talks, _ = sampled(*made("talks"))
+    assert all(not one.further for one in completions_of(talks))
+
+
+def test_a_template_that_drops_something_gives_a_further_row(made):
+    config, policy, params = made("talks")
+    policy.tokenizer.chat_template = CHATS.replace("{{ m.content }}", "{{ m.content[:2] }}")
+    groups, grades = sampled(config, policy, params)
+    rows = [len(one.further) for one in completions_of(groups)]
+    assert max(rows) == 1 and [grade.reward_parts["rows"] for grade in grades] == [1 + more for more in rows]
+
+
+def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
+    parts = made("several_turns")
+    first, again, other = (completions_of(sampled(*parts, seed=seed)[0]) for seed in (0, 0, 1))
+    same(first, again)
+    assert [one.tokens.tolist() for one in first] != [one.tokens.tolist() for one in other]
+    # Every agent has keys of its own, and so has every turn: two replies to one prompt differ.
+    assert len({(*one.tokens[one.mask].tolist(),) for one in first}) == len(first)
+    assert {grade.reward for grade in sampled(*made("at_once"))[1]} == {2.0}
+
+
+DOES = {
+    "raise": "raised", "exit": "raised", "cancel": "raised", "hang": "timeout", "deaf": "timeout",
+    "nonsense": "invalid", "infinite": "invalid", "silent": "silent", "long": "context", "on and on": "turns",
+}  # fmt: skip
+
+
+def test_failing_agents_cost_themselves_alone(made):
+    parts = made("by_column", "task.agent_seconds=0.3", "task.agent_turns=5")
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("fine", *DOES, "fine")]
+    groups, grades = sampled(*parts, asked, group_size=1)
+    assert [grade.failure for grade in grades] == ["none", *DOES.values(), "none"]
+    assert {*DOES.values()} == {*FAILURES}
+    assert [grade.reward for grade in grades] == [0.5, *[None] * len(DOES), 0.5]
+    alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * 11], group_size=1)
+    ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
+    same(ours, theirs, 1e-5)
+
+
+def test_a_failure_may_have_a_reward_and_too_many_mistakes_end_the_run(made):
+    asked = [Problem("1+2=", "3", columns={"do": "raise"})]
+    _, grades = sampled(*made("by_column", "task.agent_failure_reward=-1.0"), asked, group_size=6)
+    assert [(grade.reward, grade.accurate) for grade in grades] == [(-1.0, False)] * 6
+    with pytest.raises(
+        ValueError, match="all 6 agents of a batch failed, the first with raised: KeyError: 'a mistake'"
+    ):
+        sampled(*made("by_column"), asked, group_size=6)
+
+
+@pytest.mark.slow
+def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
+    config, policy, params = made("stops", "rollout.max_completion_tokens=40")
+    groups, _ = sampled(config, policy, params, SUMS[:1], group_size=4)
+    whole, _ = sampled(*made("one_turn", "rollout.max_completion_tokens=40"), SUMS[:1], group_size=4)
+    cut = 0
+    for one, full in zip(completions_of(groups), completions_of(whole), strict=True):
+        np.testing.assert_array_equal(one.tokens, full.tokens[: len(one.tokens)])
+        ends = [full.text.find(end) for end in some_agents.STOPS if end in full.text]
+        cut += bool(ends)
+        assert one.text == (full.text[: min(ends)] if ends else full.text)
+        if ends:  # with the token that completes the first of them
+            decode = policy.tokenizer.decode
+            found = [
+                any(end in decode(tokens) for end in some_agents.STOPS) for tokens in (one.tokens, one.tokens[:-1])
+            ]
+            assert found == [True, False] and not one.truncated
+        else:
+            assert len(one.tokens) == len(full.tokens)
+    assert cut
+
+
+def test_a_slow_agent_holds_up_nobody(made):
+    some_agents.events.clear()
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("slow", *["fast"] * 5)]
+    _, grades = sampled(*made("waits_for_others", "task.agent_seconds=60"), asked, group_size=1)
+    assert [grade.reward for grade in grades] == [1.0, *[0.0] * 5]
+
+
+def test_weights_are_of_what_agents_return_and_of_their_turns(made):
+    parts = made("several_turns", "task.reward_weights={digits: 2.0, turns: -0.25, accuracy: 0.0}")
+    _, grades = sampled(*parts)
+    for grade in grades:
+        np.testing.assert_allclose(grade.reward, 2 * grade.reward_parts["digits"] - 1, atol=1e-6)
+    with pytest.raises(ValueError, match=r"task.reward_weights.digit: the agent returned the parts digits, accuracy"):
+        sampled(*made("several_turns", "task.reward_weights={digit: 2.0}"))
+
+
+def test_an_environment_is_played_to_its_end(made):
+    parts = made("environment", f"task.environment={HERE}Countdown")
+    groups, grades = sampled(*parts)
+    tokenizer = parts[1].tokenizer
+    for one, grade in zip(completions_of(groups), grades, strict=True):
+        text, told = tokenizer.decode(one.tokens), tokenizer.decode(one.tokens[~one.mask])
+        assert told == "21" and not one.further and grade.reward_parts["turns"] == 3, text
+        assert tokenizer.decode(one.prompt_tokens).endswith("=9")
+        turns = np.split(one.tokens, np.flatnonzero(np.diff(one.mask)) + 1)[::2]
+        said = [turn[:-1] if turn[-1] in parts[1].stop_ids else turn for turn in turns]
+        assert grade.reward == sum(len(tokenizer.decode(turn)) for turn in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("not_async", "is no coroutine function; write it as async def"),
+        ("of_one", "does not take a problem and a policy"),
+        ("nowhere", "AttributeError.*must be importable"),
+    ],
+)
+def test_what_is_no_agent_is_refused_before_work_starts(made, name, message):
+    config, policy, _ = made(name)
+    with pytest.raises(ValueError, match=f"task.agent = .*{name}.*{message}"):
+        Agents(config, policy)
+
+
+def test_calls_are_read_as_models_write_them():
+    said = (
+        'I add.<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call> and'
+        '<tool_call>[{"name": "die", "arguments": {}}, {"name": "fail", "parameters": {"text": "x"}}]</tool_call>'
+    )
+    assert parsed_calls(said) == [Call("add", {"a": 1, "b": 2}), Call("die", {}), Call("fail", {"text": "x"})]
+    assert parsed_calls("no call, {}") == []
+    wrong = ["{", '"add"', '{"arguments": {}}', '{"name": "add", "arguments": [1]}']
+    errors = [parsed_calls(f"<tool_call>{text}</tool_call>")[0].error for text in wrong]
+    assert all(errors) and "not JSON" in errors[0] and "object" in errors[3]
+
+
+def test_tools_run_in_processes_of_their_own():
+    names = [f"{TOOLS}{name}" for name in ("add", "sleep", "die", "fail")]
+    functions = {name: getattr(some_tools, name.partition(":")[2]) for name in names}
+
+    async def main(tools):
+        calls = [
+            tools.call("sleep", {"seconds": 60}),
+            tools.call("add", {"a": 2, "b": 3}),
+            tools.call("die", {}),
+            tools.call("fail", {"text": "so it is"}),
+            tools.call("add", {"a": 1, "b": 2, "c": 1}),
+            tools.call("multiply", {}),
+        ]
+        return await asyncio.gather(*calls)
+
+    with Tools(functions, workers=2, seconds=3.0) as tools:
+        assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "sleep", "die", "fail"]
+        assert {*tools.schemas[0]["function"]["parameters"]["properties"]} == {"a", "b"}
+        slept, added, died, failed, wrong, unknown = asyncio.run(main(tools))
+    assert (slept, added) == ("error: it took too long", "5")
+    assert died == "error: it crashed" and failed == "error: ValueError: so it is"
+    assert "got an unexpected keyword argument 'c'" in wrong and "there is no tool 'multiply'; there are add" in unknown
+
+
+def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
+    config, policy, params = made("tools", f"task.tools=['{TOOLS}add']", "rollout.max_completion_tokens=4")
+    # An untrained model calls nothing, so it is read as if it did at first.
+    calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
+    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    groups, grades = sampled(config, policy, params, SUMS[:1], group_size=6)
+    decode = policy.tokenizer.decode
+    for one, grade in zip(completions_of(groups), grades, strict=True):
+        assert decode(one.prompt_tokens) == "1 tools.[user:1+2=[assistant:"
+        assert decode(one.tokens[~one.mask]).endswith("[tool:5[assistant:") and not one.further
+        assert grade.reward_parts["turns"] == 2 and grade.failure == "none"

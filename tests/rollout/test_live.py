@@ -1,0 +1,114 @@
+"""The engine for coroutines: the same completions as in a batch, whoever comes, goes or fails meanwhile."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.sampling import Sampling
+from recjax.rollout.engine import Engine
+from recjax.rollout.live import LiveEngine
+from recjax.rollout.requests import Request
+
+CONFIG = DecoderConfig(23, 16, 32, 1, 2, 1, 8)
+PARAMS = init_params(CONFIG, jax.random.key(0))
+
+
+def engine(params=PARAMS):
+    made = Engine(Decoder(CONFIG), (7,), slots=None, prefix_time=8)
+    made.replace_weights(params, version=3)
+    return made
+
+
+def request(number, limit=6):
+    prefix = np.arange(1, 3 + number % 4, dtype=np.int32)
+    return Request(prefix, np.asarray(jax.random.key_data(jax.random.key(number))), limit, Sampling())
+
+
+def at_once(numbers, limit=6):
+    """Completions of an engine that nobody else uses."""
+    own = engine()
+    tickets, finished = own.admit([request(number, limit) for number in numbers]), own.drain()
+    return [finished[ticket] for ticket in tickets]
+
+
+def same(found, expected):
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_who_waits_gets_its_own_completion():
+    async def main():
+        async with LiveEngine(engine()) as live:
+            first = [asyncio.create_task(live.sample(request(number))) for number in range(5)]
+            early = await first[2]
+            more = [asyncio.create_task(live.sample(request(number))) for number in range(5, 8)]
+            return early, [await task for task in [*first, *more]]
+
+    early, found = asyncio.run(main())
+    assert early is found[2] and {version for one in found for version in one.versions} == {3}
+    for one, expected in zip(found, at_once(range(8)), strict=True):
+        same(one, expected)
+
+
+def test_cancelling_one_leaves_the_others_as_they_are():
+    async def main():
+        async with LiveEngine(engine()) as live:
+            tasks = [asyncio.create_task(live.sample(request(number, limit=20))) for number in range(4)]
+            await asyncio.sleep(0)
+            tasks[1].cancel()  # before its round
+            kept = await tasks[0]
+            late = asyncio.create_task(live.sample(request(5, limit=20)))
+            await asyncio.sleep(0)
+            later = asyncio.create_task(live.sample(request(6, limit=20)))
+            while live._arrived:  # until a round has begun with it
+                await asyncio.sleep(0)
+            late.cancel()
+            others = kept, await tasks[2], await tasks[3], await later
+            while live._serving:  # until the engine is done with whom nobody awaits
+                await asyncio.sleep(0)
+            assert live.error is None and tasks[1].cancelled() and late.cancelled()
+            return others
+
+    for one, expected in zip(asyncio.run(main()), at_once((0, 2, 3, 6), limit=20), strict=True):
+        same(one, expected)
+
+
+def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
+    async def main():
+        async with LiveEngine(engine()) as live:
+            good, bad = (asyncio.create_task(live.sample(request(0, limit))) for limit in (6, 0))
+            with pytest.raises(ValueError, match="limit = 0"):
+                await bad
+            return await good
+
+    same(asyncio.run(main()), *at_once([0]))
+
+
+def test_what_ends_the_engine_reaches_whoever_waits_and_whoever_comes(monkeypatch):
+    async def main():
+        made = engine()
+        monkeypatch.setattr(made, "round", lambda: 1 / 0)
+        async with LiveEngine(made) as live:
+            tasks = [asyncio.create_task(live.sample(request(number))) for number in range(3)]
+            for task in tasks:
+                with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                    await task
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                await live.sample(request(9))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_new_weights_come_between_two_rounds():
+    async def main():
+        async with LiveEngine(engine()) as live:
+            await live.sample(request(0))
+            await live.replace_weights(jax.tree.map(lambda x: x * 1.5, PARAMS), 4)
+            return await live.sample(request(0))
+
+    found = asyncio.run(main())
+    assert {*found.versions} == {4}
+    assert not np.allclose(found.logprobs[:1], at_once([0])[0].logprobs[:1])

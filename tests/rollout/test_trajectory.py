@@ -1,0 +1,161 @@
+"""Turns become rows: what was sampled stays as it was, and is in one row once."""
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.rows import groups_of, rows_of
+from recjax.experience.store import append, from_bytes, read, to_bytes
+from recjax.experience.trajectories import pad_trajectories
+from recjax.models.sampling import Sampling
+from recjax.rollout.requests import Sampled
+from recjax.rollout.trajectory import Trajectory
+from tests.experience.rows import TIME
+
+
+def tokenizer():
+    """Characters, and "ab" as one token of its own, which encoding prefers."""
+    vocabulary = {token: place for place, token in enumerate(["<pad>", "<eos>", *"abcd.", "ab"])}
+    model = tokenizers.models.BPE(vocabulary, [("a", "b")])
+    made = tokenizers.Tokenizer(model)
+    made.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+PAD, EOS, A, B, C, D, DOT, AB = range(8)
+
+
+def turn(*tokens, logprob=-1.0, truncated=False):
+    ids = np.array(tokens, np.int32)
+    return Sampled(ids, np.full(len(ids), logprob, np.float32), np.full(len(ids), 2, np.int32), truncated)
+
+
+def whole(row: Row) -> list[int]:
+    return [*row.prompt_tokens.tolist(), *row.tokens.tolist()]
+
+
+def test_a_row_grows_and_its_tokens_are_those_that_were_sampled():
+    made = Trajectory(tokenizer())
+    prompt = made.tokens_of("c")
+    assert made.add(prompt, turn(A, B, EOS), "c") == "ab<eos>"
+    # As text "ab" would be one token: the two that were sampled stay.
+    prompt = made.tokens_of("cab<eos>d.")
+    assert prompt.tolist() == [C, A, B, EOS, D, DOT]
+    made.add(prompt, turn(C, logprob=-2.0), "cab<eos>d.")
+    (row,) = made.rows
+    assert whole(row) == [C, A, B, EOS, D, DOT, C]
+    assert row.mask.tolist() == [True, True, True, False, False, True]
+    assert row.behaviour_logprobs.tolist() == [-1, -1, -1, 0, 0, -2]
+    assert made.oldest_version == 2 and not made.truncated
+
+
+def test_what_does_not_go_on_from_a_row_begins_another():
+    made = Trajectory(tokenizer())
+    made.add(made.tokens_of("c"), turn(A, B, EOS), "c")
+    dropped = made.tokens_of("c.d")  # a template that drops what was said
+    made.add(dropped, turn(D), "c.d")
+    again = made.tokens_of("cab<eos>.")  # and goes on from the first row after all
+    made.add(again, turn(A), "cab<eos>.")
+    assert [whole(row) for row in made.rows] == [[C, A, B, EOS, DOT, A], [C, DOT, D, D]]
+    assert made.tokens_of("cab").tolist() == [C, AB]  # the beginning of a row is no row
+
+
+def test_token_ids_go_on_where_text_is_none():
+    made = Trajectory(tokenizer())
+    made.add(np.array([C]), turn(A))
+    made.add(np.array([C, A, B]), turn(D))
+    made.add(np.array([C, A, B]), turn(A))  # the same prompt again
+    assert [whole(row) for row in made.rows] == [[C, A, B, D], [C, A, B, A]]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(2, 6), max_size=3), st.integers(1, 3)), max_size=6))
+def test_every_turn_is_in_one_row_behind_its_prompt(steps):
+    made, turns, last = Trajectory(tokenizer()), [], [C]
+    for number, (goes_on, between, length) in enumerate(steps):
+        prompt = [*last, *between] if goes_on else [D, number % 5 + 2, *between]
+        sampled = turn(*np.random.default_rng(number).integers(2, 7, length), logprob=-1.0 - number)
+        made.add(np.array(prompt, np.int32), sampled)
+        last = [*prompt, *sampled.tokens.tolist()]
+        turns.append((prompt, sampled))
+    assert sum(row.mask.sum() for row in made.rows) == sum(len(sampled.tokens) for _, sampled in turns)
+    for prompt, sampled in turns:
+        holding = [
+            row
+            for row in made.rows
+            if whole(row)[: len(prompt) + len(sampled.tokens)] == [*prompt, *sampled.tokens.tolist()]
+        ]
+        start = [len(prompt) - len(row.prompt_tokens) for row in holding]
+        assert any(
+            np.array_equal(row.behaviour_logprobs[at : at + len(sampled.tokens)], sampled.logprobs)
+            and row.mask[at : at + len(sampled.tokens)].all()
+            for row, at in zip(holding, start, strict=True)
+        )
+
+
+def completion(name, rows, reward=1.0):
+    first, *further = rows
+    return Completion(
+        name, "policy", "text", *first[1:], Sampling(), 3, False, Grade(reward, {"turns": 2.0}, True), first[0],
+        tuple(further),
+    )  # fmt: skip
+
+
+def row(*prompt, then, mask):
+    tokens = np.array(then, np.int32)
+    logprobs = np.where(mask, -np.arange(1.0, len(tokens) + 1), 0).astype(np.float32)
+    return Row(np.array(prompt, np.int32), tokens, np.array(mask, bool), logprobs)
+
+
+LONG = row(C, D, then=[A, B, DOT, A], mask=[True, True, False, True])
+SHORT = row(C, then=[B], mask=[True])
+OTHER = row(D, D, D, then=[A, C], mask=[False, True])
+GROUPS = [
+    Group("g0", LONG.prompt_tokens, (completion("a", [LONG, OTHER], 1.0), completion("b", [SHORT], 0.0)), "c", "x"),
+    Group("g1", SHORT.prompt_tokens, (completion("c", [SHORT, LONG, OTHER], 0.5),), "d", "x"),
+]
+
+
+def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):
+    append(tmp_path, rows_of(GROUPS, "t", TIME))
+    stored = read(tmp_path)
+    assert [row.trajectory for row in stored] == ["a", "a", "b", "c", "c", "c"]
+    for rows in (stored, from_bytes(to_bytes(rows_of(GROUPS, None, TIME)))):
+        found = groups_of(rows)
+        assert [str(group) for group in found] == [str(group) for group in GROUPS]
+    with pytest.raises(ValueError, match=r"row 'a\+1' is a part of the trajectory 'a'"):
+        groups_of(stored[1:])
+
+
+def test_trajectories_as_a_batch_by_a_loop():
+    batch, count = pad_trajectories(GROUPS, 6, (2, 2), together=True)
+    assert (count, batch.completions.shape) == (2, (8, 6))  # micro-batches of two have no room for three rows
+    found = {}
+    for place in range(8):
+        if batch.completion_mask[place].any():
+            real = batch.token_mask[place]
+            ids = [int(batch.prompts[place, 0]), *batch.completions[place][real].tolist()]
+            mask = batch.completion_mask[place][real].tolist()
+            assert (np.flatnonzero(real) == np.arange(real.sum())).all()
+            first = int(batch.trajectories[place])
+            assert batch.trajectories[first] == first and first // 4 == place // 4  # in one micro-batch
+            found.setdefault(first, []).append((ids, mask, batch.rewards[place], batch.group_ids[place]))
+            logprobs = batch.behaviour_logprobs[place]
+            assert ((logprobs < 0) == batch.completion_mask[place]).all()
+        else:
+            assert batch.trajectories[place] == place and batch.group_ids[place] == 2
+    long, short = ([C, D, A, B, DOT, A], [False, True, True, False, True]), ([C, B], [True])
+    other = [D, D, D, A, C], [False, False, False, True]
+    expected = [[long, other], [short], [short, long, other]]
+    rewards = {0: (1.0, 0), 1: (0.0, 0), 2: (0.5, 1)}
+    by_trajectory = sorted(found.values(), key=lambda rows: -rows[0][2])
+    for place, number in enumerate((0, 2, 1)):
+        assert [one[:2] for one in by_trajectory[place]] == expected[number]
+        assert {one[2:] for one in by_trajectory[place]} == {rewards[number]}
+    apart, count = pad_trajectories(GROUPS, 6, (2, 2), together=False)
+    assert count == 4 and apart.completion_mask.any(-1).sum() == 6
+    with pytest.raises(ValueError, match="row 'a' has 6 tokens; the batch has room for 5"):
+        pad_trajectories(GROUPS, 4, (2, 4), together=False)

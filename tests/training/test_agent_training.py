@@ -1,0 +1,105 @@
+"""Runs with an agent: on-policy ratios, the numbers of a run without one, exact resume, what is logged and refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience import store
+from recjax.training import checkpoint
+from tests.training.tiny_run import TINY, train, without_times
+
+AGENT = ["rollout.max_context_tokens=32", "evaluation.problems=4"]
+SEVERAL = ["task.agent=tests.rollout.some_agents:several_turns", *AGENT]
+ONE = ["task.agent=tests.rollout.some_agents:one_turn", *AGENT]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The rows of a whole run with trajectories of two rows, and its config."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "tiny.yaml").write_text(TINY)
+
+    def make(name, *overrides):
+        return load_config(folder / "tiny.yaml", [f"output={folder / name}", "experience.record=true", *overrides])
+
+    config = make("straight", *SEVERAL)
+    return make, config, train(config)
+
+
+@pytest.mark.slow
+def test_at_staleness_zero_the_ratio_is_one(straight):
+    *_, rows = straight
+    for row in rows[1:]:
+        assert row["staleness"] == 0 and row["reward/turns"] == 4 and row["reward/rows"] == 2
+        for quantile in ("ratio/q01", "ratio/q50", "ratio/q99", "ratio/max"):
+            np.testing.assert_allclose(row[quantile], 1.0, atol=1e-5)
+        assert sum(row["staleness_rows"].values()) == 16 and row["agent/raised"] == 0
+    assert any(row["gradient_norm"] > 0 for row in rows[1:])
+
+
+@pytest.mark.slow
+def test_kill_and_resume_equals_straight_through(straight, monkeypatch):
+    make, _, rows = straight
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.ocp.CheckpointManager, "close", lambda self: None)
+        train(make("resumed", *SEVERAL, "training.steps=4"))
+    resumed = without_times(train(make("resumed", *SEVERAL)))
+    for ours, theirs in zip(resumed, without_times(rows), strict=True):
+        shared = ours.keys() & theirs.keys()
+        assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+@pytest.mark.slow
+def test_the_record_has_every_trajectory(straight):
+    _, config, _ = straight
+    rows = store.read(Path(config.output) / "experience")
+    assert len(rows) == 2 * len({row.trajectory for row in rows}) >= 2 * 7 * 16
+    samples = (Path(config.output) / "samples" / "after.jsonl").read_text().splitlines()
+    assert len(samples) == 4 and json.loads(samples[0])["reward/turns"] == 4
+
+
+@pytest.mark.slow
+def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
+    make, *_ = straight
+    short = ["training.steps=2", "evaluation.problems=4"]
+    plain, agents = train(make("plain", *short)), train(make("one", *short, *ONE))
+    for ours, theirs in zip(agents, plain, strict=True):
+        for name in ("reward", "accuracy", "completion_length", "evaluation/accuracy", "truncated"):
+            assert ours.get(name) == theirs.get(name), name
+        for name in ("loss", "gradient_norm", "entropy", "ratio/q50", "effective_sample_size"):
+            np.testing.assert_allclose(ours.get(name, 0), theirs.get(name, 0), rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_packing_and_micro_batches_change_nothing(straight):
+    make, _, rows = straight
+    for name, override in {"packed": "tokens_per_micro_batch=64", "parts": "micro_batch_prompts=2"}.items():
+        found = train(make(name, *SEVERAL, "training.steps=1", f"training.{override}"))[1]
+        for key in ("loss", "gradient_norm", "entropy"):
+            np.testing.assert_allclose(found[key], rows[1][key], rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (ONE[:1], "rollout.max_context_tokens = None: is needed with task.agent"),
+        ([*AGENT[:1]], "rollout.max_context_tokens = 32: is of agents"),
+        ([*ONE, "rollout.max_context_tokens=3"], "must be above rollout.max_completion_tokens = 3"),
+        ([*ONE, "regime.mode=async", "regime.max_staleness=2"], "regime.mode = 'async': does not work with task.agent"),
+        ([*ONE, "experience.store=x"], "experience.store = 'x': does not work with task.agent yet"),
+        ([*ONE, "task.overlong_tokens=2"], "task.overlong_tokens = 2: is of completions of one turn"),
+        ([*ONE, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'.*of tokens"),
+        (["task.agent=alone", *AGENT[:1]], "task.agent = 'alone': takes module:function, tools or environment"),
+        (["task.agent=tools", *AGENT[:1]], "needs the functions that the model may call"),
+        (["task.agent=environment", *AGENT[:1]], "needs the environment to play"),
+        (["task.agent_seconds=3"], "task.agent_seconds = 3.0: is read with task.agent alone"),
+        ([*ONE, "task.tools=['a:b']"], r"task.tools = \['a:b'\]: is read with task.agent = tools alone"),
+    ],
+)
+def test_what_an_agent_does_not_go_with_is_refused(tmp_path, overrides, message):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / "tiny.yaml", [f"output={tmp_path}", *overrides])
