@@ -237,7 +237,11 @@ def _stop_requests() -> Iterator[list[int]]:
             logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] == signal.SIG_IGN:  # as in a shell's background, where Ctrl-C is meant for others
+        before.pop(signal.SIGINT)
+    for number in before:
+        signal.signal(number, receive)
     try:
         yield received
     finally:

@@ -101,6 +101,15 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
     assert without_times(train(config)) == without_times(straight)
 
 
+@pytest.fixture
+def at_a_terminal():
+    """Ctrl-C interrupts, which it does not where the tests run in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch, number):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
@@ -121,11 +130,22 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_chec
     assert without_times(train(tiny("stopped", *options))) == without_times(train(tiny("straight", *options)))
 
 
+@pytest.mark.usefixtures("at_a_terminal")
 def test_a_second_ctrl_c_ends_at_once(tiny, monkeypatch):
     monkeypatch.setattr(loop, "update", lambda *_, **__: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
         train(tiny("stopped"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with loop._stop_requests() as received:
+            signal.raise_signal(signal.SIGINT)
+            assert received == [] and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
