@@ -111,6 +111,9 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [4, 6]}])
     with pytest.raises(ValueError, match="line 1: a token id is 6 or more"):
         import_files([beyond], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
+    other = write(tmp_path / "d.jsonl", [row, {**row, "tokens": [2, 1]}])
+    with pytest.raises(ValueError, match="line 2: tokens decode to '1.*', but the text is '2'; give the tokens"):
+        import_files([other], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
     plain = write(tmp_path / "c.jsonl", PLAIN)
     with pytest.raises(ValueError, match="--tokenizer .* is not read"):
         import_files([plain], tmp_path / "t", columns, None, str(tmp_path / "model"))

@@ -267,3 +267,9 @@ def test_what_is_no_store_is_refused(tmp_path):
     (tmp_path / "part-00000000.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match="part-00000000.parquet cannot be read"):
         store.read(tmp_path)
+
+
+def test_a_lock_that_is_a_folder_is_refused(tmp_path):
+    (tmp_path / "s" / ".lock").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"\.lock is no file, and a store's lock is one; remove it"):
+        store.append(tmp_path / "s", ROWS)
