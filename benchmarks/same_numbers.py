@@ -59,10 +59,14 @@ def metrics(checkout: Path, folder: Path, regime: str) -> list[dict]:
 
 
 def difference(ours: list[dict], theirs: list[dict]) -> tuple[float, str]:
-    """The largest difference of two runs, relative to 1 or the number itself where that is larger, and where it is."""
+    """The largest difference of two runs, relative to 1 or the number itself where that is larger, and where it is.
+
+    Metrics that one of the checkouts does not have at all are left out.
+    """
     worst, where = 0.0, "nowhere"
+    shared = set().union(*ours) & set().union(*theirs)
     for one, other in zip(ours, theirs, strict=True):
-        for name in sorted((one.keys() | other.keys()) - {*NOT_COMPARED}):
+        for name in sorted(((one.keys() | other.keys()) & shared) - {*NOT_COMPARED}):
             found, expected = one.get(name), other.get(name)
             if isinstance(found, dict) or found is None or expected is None:
                 apart = 0.0 if found == expected else math.inf

@@ -16,7 +16,7 @@ from absl import app, flags
 
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.rollout.collecting import sample_completions
+from recjax.rollout.collecting import row_keys, sample_completions
 from recjax.rollout.engine import Engine
 from tests.rollout.reference_sampler import sample
 
@@ -60,7 +60,7 @@ def main(_) -> None:
     def in_slots(key: jax.Array) -> np.ndarray:
         engine = Engine(decoder, stop_ids, slots=shape.slots, prefix_time=shape.prompt_tokens)
         engine.replace_weights(params, version=0)
-        sampled = sample_completions(engine, prompts, mask, key, **options)
+        sampled = sample_completions(engine, prompts, mask, row_keys(key, len(prompts) * shape.group_size), **options)
         return np.array([len(completion.tokens) for completion in sampled])
 
     ways = {"all rows, until the slowest ends": reference, f"{shape.slots} slots, filled again": in_slots}

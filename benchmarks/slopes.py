@@ -29,7 +29,7 @@ from recjax.host_memory import keep_freed_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_on_cpu
-from recjax.rollout.collecting import sample_completions
+from recjax.rollout.collecting import row_keys, sample_completions
 from recjax.rollout.engine import Engine
 from recjax.training.update import MOST_UNROLLED, Recipe, TrainState, update
 
@@ -81,7 +81,7 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
         limits = size.group_size, size.completion_tokens
         engine = Engine(decoder, (), slots=rows, prefix_time=size.prompt_tokens)
         engine.replace_weights(params, version=0)
-        sampled = sample_completions(engine, prompts, mask, jax.random.key(number), *limits, Sampling())
+        sampled = sample_completions(engine, prompts, mask, row_keys(jax.random.key(number), rows), *limits, Sampling())
         held["tokens"] = np.stack([completion.tokens for completion in sampled])
         held["logprobs"] = np.stack([completion.logprobs for completion in sampled])
 
@@ -99,7 +99,7 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
             accurate=zeros == 1,
             reward_parts={},
         )
-        held["state"], _ = jax.block_until_ready(
+        held["state"], *_ = jax.block_until_ready(
             update(
                 held["state"],
                 {},

@@ -36,19 +36,20 @@ Attention = Literal["auto", "plain", "cudnn", "splash"]
 class DecoderShape:
     """A decoder to make from scratch, with a tokenizer of the task's own characters."""
 
-    hidden_size: int = at_least(2, 64)
-    num_layers: int = at_least(1, 3)
-    num_heads: int = at_least(1, 4)
-    num_kv_heads: int = at_least(1, 4)
-    intermediate_size: int = at_least(1, 256)
+    hidden_size: int = at_least(2, 64)  # width of the residual stream
+    num_layers: int = at_least(1, 3)  # transformer blocks
+    num_heads: int = at_least(1, 4)  # attention heads
+    num_kv_heads: int = at_least(1, 4)  # heads of keys and values; fewer than num_heads: grouped-query attention
+    intermediate_size: int = at_least(1, 256)  # width of the MLP
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters beside frozen projections."""
 
-    rank: int = at_least(1, 16)
+    rank: int = at_least(1, 16)  # of the adapters
     alpha: float = number(32.0, above=0, high=2**16)  # the adapters' product is scaled by alpha / rank
+    # Projections of every layer that get an adapter.
     targets: list[Projection] = dataclasses.field(default_factory=lambda: ["query", "key", "value", "output"])
 
 
@@ -56,13 +57,13 @@ class LoraConfig:
 class ModelConfig:
     """The policy: either `path` or `decoder`."""
 
-    path: str | None = None  # Hugging Face folder or hub name
+    path: str | None = None  # folder or hub name of a model in Hugging Face format
     decoder: DecoderShape | None = None
     teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the device has it
-    # What the backward pass computes again: nothing, all but projections, or whole layers.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # to compute in; auto: bfloat16 where the device has it
+    # What the backward pass computes again to save memory: nothing, all but projections, or whole layers.
     remat: Remat = dataclasses.field(default="none", metadata={"became": "what was true is now full, and false none"})
-    attention: Attention = "auto"  # cudnn: NVIDIA GPUs; splash: TPUs; auto: the device's, where it fits the model
+    attention: Attention = "auto"  # kernel; cudnn: NVIDIA GPUs, splash: TPUs, auto: what fits
     lora: LoraConfig | None = None
     freeze: list[str] = dataclasses.field(default_factory=list)  # regular expressions of parameter paths left as is
     logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
@@ -92,10 +93,10 @@ class ModelConfig:
 class WarmStartConfig:
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
-    steps: int = at_least(1, 400)
-    batch_size: int = at_least(1, 128)
-    learning_rate: float = number(2e-3, low=0, high=1)
-    wrong_fraction: float = number(0.5, low=0, high=1)
+    steps: int = at_least(1, 400)  # optimiser steps
+    batch_size: int = at_least(1, 128)  # answers in each
+    learning_rate: float = number(2e-3, low=0, high=1)  # of Adam, at its peak
+    wrong_fraction: float = number(0.5, low=0, high=1)  # share of the answers that hold a mistake
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,22 +106,22 @@ class AlgorithmConfig:
     A name is of the axis' table or the user's own, `module:function`; docs/objectives.md has both.
     """
 
-    preset: str = "grpo"
-    objective: dict[str, Any] = dataclasses.field(default_factory=dict)
-    selection: dict[str, Any] = dataclasses.field(default_factory=dict)
-    advantage: dict[str, Any] = dataclasses.field(default_factory=dict)
-    anchor: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ratio: dict[str, Any] = dataclasses.field(default_factory=dict)
-    clip: dict[str, Any] = dataclasses.field(default_factory=dict)
-    mask: dict[str, Any] = dataclasses.field(default_factory=dict)
-    weight: dict[str, Any] = dataclasses.field(default_factory=dict)
-    correction: dict[str, Any] = dataclasses.field(default_factory=dict)
-    regularizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    reduction: dict[str, Any] = dataclasses.field(default_factory=dict)
-    reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unbiased_reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entropy: dict[str, Any] = dataclasses.field(default_factory=dict)
-    distillation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    preset: str = "grpo"  # `python -m recjax.objectives` lists them
+    objective: dict[str, Any] = dataclasses.field(default_factory=dict)  # what is summed: tokens, or a pairwise loss
+    selection: dict[str, Any] = dataclasses.field(default_factory=dict)  # completions that are trained on
+    advantage: dict[str, Any] = dataclasses.field(default_factory=dict)  # from rewards to advantages
+    anchor: dict[str, Any] = dataclasses.field(default_factory=dict)  # what ratios compare the policy with
+    ratio: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a token, or of a sequence
+    clip: dict[str, Any] = dataclasses.field(default_factory=dict)  # tokens without gradient, by ratio and advantage
+    mask: dict[str, Any] = dataclasses.field(default_factory=dict)  # further tokens or rows without gradient
+    weight: dict[str, Any] = dataclasses.field(default_factory=dict)  # of each token's gradient, by ratio
+    correction: dict[str, Any] = dataclasses.field(default_factory=dict)  # weight between anchor and behaviour policy
+    regularizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # a term added to the loss
+    reduction: dict[str, Any] = dataclasses.field(default_factory=dict)  # from tokens to one loss
+    reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)  # KL to the initial policy
+    unbiased_reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)  # the same with importance weights
+    entropy: dict[str, Any] = dataclasses.field(default_factory=dict)  # a bonus for entropy
+    distillation: dict[str, Any] = dataclasses.field(default_factory=dict)  # a teacher's log-probs as advantages
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
@@ -132,10 +133,14 @@ class AlgorithmConfig:
 
         return presets.resolve(self.preset, self.overrides())
 
+    def ignores_singletons(self) -> bool:
+        """Whether the advantage of a group's only completion is always 0."""
+        return self.resolved().get("advantage", {"singleton": "zero"}).get("singleton") == "zero"
+
     def check_singletons(self) -> None:
         """Refuses an algorithm that learns nothing from groups of one completion."""
-        axes = self.resolved()
-        if axes.get("advantage", {"singleton": "zero"}).get("singleton") == "zero":
+        if self.ignores_singletons():
+            axes = self.resolved()
             name = axes["advantage"]["name"] if "advantage" in axes else axes["objective"]["name"]
             raise ValueError(
                 f"rollout.group_size = 1: {name} is always 0 for a group's only completion; raise it, or set"
@@ -156,14 +161,15 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
-    learning_rate: float = number(1e-6, low=0, high=1)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two decay to zero over training.steps
-    warmup_steps: int = at_least(0, 0)
-    clip_norm: float = number(1.0, above=0, high=math.inf)  # .inf: no clipping
-    weight_decay: float = number(0.0, low=0, high=1)
-    beta1: float = number(0.9, low=0, below=1)
-    beta2: float = number(0.999, low=0, below=1)
-    epsilon: float = number(1e-8, above=0, high=1)
+    learning_rate: float = number(1e-6, low=0, high=1)  # of AdamW, after the warm-up
+    # Of the rate; linear and cosine decay to zero over training.steps.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = at_least(0, 0)  # optimiser steps in which the rate rises from zero
+    clip_norm: float = number(1.0, above=0, high=math.inf)  # global norm that gradients are cut to; .inf: no clipping
+    weight_decay: float = number(0.0, low=0, high=1)  # decoupled, as in AdamW
+    beta1: float = number(0.9, low=0, below=1)  # decay of the gradient's mean
+    beta2: float = number(0.999, low=0, below=1)  # decay of the mean of its square
+    epsilon: float = number(1e-8, above=0, high=1)  # added to the square root of that
 
     def check(self, steps: int) -> None:
         """Refuses a warm-up of all `steps` of the training."""
@@ -175,12 +181,12 @@ class OptimizerConfig:
 class TrainingConfig:
     """Length of the run and how it is stored."""
 
-    steps: int = at_least(1, 100)
+    steps: int = at_least(1, 100)  # optimiser steps
     micro_batch_prompts: int | None = at_least(1, None)  # prompts that a gradient is taken of at once; null: all
-    # In place of that: completions are packed, with a prompt each, into micro-batches of so many tokens.
+    # In place of micro_batch_prompts: completions are packed, with a prompt each, into micro-batches of so many tokens.
     tokens_per_micro_batch: int | None = at_least(1, None)
-    checkpoint_every: int = at_least(1, 50)
-    keep_checkpoints: int = at_least(1, 2)
+    checkpoint_every: int = at_least(1, 50)  # optimiser steps
+    keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
     profile_steps: list[int] | None = None  # [first, last] step of a profiler's trace in the run's folder; null: none
 
     def check(self, rollout: RolloutConfig) -> None:
@@ -200,13 +206,13 @@ class TrainingConfig:
 class EvaluationConfig:
     """Sampled accuracy on held-out problems."""
 
-    every: int = at_least(0, 50)  # optimiser steps; 0: before and after only
-    problems: int = at_least(1, 256)
-    samples: int = at_least(1, 1)  # completions a problem
+    every: int = at_least(0, 50)  # optimiser steps between evaluations; 0: before and after training only
+    problems: int = at_least(1, 256)  # held-out ones
+    samples: int = at_least(1, 1)  # completions of each problem
     initial_kl: bool = False  # KL to the initial policy as well, at the cost of one more forward pass
-    temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)
-    top_k: int = at_least(0, 0)
-    top_p: float = number(1.0, above=0, high=1)
+    temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)  # 0: greedy
+    top_k: int = at_least(0, 0)  # most likely tokens that are sampled from; 0: all
+    top_p: float = number(1.0, above=0, high=1)  # probability of the most likely tokens that are sampled from; 1: all
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
@@ -222,6 +228,26 @@ class EvaluationConfig:
             require_defaults("evaluation", self, ("initial_kl",), remedy)
             remedy = "is not read at evaluation.temperature = 0; remove it"
             require_defaults("evaluation", self, ("top_k", "top_p"), remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplesConfig:
+    """Completions that were trained on, kept in the run's folder to be looked at: python -m recjax.samples."""
+
+    every: int = at_least(0, 25)  # optimiser steps from one batch that some are kept of to the next; 0: none are kept
+    groups: int = at_least(1, 4)  # groups of such a batch
+    megabytes: float = number(64.0, above=0)  # of all of them; with so many no more are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackingConfig:
+    """Trackers that get metrics, config, figures and samples beside the run's folder; one that is down stops nothing.
+
+    A mapping holds what the module's `init` takes.
+    """
+
+    wandb: dict[str, Any] | None = None  # such as {project: sums}; WANDB_MODE=offline needs no account
+    trackio: dict[str, Any] | None = None  # such as {project: sums}, which keeps its data on this machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,8 +272,8 @@ class MeshConfig:
 class Config:
     """A whole run."""
 
-    seed: int = number(0, low=0, high=2**32 - 1)  # beyond that JAX would take it for a smaller one
-    output: str = omegaconf.MISSING  # folder of the run
+    seed: int = number(0, low=0, high=2**32 - 1)  # of data order, sampling and initial parameters
+    output: str = omegaconf.MISSING  # folder of the run; it goes on from what is there
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     grading: GradingConfig = dataclasses.field(default_factory=GradingConfig)
@@ -259,6 +285,8 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def prompts_per_micro_batch(self) -> int:

@@ -19,17 +19,18 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 class RolloutConfig:
     """How completions are sampled."""
 
-    prompts_per_step: int = at_least(1, 16)
-    group_size: int = at_least(1, 8)
-    max_prompt_tokens: int | None = at_least(1, None)  # null: the longest prompt of the data
-    long_prompts: Literal["refuse", "drop"] = "refuse"  # those beyond max_prompt_tokens; drop logs their number
-    max_completion_tokens: int = at_least(1, 16)  # with task.agent: of one reply
-    max_context_tokens: int | None = at_least(2, None)  # of an agent's prompts, replies and all between
-    slots: int | None = at_least(1, None)  # completions decoded at a time, the next as one ends; null: all that fit
-    temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)  # training needs diverse samples
-    top_k: int = at_least(0, 0)  # 0: all tokens
-    top_p: float = number(1.0, above=0, high=1)  # 1: no cut
-    stop: list[str] = dataclasses.field(default_factory=list)  # strings of one token that end a completion, beside EOS
+    prompts_per_step: int = at_least(1, 16)  # prompts of a batch
+    group_size: int = at_least(1, 8)  # completions of each prompt
+    max_prompt_tokens: int | None = at_least(1, None)  # limit of a prompt; null: the longest of the data
+    long_prompts: Literal["refuse", "drop"] = "refuse"  # what becomes of longer prompts
+    max_completion_tokens: int = at_least(1, 16)  # limit of a completion, or with task.agent of one reply
+    max_context_tokens: int | None = at_least(2, None)  # limit of an agent's prompts, replies and all between
+    slots: int | None = at_least(1, None)  # completions decoded at a time; null: as many as memory holds
+    # Of the softmax that completions are sampled from.
+    temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)
+    top_k: int = at_least(0, 0)  # most likely tokens that are sampled from; 0: all
+    top_p: float = number(1.0, above=0, high=1)  # probability of the most likely tokens that are sampled from; 1: all
+    stop: list[str] = dataclasses.field(default_factory=list)  # texts of one token that end a completion, beside EOS
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
@@ -46,9 +47,9 @@ class RolloutConfig:
 class MixConfig:
     """Completions of others, from a store, beside those that the policy samples."""
 
-    store: str = omegaconf.MISSING  # folder
-    share: float = number(0.5, above=0, below=1)  # that comes from there: a whole number of rows or groups
-    of: Literal["group", "batch"] = "group"  # rows with the same prompt in every group, or whole groups in every batch
+    store: str = omegaconf.MISSING  # folder of the store
+    share: float = number(0.5, above=0, below=1)  # share that comes from there: a whole number of rows or groups
+    of: Literal["group", "batch"] = "group"  # rows of every group, or whole groups of every batch
 
     def check(self, rollout: RolloutConfig) -> None:
         """Refuses a share that is no whole number of rows or groups."""
@@ -66,8 +67,8 @@ class MixConfig:
 class LateConfig:
     """Rewards that come after their completions; how many rounds is sampled evenly, for every completion."""
 
-    shortest: int = at_least(0, 0)  # rounds
-    longest: int = at_least(0, 0)  # rounds
+    shortest: int = at_least(0, 0)  # delay, in rounds
+    longest: int = at_least(0, 0)  # delay, in rounds
     deadline: int | None = at_least(1, None)  # rounds after which a group goes without them; null: it waits
 
 
@@ -76,12 +77,13 @@ class ReplayConfig:
     """A buffer of groups that are trained on more than once, and how it is sampled from."""
 
     draw_every: int = at_least(1, 1)  # rounds from one batch that the policy samples to the next
-    capacity: int = at_least(1, 512)  # groups; the one that came first gives way
-    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; null: no limit
-    max_reuse: int = at_least(1, 4)  # times that a group is trained on
+    capacity: int = at_least(1, 512)  # groups that it holds; the oldest gives way
+    # Optimiser steps that a group may be behind the trainer; null: no limit.
+    max_staleness: int | None = at_least(0, None)
+    max_reuse: int = at_least(1, 4)  # times that a group is trained on at most
     half_life: float | None = number(None, above=0)  # optimiser steps in which a group's chance halves; null: never
-    priority: Priority = "none"  # a group's chance is in proportion to it
-    keep_no_signal: bool = False  # also groups whose rewards are all equal
+    priority: Priority = "none"  # what a group's chance is in proportion to
+    keep_no_signal: bool = False  # keep groups whose rewards are all equal
 
     def check(self, sampled: int) -> None:
         """Refuses a buffer that cannot give a batch its `sampled` groups, or gives them too seldom."""
@@ -95,7 +97,7 @@ class ReplayConfig:
 class RefillConfig:
     """Groups whose rewards are all equal teach nothing: more batches are sampled until a step has enough others."""
 
-    batches: int = at_least(1, 10)  # sampled for one step at most; a run that needs more ends with an error
+    batches: int = at_least(1, 10)  # most batches for one step; a run that needs more ends with an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +107,12 @@ class RegimeConfig:
     sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
     sync_offset: int = at_least(0, 0)  # batches sampled ahead of the one being trained on
     offline: bool = False  # every batch comes from the initial policy
-    mode: Literal["sync", "async"] = "sync"  # async: processes on Ray sample meanwhile; what follows is for that alone
-    max_staleness: int | None = at_least(0, None)  # optimiser steps behind the trainer; nothing staler is trained on
-    generators: int = at_least(1, 1)  # processes that sample
-    address: str | None = None  # of a Ray cluster that is there; null: Ray is started on this machine
-    generator_seconds: float = at_least(1, 600.0)  # for one batch, after which a generator is started again
+    mode: Literal["sync", "async"] = "sync"  # async: other processes, on Ray, sample meanwhile
+    max_staleness: int | None = at_least(0, None)  # async: optimiser steps that experience may be behind the trainer
+    generators: int = at_least(1, 1)  # async: processes that sample
+    address: str | None = None  # async: of a Ray cluster; null: Ray is started on this machine
+    # Async: for one batch; a generator that takes longer is started again.
+    generator_seconds: float = at_least(1, 600.0)
 
     def check(self, replay: ReplayConfig | None) -> None:
         """Refuses settings that the mode does not read, and a bound of staleness that no batch could keep."""
@@ -137,12 +140,12 @@ class RegimeConfig:
 class ExperienceConfig:
     """What is trained on beside, or in place of, each batch that the policy has just sampled."""
 
-    store: str | None = None  # folder; every batch comes from it, and groups are as large as they are there
+    store: str | None = None  # folder that every batch comes from, in groups of any size
     mix: MixConfig | None = None
     late: LateConfig | None = None
     replay: ReplayConfig | None = None
     refill: RefillConfig | None = None
-    missing_logprobs: MissingLogprobs = "error"  # where a store has no behaviour log-probs
+    missing_logprobs: MissingLogprobs = "error"  # what stands for behaviour log-probs that a store lacks
     record: bool = False  # keep what the policy samples in the run's folder, as a store
 
     def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:

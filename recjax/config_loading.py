@@ -6,7 +6,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,28 @@ def _named_task(text: str, source: str) -> dict[str, dict]:
     return {name: {}}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def unknown_keys(values: Any) -> list[str]:
+    """Dotted keys of a file's content that the schema lacks."""
+
+    def unknown(values: Any, block: type, prefix: str) -> Iterator[str]:
+        fields = {field.name: field for field in dataclasses.fields(block)}
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if key not in fields:
+                yield f"{prefix}{key}"
+            elif nested := block_of(fields[key].type):
+                yield from unknown(value, nested, f"{prefix}{key}.")
+
+    return list(unknown(values, Config, ""))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequence[str] = ()) -> Config:
     """Reads a YAML config, applies overrides in order, checks everything that can be checked before work starts.
 
     Args:
         path: YAML file.
         overrides: `dotted.key=value` strings; values are YAML, so 1e-6 is a float and null is None. A text as `task`,
             here or in the file, replaces the whole block by the task that it names.
+        without: dotted keys of the file that are left out.
     Raises:
         ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
             override, key, value and remedy.
@@ -100,6 +115,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+    for key in without:
+        block, _, name = key.rpartition(".")
+        functools.reduce(dict.__getitem__, filter(None, block.split(".")), values).pop(name)
     merged = OmegaConf.structured(Config)
     OmegaConf.set_readonly(merged, False)
     for source, layer in [(str(path), values), *((f"override {text!r}", _parse_override(text)) for text in overrides)]:
@@ -107,6 +125,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             layer = layer | {"task": _named_task(layer["task"], source)}
             merged.task = OmegaConf.structured(TaskConfig)
         _check_keys(layer, source)
+        _empty(merged, layer)
         try:
             merged = OmegaConf.unsafe_merge(_writable(merged), layer)
         except omegaconf.errors.OmegaConfBaseException as error:
@@ -121,6 +140,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ) from error
     check(config)
     return config
+
+
+def _empty(merged: omegaconf.DictConfig, layer: dict, prefix: str = "") -> None:
+    """Empties the mappings that a layer gives as {}, such as task.reward_weights={}; merging would leave them."""
+    for key, value in layer.items():
+        name = f"{prefix}{key}"
+        if value == {} and KEYS[name].default_factory is dict:
+            OmegaConf.update(_writable(merged), name, {}, merge=False)
+        elif isinstance(value, dict) and block_of(KEYS[name].type):
+            _empty(merged, value, f"{name}.")
 
 
 def _writable(config: omegaconf.DictConfig) -> omegaconf.DictConfig:

@@ -1,5 +1,6 @@
 """What a command shows while it works: the package's own messages, and bars of progress."""
 
+import contextlib
 import errno
 import functools
 import io
@@ -8,12 +9,15 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import absl.logging
 from absl import flags
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -83,6 +87,22 @@ class _OwnMessages(logging.Handler):
         """Writes one message."""
         prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         tqdm.write(prefix + self.format(record), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def under_way(what: str, shown: bool = True) -> Iterator[None]:
+    """Says what goes on, for work that shows nothing else meanwhile, and how long it took where that was seconds.
+
+    Args:
+        what: such as "evaluating the initial policy: 64 problems".
+        shown: False says nothing.
+    """
+    started = time.monotonic()
+    if shown:
+        logger.info("%s …", what)
+    yield
+    if shown and (seconds := time.monotonic() - started) >= 1:
+        logger.info("%s: %.0f s", what, seconds)
 
 
 def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, shown: bool = True) -> tqdm:

@@ -5,22 +5,29 @@
     python -m recjax.export --model PATH --output FOLDER [--dtype …]
 
 The run may be finished or not; the newest checkpoint is taken, or that of --step. Adapters are merged into the model,
-or with --adapters written by themselves as PEFT reads them. --model writes a Hugging Face folder anew, in another
+or with --adapters written by themselves as PEFT reads them. A model card says what was trained, and --push uploads the
+folder to the Hugging Face hub. --model writes a Hugging Face folder anew, in another
 dtype for instance. JAX_PLATFORMS=cpu in front leaves an accelerator to others.
 """
 
+import json
 import tempfile
 from pathlib import Path
 
 from absl import app, flags
+from huggingface_hub import HfApi
 
+from recjax.config import Config
 from recjax.console import command
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_adapters, write_base
+from recjax.hub.model_card import model_card
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
+from recjax.training.environment import starts
 from recjax.training.trained import run_adapters, run_config, run_params
 
 FLAGS = flags.FLAGS
+_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base's card says its licence
 
 
 @command
@@ -30,6 +37,8 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
     source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
     print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
+    if FLAGS.push:
+        print(f"pushed to {push(FLAGS.output, FLAGS.push, FLAGS.public)}")
 
 
 def export(
@@ -58,10 +67,11 @@ def export(
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
         if config.model.path:
-            base = model_folder(config.model.path, COMPANION_FILES)
+            base = model_folder(config.model.path, _WITH_CARD)
         else:
             write_base(base, policy.decoder.config, policy.tokenizer, policy.stop_ids)
-        export_model(output, policy.decoder.config, params, base, dtype)
+        beside = _card_files(Path(run), config, step, base, Path(output).name)
+        export_model(output, policy.decoder.config, params, base, dtype, beside=beside)
     return f"{run} after step {step}"
 
 
@@ -76,7 +86,43 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
     write_adapters(output, decoder_config, params, str(config.model.path))
+    base = model_folder(config.model.path, _WITH_CARD)
+    for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
+        (output / name).write_bytes(content)
     return step
+
+
+def _card_files(
+    run: Path, config: Config, step: int, base: Path, name: str, adapters: bool = False
+) -> dict[str, bytes]:
+    """The model card and the picture that it shows, by name."""
+    summary, figure = run / "summary.json", run / "figures" / "training.png"
+    finished = summary.is_file() and step == config.training.steps
+    numbers = json.loads(summary.read_text(encoding="utf-8")) if finished else {}
+    shown = {"training.png": figure.read_bytes()} if figure.is_file() else {}
+    made_with = next(reversed(starts(run)), {})
+    card = model_card(name, config, step, numbers, made_with, base, next(iter(shown), ""), adapters)
+    return {"README.md": card.encode(), **shown}
+
+
+def push(folder: str, repository: str, public: bool = False) -> str:
+    """Uploads an exported folder to the Hugging Face hub, to a repository that is made where there is none.
+
+    Returns:
+        Its address.
+    Raises:
+        ValueError: the hub refuses it or cannot be reached; the folder stays.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
+        raise ValueError(
+            f"--push {repository!r}: {str(error).strip()[:500]}; {folder} is written, so log in with"
+            " `hf auth login` and push it with `hf upload`, or export anew"
+        ) from error
+    return str(address)
 
 
 if __name__ == "__main__":
@@ -86,5 +132,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("output", None, "Folder to write; new or empty.", required=True)
     flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
     flags.DEFINE_bool("adapters", False, "Write the run's adapters alone, as PEFT reads them.")
+    flags.DEFINE_string("push", None, "Hub repository, OWNER/NAME, to upload the folder to; private unless --public.")
+    flags.DEFINE_bool("public", False, "With --push: a new repository is for everybody.")
     flags.DEFINE_enum("dtype", "float32", DTYPES, "Of the weights; float32 keeps them exactly, the others round.")
     app.run(main)

@@ -9,6 +9,8 @@ a group unless --group_column says otherwise. A malformed row is refused with it
 so is a file that the store has already.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +26,7 @@ from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
 
 FLAGS = flags.FLAGS
+logger = logging.getLogger("recjax.import_experience")  # run as a command, this module has another name
 
 
 def import_files(
@@ -112,9 +115,16 @@ def main(argv: list[str]) -> None:
         raise ValueError("--top_k and --top_p are not read without --temperature; give it, or remove them")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
     found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
-    groups = len({row.group_id for row in found.rows})
+    groups = Counter(row.group_id for row in found.rows)
     pending = sum(row.reward is None for row in found.rows)
-    print(f"{FLAGS.output}: {len(found.rows)} rows in {groups} groups, {pending} of them pending")
+    print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} of them pending")
+    if alone := sum(count == 1 for count in groups.values()):
+        logger.warning(
+            "%d of %d groups have one completion, which most advantages make nothing of: rows with equal prompts are a"
+            " group, or those that --group_column says; see algorithm.advantage={name: raw_reward}",
+            alone,
+            len(groups),
+        )
     if found.left_aside:
         print(f"columns left aside: {', '.join(found.left_aside)}")
 

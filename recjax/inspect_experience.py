@@ -83,13 +83,16 @@ def main(argv: list[str]) -> None:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     rows = read(argv[1])
     show(rows, sampled(rows, FLAGS.samples, FLAGS.seed), Console())
-    draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
-    print(f"figure: {FLAGS.figure}")
+    if FLAGS.figure:
+        draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
+        print(f"figure: {FLAGS.figure}")
+    else:
+        print("--figure FILE.png draws rewards, lengths and versions")
 
 
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
-    flags.DEFINE_string("figure", "figures/experience.png", "Where the picture goes.")
+    flags.DEFINE_string("figure", None, "Where a picture goes; left out, none is drawn.")
     flags.DEFINE_integer("samples", 5, "Random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Of the random rows.")
     app.run(main)

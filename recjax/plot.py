@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     save(draw_curves(table.assign(panel=panels), lines, "panel", FLAGS.metrics), output)
 
     finals = final(table)
-    shown = Table(*axes, "runs", "held-out accuracy at the end", title=f"{len(finals)} runs")
+    shown = Table(*axes, "runs", "held-out accuracy, mean of the last three evaluations", title=f"{len(finals)} runs")
     for settings, values in finals.groupby(axes, sort=False):
         shown.add_row(*settings, str(len(values)), f"{values.mean():.3f} ({values.min():.3f}–{values.max():.3f})")
     Console().print(shown)

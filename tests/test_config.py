@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recjax import config_help
 from recjax.analysis.sweeps import read_sweep
 from recjax.config import KEYS, Attention, Projection, ReasoningGymTask, Remat, TaskConfig
 from recjax.config_experience import Priority
@@ -35,6 +36,25 @@ def test_reading_a_config_imports_neither_models_nor_data():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     loaded = json.loads(done.stdout)
     assert "recjax.config" in loaded and not [name for name in heavy if name in loaded]
+
+
+def test_every_key_has_a_meaning_and_the_page_of_them_is_new():
+    keys = [key for block in config_help.blocks() for key in block.keys]
+    assert {key.name for key in keys} == {key for key, field in KEYS.items() if not block_of(field.type)}
+    assert not [key.name for key in keys if not key.meaning]
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    cells = {line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("|")}
+    assert len(cells) == 1, "rows of a table have as many cells as its head"
+    assert page == config_help.as_markdown(), "write recjax.config_help.as_markdown() to docs/configuration.md"
+
+
+def test_an_empty_mapping_takes_back_what_the_file_says(tmp_path):
+    path, own = tmp_path / "own.yaml", "task.reward_weights={length: -0.1}"
+    path.write_text((ROOT / QUICKSTART).read_text() + "\nexperience: {record: true}\n")
+    assert load_config(path, [own]).task.reward_weights == {"length": -0.1}
+    assert load_config(path, [own, "task.reward_weights={}"]).task.reward_weights == {}
+    assert load_config(path, [own, "task={reward_weights: {}}"]).task.reward_weights == {}
+    assert load_config(path, [own, "task.reward_weights={length: -0.2}"]).task.reward_weights == {"length": -0.2}
 
 
 def test_choices_are_those_that_are_implemented():

@@ -43,6 +43,7 @@ def printed_lines(folder, *arguments):
 def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path):
     lines = printed_lines(tmp_path)
     assert lines[0].startswith("compiled programs are kept in ")
+    assert any(line.startswith("evaluating the initial policy: ") and line.endswith(" …") for line in lines)
     (last,) = [line for line in lines if line.startswith("rec_one_side_nois: step 4/4, ")]
     assert "reward=" in last and "accuracy=" in last
     table = next(index for index, line in enumerate(lines) if "run: 4 steps" in line)

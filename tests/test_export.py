@@ -1,5 +1,6 @@
 """The export command: a run, whatever part of it was trained, answers in transformers as it does here."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 
 from recjax.config_loading import load_config
-from recjax.export import export
+from recjax.export import export, push
+from recjax.hub.model_card import model_card
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import combine, flatten, split
-from recjax.rollout.collecting import sample_groups
+from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.training import checkpoint
 from recjax.training.run import prepare
 from recjax.training.trained import run_params
@@ -59,7 +62,8 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
     assert np.abs(scores - theirs).max() < 1e-4 and theirs.std() > 0.1
 
     names = {"name": "batch", "source": "policy", "version": 0}
-    greedy = sample_groups(prepared.policy, params, asked, jax.random.key(0), 1, 4, Sampling(temperature=0.0), **names)
+    keys = row_keys(jax.random.key(0), len(asked.texts))
+    greedy = sample_groups(prepared.policy, params, asked, keys, 1, 4, Sampling(temperature=0.0), **names)
     answered = model.generate(
         input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], do_sample=False, max_new_tokens=4
     )[:, asked.tokens.shape[1] :].numpy()
@@ -120,6 +124,56 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
         run_params(run, changed)
 
 
+@pytest.mark.parametrize("finished", ["all"], indirect=True)
+def test_a_card_says_what_was_trained(finished, tmp_path):
+    run, config, *_ = finished
+    export(str(run), None, str(tmp_path / "out"), None, "float32")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.library_name == "transformers" and config.algorithm.preset in card.data.tags
+    summary = json.loads((run / "summary.json").read_text())
+    assert f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}" in card.text
+    assert "2 optimiser steps of 4 prompts × 4 completions" in card.text and "![Training](training.png)" in card.text
+    assert (tmp_path / "out" / "training.png").read_bytes() == (run / "figures" / "training.png").read_bytes()
+    export(str(run), None, str(tmp_path / "first"), 1, "float32")
+    assert "→" not in ModelCard.load(tmp_path / "first" / "README.md").text.partition("| setting")[0]
+
+
+def test_a_licence_of_the_base_is_passed_on(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    config = load_config(tmp_path / "tiny.yaml")
+    assert ModelCard(model_card("x", config, 1, {}, {}, tmp_path, "")).data.license == "apache-2.0"
+    assert ModelCard(model_card("x", config, 1, {}, {}, tmp_path / "none", "")).data.license is None
+    lora = load_config(tmp_path / "tiny.yaml", ["model.lora={rank: 2}"])  # merged where adapters are not asked for
+    libraries = [
+        ModelCard(model_card("x", lora, 1, {}, {}, tmp_path, "", each)).data.library_name for each in (False, True)
+    ]
+    assert libraries == ["transformers", "peft"]
+
+
+def test_a_push_makes_a_private_repository_and_its_errors_are_one_line(tmp_path, monkeypatch):
+    done = []
+
+    class Hub:
+        """Stands for huggingface_hub.HfApi."""
+
+        def create_repo(self, repository, private, exist_ok):
+            done.append((repository, private, exist_ok))
+            return f"https://hub/{repository}"
+
+        def upload_folder(self, repo_id, folder_path):
+            if repo_id == "me/full":
+                raise OSError("no room")
+            done.append((repo_id, folder_path))
+
+    monkeypatch.setattr("recjax.export.HfApi", Hub)
+    assert push("out", "me/model") == "https://hub/me/model"
+    assert push("out", "me/open", public=True) and done[2][1] is False
+    assert done[:2] == [("me/model", True, True), ("me/model", "out")]
+    with pytest.raises(ValueError, match="--push 'me/full': no room; out is written"):
+        push("out", "me/full")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
 def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
@@ -139,6 +193,8 @@ def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
         "config.json",
         "model.safetensors",
         "manifest.json",
+        "README.md",  # says what a run made, and so does its picture
+        "training.png",
     }
     refused = command("--run", str(run), "--output", str(tmp_path / "once"))
     assert refused.returncode != 0 and refused.stderr.splitlines()[-1].startswith("error: --output")

@@ -88,6 +88,20 @@ def test_columns_have_any_name_and_files_share_groups(tmp_path):
     assert {row.source for row in imported(files, columns, TIME, source="both").rows} == {"both"}
 
 
+def test_a_column_says_who_wrote_each_row(tmp_path):
+    rows = [{**PLAIN[0], "model": "large"}, {**PLAIN[1], "model": "small"}]
+    files, columns = [write(tmp_path / "a.jsonl", rows)], Columns(source="model")
+    assert [row.source for row in imported(files, columns, TIME).rows] == ["large", "small"]
+    with pytest.raises(ValueError, match="--source 'gpt' is not read beside --source_column 'model'"):
+        imported(files, columns, TIME, source="gpt")
+
+
+def test_rows_of_a_file_keep_their_names_from_version_to_version(tmp_path):
+    """By these a file that a store has already is refused."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "reward": 1}\n')
+    assert imported([tmp_path / "a.jsonl"], Columns(), TIME).rows[0].id == "e89768c485b3/000000"
+
+
 def test_parquet_parts_that_a_row_lacks_are_no_parts(tmp_path):
     rows = [{**PLAIN[0], "reward_parts": {"a": 1.0}}, {**PLAIN[1], "reward_parts": {"b": 2.0}}, PLAIN[2]]
     found = imported([write(tmp_path / "a.parquet", rows)], Columns(), TIME)
@@ -195,6 +209,7 @@ def test_the_same_file_is_imported_once(tmp_path):
     assert len(store.read(tmp_path / "s")) == 3
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     path = write(tmp_path / "a.csv", [{**row, "mood": 1} for row in PLAIN])
     command = [sys.executable, "-m", "recjax.import_experience", "--input", path, "--output", str(tmp_path / "s")]

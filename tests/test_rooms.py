@@ -16,7 +16,7 @@ FLOORS = [
     ("tasks",),
     ("experience",),
     ("rollout", "plots"),
-    ("training",),
+    ("training", "serving"),
     ("planning", "analysis"),
 ]
 # What the config's files may import beside `algorithms`: tables and checks that need no heavy package.

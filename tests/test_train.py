@@ -34,6 +34,12 @@ def test_help_lists_flags_and_config_keys():
         assert part in shown.stdout + shown.stderr
 
 
+def test_help_waits_for_nothing_heavy():
+    program = "import sys, recjax.train; print(sorted({'jax', 'flax', 'transformers', 'orbax'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.slow
 def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_path):
     rows = [{"question": f"{a}-{b}=", "result": a - b} for a in range(9) for b in range(9)]
@@ -54,6 +60,7 @@ def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_
     assert command("--config", str(config), *own, "--overwrite").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
     done = command("--config", str(config), "--dry_run", f"output={tmp_path / 'run'}", "regime.sync_interval=2")
     assert done.returncode == 0, done.stderr

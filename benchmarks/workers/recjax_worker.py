@@ -18,7 +18,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout.choosing import sample_tokens
-from recjax.rollout.collecting import sample_groups, submit, with_grades
+from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
@@ -66,7 +66,7 @@ def prepare(inputs: Inputs) -> System:
 
     def updated(trained, batch: Batch, number: int):
         packed = packed_batch(config, batch)
-        trained, metrics = update(
+        trained, metrics, _ = update(
             trained,
             run.frozen,
             None,
@@ -82,9 +82,9 @@ def prepare(inputs: Inputs) -> System:
         return in_compute_dtype(policy.decoder, held["state"].trained.params, copy=True)
 
     def sampled(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
-        key = jax.random.fold_in(jax.random.key(config.seed), number)
+        keys = row_keys(jax.random.fold_in(jax.random.key(config.seed), number), len(prompts.texts) * group_size)
         params, about = combine(behaviour, run.frozen), {"name": f"{number}", "source": "policy", "version": number}
-        return sample_groups(policy, params, prompts, key, group_size, max_tokens, sampling, **about)
+        return sample_groups(policy, params, prompts, keys, group_size, max_tokens, sampling, **about)
 
     def step(number: int) -> dict:
         watch = Stopwatch()

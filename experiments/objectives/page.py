@@ -19,8 +19,7 @@ from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
 from recjax.analysis.collect import read_runs
 from recjax.analysis.compare import estimate, final
-from recjax.plots.curves import draw_curves
-from recjax.plots.objectives import draw_coefficients
+from recjax.plots.objectives import draw_coefficients, draw_ends
 from recjax.plots.style import save
 
 FLAGS = flags.FLAGS
@@ -76,8 +75,21 @@ def laboratory(table: pd.DataFrame) -> str:
         " the paper's family. In brackets, 95 % of the bootstrap over three seeds; without them, one seed, which"
         " decides nothing.\n"
     )
-    picture = "\n![Curves of every preset](objectives_laboratory.png)\n"
-    return "\n".join([explained, *lines]) + "\n" + picture
+    picture = "\n![Where every preset ends, with a dot for each seed](objectives_laboratory.png)\n"
+    return "\n".join([explained, *_collapses(ends, starts), "", *lines]) + "\n" + picture
+
+
+def _collapses(ends: pd.Series, starts: pd.Series) -> list[str]:
+    """A sentence a regime: the presets of which a run ended below its start."""
+    lost, sentences = ends[ends < starts.reindex(ends.index)], []
+    for regime, shown in REGIMES.items():
+        of_regime = lost.xs(regime, level="regime")
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(of_regime.index.get_level_values("algorithm")))
+        count = len(ends.xs(regime, level="regime"))
+        sentences.append(
+            f"- {shown}: {len(of_regime)} of {count} runs ended below their start, those of {names or 'none'}."
+        )
+    return sentences
 
 
 def write_page(table: pd.DataFrame | None, docs: Path) -> None:
@@ -85,8 +97,9 @@ def write_page(table: pd.DataFrame | None, docs: Path) -> None:
     (docs / "objectives.md").write_text(page(table), encoding="utf-8")
     save(draw_coefficients(), docs / "objectives.png")
     if table is not None:
-        panels = table.assign(panel=table["regime"].map(REGIMES))
-        save(draw_curves(panels, "algorithm", "panel", ["evaluation/accuracy"]), docs / "objectives_laboratory.png")
+        ends = final(table).rename("accuracy").reset_index()
+        start = table[table["step"] == 0]["evaluation/accuracy"].mean()
+        save(draw_ends(ends.assign(regime=ends["regime"].map(REGIMES)), start), docs / "objectives_laboratory.png")
 
 
 def collected() -> pd.DataFrame | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.config import TaskConfig
+from recjax.config import Config, TaskConfig
 from recjax.experience.group import Completion, Grade, Group
 
 FOREIGN = -1  # policy version of a batch's rows that another model wrote
@@ -55,6 +55,18 @@ class Shape(NamedTuple):
     group: int
     prompt_time: int
     time: int
+
+
+def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
+    """The shape of the batches that a run samples.
+
+    Args:
+        prompt_tokens: of the longest prompt.
+    """
+    rollout = config.rollout
+    if config.task.agent:  # a row is a whole sequence, of which the first token is the prompt
+        return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
+    return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
 
 
 def shape_of(groups: Sequence[Group], prompts: int) -> Shape:

@@ -1,5 +1,6 @@
 """Grade rewards: completes the pending rows of a store."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from recjax.experience.group import Grade
 from recjax.experience.store_checks import MOST_REWARD, check_rows, is_finite_number
 
 _GIVEN = ("reward", "reward_parts", "accurate")
-_KEYS = ("id", "group_id", *_GIVEN)
+_COLUMNS = ("id", "group_id", *_GIVEN)
+_KEYS = (*_COLUMNS, "comment")
 
 
 class Given(NamedTuple):
@@ -27,7 +29,8 @@ def give_rewards(
     """Completes pending rows of a store.
 
     An entry has `id` or `group_id`, `reward`, and, if they are known, `reward_parts` and `accurate`. For a group, each
-    of the three is one value for all its rows, or a list with one value a row in the store's order. Part files that
+    of the three is one value for all its rows, or a list with one value a row in the store's order. A `comment` goes
+    to the metadata of rows that are completed. Part files that
     change are replaced one after the other, each whole or not at all. If that is cut short, the same entries given
     again complete the rest: a row that has the very same reward already is left as it is.
 
@@ -41,11 +44,12 @@ def give_rewards(
     with store.locked(folder):
         rows, groups = {}, {}
         for part in store.existing_parts(folder):
-            for row in store.read_columns(part, list(_KEYS)).to_pylist():
+            for row in store.read_columns(part, list(_COLUMNS)).to_pylist():
                 grade = Grade(row["reward"], store.parts_of(row["reward_parts"]), row["accurate"])
                 rows[row["id"]] = (part, None if row["reward"] is None else grade)
                 groups.setdefault(row["group_id"], []).append(row["id"])
         late: dict[str, Grade] = {}
+        comments: dict[str, str] = {}
         for number, entry in enumerate(entries):
             for name, given in _resolved(entry, rows, groups, place(number)):
                 before = rows[name][1] or late.get(name)
@@ -53,9 +57,11 @@ def give_rewards(
                     which = "has another reward" if rows[name][1] else "has another reward above"
                     raise ValueError(f"{place(number)}: row {name!r} {which}, {before.reward}; a reward is given once")
                 late[name] = given
+                if entry.get("comment") is not None:
+                    comments[name] = str(entry["comment"])
         new = {name: given for name, given in late.items() if rows[name][1] is None}
         # All of them before the first is written: a bad row must change nothing.
-        tables = {part: _completed(part, new) for part in sorted({rows[name][0] for name in new})}
+        tables = {part: _completed(part, new, comments) for part in sorted({rows[name][0] for name in new})}
         for part, table in tables.items():
             store.write_part(table, part)
     return Given(len(new), len(late) - len(new))
@@ -95,12 +101,17 @@ def _checked(late: Grade, place: str) -> Grade:
     return Grade(float(reward), parts and {name: float(value) for name, value in parts.items()}, accurate)
 
 
-def _completed(part: Path, late: Mapping[str, Grade]) -> pa.Table:
+def _completed(part: Path, late: Mapping[str, Grade], comments: Mapping[str, str]) -> pa.Table:
     """A part's table with rewards in it."""
-    rows = [
-        row._replace(**{column: getattr(late[row.id], column) for column in _GIVEN}) if row.id in late else row
-        for row in store.to_rows(store.read_part(part))
-    ]
+    rows = []
+    for row in store.to_rows(store.read_part(part)):
+        if row.id in late:
+            row = row._replace(**{column: getattr(late[row.id], column) for column in _GIVEN})
+            if row.id in comments:
+                row = row._replace(
+                    metadata=json.dumps(json.loads(row.metadata or "{}") | {"comment": comments[row.id]})
+                )
+        rows.append(row)
     table = store.to_table(rows)
     check_rows(table, lambda row: f"{part}: row {row}")
     return table

@@ -18,7 +18,7 @@ class Columns(NamedTuple):
     """Which columns hold what; those that a file lacks are null, but for the completion and its prompt.
 
     `messages` is a chat, whose last message is the completion where there is no column of that. `group` None: rows with
-    equal prompts are a group. `id` None: rows are numbered.
+    equal prompts are a group. `id` None: rows are numbered. `source` None: all rows of a file have one.
     """
 
     prompt: str = "prompt"
@@ -34,6 +34,7 @@ class Columns(NamedTuple):
     finish_reason: str = "finish_reason"
     group: str | None = None
     id: str | None = None
+    source: str | None = None
 
 
 class Imported(NamedTuple):
@@ -64,7 +65,12 @@ def imported(
     Raises:
         ValueError: a file that cannot be read, or a row that cannot be used, with file, line or row, and reason.
     """
-    digest = hashlib.sha256(repr((source, columns)).encode())
+    if source is not None and columns.source is not None:
+        raise ValueError(f"--source {source!r} is not read beside --source_column {columns.source!r}; remove one")
+    # Without what came later, so that a file that an older store has is known again.
+    named = {name: column for name, column in columns._asdict().items() if (name, column) != ("source", None)}
+    listed = ", ".join(f"{name}={column!r}" for name, column in named.items())
+    digest = hashlib.sha256(f"({source!r}, Columns({listed}))".encode())
     for file in map(Path, files):
         if not file.is_file():
             raise ValueError(f"{file}: there is no such file")
@@ -148,7 +154,7 @@ def _row(
     return Experience(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
         group_id=f"{name}/{group}",
-        source=source,
+        source=source if row.columns.source is None else _label(row, "source"),
         completion=completion,
         time=time,
         prompt=prompt,

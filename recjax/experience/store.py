@@ -22,11 +22,13 @@ from recjax.experience.store_checks import check_rows, check_schema
 from recjax.manifest import size_and_digest, sync_folder
 from recjax.whole_files import writing
 
-VERSION = "2"
-_READABLE = ("1", VERSION)  # the first had no trajectories
+VERSION = "3"
+_CAME_LATER = {"1": ("trajectory", "metadata"), "2": ("metadata",)}  # columns, by the versions that lack them
+_READABLE = (*_CAME_LATER, VERSION)
 _VERSION_KEY = b"recjax.experience.version"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
+PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # the prompt of rows that do not say what was asked
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -51,6 +53,7 @@ SCHEMA = pa.schema(
         ("top_p", pa.float64()),
         ("time", pa.timestamp("us", tz="UTC")),
         ("trajectory", pa.string()),
+        ("metadata", pa.string()),
     ],
     metadata={_VERSION_KEY: VERSION.encode()},
 )
@@ -64,6 +67,7 @@ class Experience(NamedTuple):
     distribution that sampled them, which temperature, top_k and top_p describe. A row without a reward is pending.
     policy_version counts the optimiser updates of the weights that sampled the row; None: of another model.
     trajectory: of an agent's rows the id of the first one, whose prompt_tokens are each row's own; else None.
+    metadata: a JSON object of what else is known, such as who asked; nothing here reads it.
     """
 
     id: str
@@ -88,6 +92,7 @@ class Experience(NamedTuple):
     top_k: int | None = None
     top_p: float | None = None
     trajectory: str | None = None
+    metadata: str | None = None
 
 
 _ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behaviour_logprobs")
@@ -219,11 +224,12 @@ def read_part(part: Path) -> pa.Table:
 
 
 def _as_now(table: pa.Table) -> pa.Table:
-    """A table of an earlier version as one of this; rows were no parts of trajectories then."""
-    was_first = (table.schema.metadata or {}).get(_VERSION_KEY) == _READABLE[0].encode()
-    if not was_first or "trajectory" in table.schema.names:
-        return table
-    return table.append_column(SCHEMA.field("trajectory"), pa.nulls(len(table), pa.string()))
+    """A table of an earlier version as one of this: columns that came later are null."""
+    found = (table.schema.metadata or {}).get(_VERSION_KEY, b"").decode()
+    for name in _CAME_LATER.get(found, ()):
+        if name not in table.schema.names:
+            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), pa.string()))
+    return table
 
 
 def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
@@ -241,7 +247,7 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
     if found not in [version.encode() for version in _READABLE]:
         was = f"of version {found.decode()!r}" if found else "not marked as one"
         raise ValueError(
-            f"{part}: this recjax reads experience of versions {' and '.join(_READABLE)}, and the file is {was}; read"
+            f"{part}: this recjax reads experience of versions {', '.join(_READABLE)}, and the file is {was}; read"
             " it with the recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
         )
     if not table.num_rows:

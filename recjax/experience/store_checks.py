@@ -1,5 +1,6 @@
 """What a store's rows must not say; every refusal names file, row, column, value and reason."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +83,7 @@ def _rules(table: pa.Table) -> Iterator[Rule]:
     unrewarded = _is_null(table["reward"]) & ~_is_null(table["reward_parts"])
     yield "reward_parts", unrewarded, "has parts of a reward that is not there"
     yield "reward_parts", _unless(table, "reward_parts", _sound), _PARTS
+    yield "metadata", _unless(table, "metadata", _is_object), "takes the text of a JSON object, or null"
     reason = "takes one message or more, each with role and content"
     yield "messages", _unless(table, "messages", lambda turns: turns and all(map(_whole, turns))), reason
 
@@ -149,6 +151,13 @@ def _unless(table: pa.Table, name: str, fits: Callable[[Any], Any]) -> np.ndarra
 
 def _whole(message: dict | None) -> bool:
     return bool(message) and bool(message["role"]) and message["content"] is not None
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _sound(parts: list[dict]) -> bool:

@@ -64,10 +64,42 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     stored = Stored(whole, shape, _left_out(everything), _digest(whole))
     sizes = [len(group.completions) for group in whole]
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
+    _warn_of_little_to_compare(store, whole, config)
     if any(stored.left_out.values()):
         counts = ", ".join(f"{count} {name}" for name, count in stored.left_out.items())
         logger.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
     return stored
+
+
+def _warn_of_little_to_compare(store: str, groups: list[Group], config: Config) -> None:
+    """Says where groups of one teach nothing, and where sources were rewarded on different scales."""
+    joined = config.experience.mix and config.experience.mix.of == "group"
+    alone = sum(len(group.completions) == 1 for group in groups)
+    if alone and not joined and config.algorithm.ignores_singletons():
+        logger.warning(
+            "%s: %d of %d groups have one completion, and %s makes nothing of them; set"
+            " algorithm.advantage={singleton: reward}, or another advantage such as raw_reward",
+            store,
+            alone,
+            len(groups),
+            config.algorithm.preset,
+        )
+    ranges = reward_ranges(groups)
+    lowest, highest = ([bounds[place] for bounds in ranges.values()] for place in (0, 1))
+    spread = max(highest) - min(lowest)
+    if len(ranges) > 1 and max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
+        listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
+        logger.warning(
+            "%s: sources have rewards of different ranges, which are compared as they are: %s", store, listed
+        )
+
+
+def reward_ranges(groups: list[Group]) -> dict[str, tuple[float, float]]:
+    """The lowest and the highest reward of each source."""
+    found: dict[str, list[float]] = {}
+    for row in (row for group in groups for row in group.completions):
+        found.setdefault(row.source, []).append(row.grade.reward)
+    return {source: (min(rewards), max(rewards)) for source, rewards in found.items()}
 
 
 def check_prompts(stored: Stored, mix: MixConfig, prompts: Prompts) -> None:

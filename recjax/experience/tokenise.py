@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.store import Experience
+from recjax.experience.store import PROMPT_LEFT_OUT, Experience
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import encode_prompts
@@ -26,8 +26,8 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
     is truncated: then it was cut off and did not end. All of its tokens count as chosen by whoever wrote it.
 
     Raises:
-        ValueError: tokens of another vocabulary, text that the tokenizer does not know, or a completion without tokens,
-            with the row's id; or a chat that the tokenizer's template refuses.
+        ValueError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
+            or a completion without tokens, with the row's id; or a chat that the tokenizer's template refuses.
     """
     name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
     # A group shares its prompt: each chat is rendered once.
@@ -38,6 +38,11 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             raise ValueError(
                 f"row {row.id!r} of source {row.source!r} has tokens of another vocabulary ({row.tokenizer}) than this"
                 f" policy's ({name}); train the model that they are of, or import the texts without tokens"
+            )
+        if row.prompt_tokens is None and row.prompt == PROMPT_LEFT_OUT:
+            raise ValueError(
+                f"row {row.id!r} of source {row.source!r}: its prompt was not recorded, so it cannot be trained on;"
+                " record prompts, and leave this row out"
             )
         if row.prompt_tokens is None:
             text = row.prompt if row.messages is None else rendered[json.dumps(row.messages)]

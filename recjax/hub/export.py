@@ -5,8 +5,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,7 @@ def export_model(
     base: Path,
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Writes the folder that `load_pretrained` and transformers read; it appears whole or not at all.
 
@@ -59,6 +61,7 @@ def export_model(
             config are copied as they are.
         dtype: of every tensor; float32 keeps what was trained, the others round.
         max_shard_bytes: the weights are one file up to here, else shards with an index.
+        beside: further files by name.
     Raises:
         ValueError: the folder is not empty, an unknown dtype, or values that the dtype cannot hold.
     """
@@ -76,6 +79,8 @@ def export_model(
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype
         write_json(partial / "config.json", fields)
+        for name, content in beside.items():
+            (partial / name).write_bytes(content)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
 
 

@@ -13,11 +13,12 @@ from jaxtyping import Array
 
 from recjax.algorithms.options import require
 from recjax.config import Config
+from recjax.experience.batch import sampled_shape
 from recjax.hub.policy import attention_kernel, teacher_decoder
 from recjax.models.placement import ROWS, laid_out, param_shardings
 from recjax.models.trainable import combine
 from recjax.planning.dry_run import resolve
-from recjax.planning.memory import START, TEACHER, Model, batch_arrays, batch_shape, held, most_completions
+from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held, most_completions
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.topology import Target
 from recjax.rollout import capacity, decoding
@@ -199,7 +200,7 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
     packed, micro_batches = _packed(plan), config.micro_batches()
-    shape = batch_shape(config, plan.prompt_tokens)._replace(prompts=_prompts(plan, micro_batches))
+    shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=_prompts(plan, micro_batches))
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
@@ -225,7 +226,7 @@ def _packed(plan: Plan) -> Packed | None:
 
 
 def _packed_shape(plan: Plan) -> RowShape:
-    shape = batch_shape(plan.config, plan.prompt_tokens)
+    shape = sampled_shape(plan.config, plan.prompt_tokens)
     return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
 
 

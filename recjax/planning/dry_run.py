@@ -1,6 +1,8 @@
 """A run's sizes, memory, tokens and staleness before it starts: computed from shapes, with no weights read."""
 
+import dataclasses
 import itertools
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +21,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_fol
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.trainable import adapted, split
+from recjax.planning.devices import accelerator, fitting
 from recjax.planning.memory import Item, Model, checkpoint_bytes, count, held_items, sampling_items, update_items
 from recjax.planning.topology import GIB
 from recjax.tasks.loading import load_task
@@ -136,11 +139,22 @@ def first_steps(regime: RegimeConfig, steps: int) -> int:
     return min(2 * max(regime.sync_interval, regime.sync_offset) + 2, steps)
 
 
-def print_dry_run(path: str, overrides: list[str]) -> int:
-    """The exit status of a dry run: 0, or 2 for an invalid config, with the reason on standard error."""
+def print_dry_run(path: str, overrides: list[str], device: str | None = None) -> int:
+    """The exit status of a dry run: 0, or 2 for an invalid config, with the reason on standard error.
+
+    Args:
+        device: of ACCELERATORS, to plan for in place of this machine's.
+    """
     try:
         config = load_config(path, overrides)
-        show(config, dry_run(config))
+        if device and config.model.dtype == "auto":
+            dtype = "bfloat16" if accelerator(device).has_bfloat16 else "float32"
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+        result = dry_run(config)
+        show(config, result)
+        if phases := _in_phases(result.memory):
+            _show_devices(config, max(phases.values()), device)
+        print("to run it there:", shlex.join(["python", "-m", "recjax.train", "--config", path, *overrides]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -162,9 +176,9 @@ def show(config: Config, result: DryRun) -> None:
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     _show_memory(console, config, result)
     rows = rollout.prompts_per_step * rollout.group_size
-    prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number of"
-    completions = rows * rollout.max_completion_tokens
-    print_line(f"tokens a step: at most {prompts} of prompts, {completions:,} of completions; {rows} completions")
+    prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number"
+    completions = f"{rows * rollout.max_completion_tokens:,} of {rows} completions"
+    print_line(f"tokens a step, at most: {prompts} of prompts, {completions}")
     if result.staleness:
         shown = result.staleness[: first_steps(config.regime, steps)]
         mean, highest = np.mean(result.staleness), max(result.staleness)
@@ -181,6 +195,30 @@ def show(config: Config, result: DryRun) -> None:
         print_line(f"not known: {note}")
 
 
+def _show_devices(config: Config, needed: int, device: str | None) -> None:
+    """Says which single devices have so many bytes; a mesh of several splits some of it."""
+    if device:
+        one = accelerator(device)
+        fits = "fits" if needed <= one.usable_bytes else "does not fit"
+        print(
+            f"it {fits} one {device}: {needed / GIB:.2f} GiB of the {one.usable_bytes / GIB:.1f} that JAX takes of"
+            f" {one.gigabytes:g} GB; {one.bandwidth:g} GB/s, {one.teraflops:g} TFLOP/s"
+        )
+    else:
+        fits, rest = map(", ".join, fitting(needed))
+        print(f"one device is enough of: {fits or 'none'}" + (f"; not of: {rest}" if rest else ""))
+        if config.model.dtype == "auto" and jax.default_backend() == "cpu":
+            print("that is planned in float32, which auto is on this CPU; --device NAME plans for another device")
+    print("this is a plan from shapes; python -m recjax.compile_check asks a TPU's compiler")
+
+
+def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
+    """Bytes in all, by phase."""
+    always = sum(item.bytes for item in memory if item.phase == "always")
+    parts = {phase: [item.bytes for item in memory if item.phase == phase] for phase in ("sample", "update")}
+    return {phase: always + sum(sizes) for phase, sizes in parts.items() if sizes}
+
+
 def _show_memory(console: Console, config: Config, result: DryRun) -> None:
     if not result.memory:
         return
@@ -188,10 +226,8 @@ def _show_memory(console: Console, config: Config, result: DryRun) -> None:
     for item in result.memory:
         table.add_row(item.phase, item.name, f"{item.bytes / GIB:.3f}", item.formula)
     console.print(table)
-    always = sum(item.bytes for item in result.memory if item.phase == "always")
-    for phase in ("sample", "update"):
-        if parts := [item.bytes for item in result.memory if item.phase == phase]:
-            console.print(f"in all, {phase}: {(always + sum(parts)) / GIB:.2f} GiB")
+    for phase, size in _in_phases(result.memory).items():
+        console.print(f"in all, {phase}: {size / GIB:.2f} GiB")
     for remat, size in result.activations.items():
         if remat != config.model.remat:
             console.print(f"activations with model.remat={remat}: {size / GIB:.3f} GiB")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from recjax.config import Config
-from recjax.experience.batch import Batch, Shape, pad
+from recjax.experience.batch import Batch, Shape, pad, sampled_shape
 from recjax.hub.policy import teacher_decoder
 from recjax.models.decoder import REMAT, Decoder, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
@@ -109,14 +109,6 @@ def most_completions(config: Config) -> int:
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
-def batch_shape(config: Config, prompt_tokens: int) -> Shape:
-    """The shape of the batches that a run samples."""
-    rollout = config.rollout
-    if config.task.agent:
-        return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
-    return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
-
-
 def batch_arrays(shape: Shape) -> Batch:
     """The arrays of a batch, as shapes."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pad([], shape))
@@ -140,7 +132,7 @@ def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list
 
 def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtypeStruct], int, str]:
     """What log-probs of a micro-batch are computed from, at how many places, and what that is in words."""
-    shape = batch_shape(config, prompt_tokens)
+    shape = sampled_shape(config, prompt_tokens)
     if config.training.tokens_per_micro_batch:
         rows, tokens = shape_for(config, shape)
         inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 4
@@ -175,7 +167,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """One checkpoint: trained parameters, optimiser's state, the sampler's copy, and the batches sampled ahead."""
-    parts, shape = held(config, model), batch_shape(config, prompt_tokens)
+    parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts; those and log-probabilities of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
     saved = [parts[name].tree for name in ("trained parameters", "optimiser's state", "sampler's copy")]

@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-matplotlib.use("Agg")
 
 # Okabe and Ito's, which colour-blind readers tell apart.
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"

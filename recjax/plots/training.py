@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 
 from recjax.plots.style import COLOURS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save
@@ -31,12 +32,12 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
     add_legend(accuracy, loc="lower right")
     _draw_ratio(ratio, trained)
     clip.margins(y=0.3)  # room for the legend
-    _draw_line(clip, trained, "clip_fraction/negative", color=ORANGE, lw=0.8, label="advantage < 0")
-    _draw_line(clip, trained, "clip_fraction/positive", color=GREEN, lw=0.8, label="advantage > 0")
+    _draw_smoothed(clip, trained, "clip_fraction/negative", color=ORANGE, label="advantage < 0")
+    _draw_smoothed(clip, trained, "clip_fraction/positive", color=GREEN, label="advantage > 0")
     clip.set(ylabel=LABELS["clip_fraction/all"])
     add_legend(clip, loc="upper right")
     for axes, name in ((staleness, "staleness"), (divergence, "behaviour_kl/k3"), (entropy, "entropy")):
-        _draw_line(axes, trained, name)
+        _draw_smoothed(axes, trained, name)
         axes.set(ylabel=LABELS[name])
     for axes in (clip, staleness, divergence, entropy):
         axes.set_ylim(0, None)
@@ -80,6 +81,19 @@ def _series(rows: Rows, name: str) -> list[float]:
 
 def _draw_line(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, lw: float = 1, **options) -> None:
     axes.plot(_series(rows, "step"), _series(rows, name), color=color, lw=lw, **options)
+
+
+def _draw_smoothed(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, **options) -> None:
+    """Of a long run the mean over a fiftieth of its steps, above a band from the lowest to the highest of these."""
+    values = pd.Series(_series(rows, name), dtype=float)
+    width = len(values) // 50
+    if width < 2:
+        _draw_line(axes, rows, name, color=color, **options)
+        return
+    around = values.rolling(width, center=True, min_periods=1)
+    steps = _series(rows, "step")
+    axes.fill_between(steps, around.min(), around.max(), color=color, alpha=0.2, lw=0)
+    axes.plot(steps, around.mean(), color=color, lw=1.2, **options)
 
 
 def _draw_ratio(axes: Axes, rows: Rows) -> None:

@@ -10,7 +10,7 @@ from recjax.experience.group import Grade
 from recjax.rollout.agent_trials import Tried
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import LENGTH, ROWS, TURNS
+from recjax.tasks.grading.reward import LENGTH, ROWS, TURNS, agent_weights
 from recjax.tasks.problems import Problem
 
 
@@ -27,7 +27,7 @@ class AgentGrades:
     ):
         """Sends the last messages of those that returned None to be graded."""
         self._config, self._tried = config, tried
-        self._weights = {TURNS: 0.0, ROWS: 0.0, LENGTH: 0.0, **config.task.reward_weights}
+        self._weights = agent_weights(config.task.reward_weights)
         self._graded = [place for place, one in enumerate(tried) if one.failure is None and one.returned is None]
         own = [problems[place] for place in self._graded]
         self._scores = self._graded and grading.submit(

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from recjax.hub.chat_worker import ChatWorker
+from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
-from recjax.rollout.requests import Request, Sampled
+from recjax.rollout.requests import Request
+from recjax.rollout.stops import up_to_stop
 from recjax.rollout.trajectory import Trajectory
 
 
@@ -58,7 +59,7 @@ class AgentPolicy:
         self,
         live: LiveEngine,
         policy: Policy,
-        chats: ChatWorker,
+        chats: ChatRenderer,
         sampling: Sampling,
         limits: Limits,
         key: Callable[[int], UInt32[np.ndarray, " words"]],
@@ -95,7 +96,7 @@ class AgentPolicy:
             ContextFull: no room is left for a reply.
             TurnsSpent: too many replies.
         """
-        return await self.complete(self._chats.render(messages, tools), max_tokens=max_tokens, stop=stop)
+        return await self.complete(self._chats.render([messages], tools)[0], max_tokens=max_tokens, stop=stop)
 
     async def complete(
         self,
@@ -109,7 +110,8 @@ class AgentPolicy:
         Where the prompt goes on from an earlier one and its reply, the tokens of these are kept as they were sampled.
 
         Args:
-            max_tokens, stop: as of `chat`.
+            max_tokens: as of `chat`.
+            stop: likewise.
         Raises:
             ValueError: a prompt that the tokenizer does not know.
             ContextFull: no room is left for a completion.
@@ -134,22 +136,7 @@ class AgentPolicy:
             sampled = await self._live.sample(Request(ids, self._key(turn), limit, self._sampling))
         finally:
             self._at_work(False)
-        sampled, said = self._ended(sampled, stop)
+        sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
         return Reply(said, raw, ids, sampled.tokens, sampled.truncated)
-
-    def _ended(self, sampled: Sampled, stop: Sequence[str]) -> tuple[Sampled, str]:
-        """A completion up to the token that completes its first stop string, and its text."""
-        text = self._text(sampled)
-        if not any(end in text for end in stop):
-            return sampled, text
-        for count in range(1, len(sampled.tokens) + 1):
-            text = self._policy.tokenizer.decode(sampled.tokens[:count])
-            if found := [text.index(end) for end in stop if end in text]:
-                kept = Sampled(*(column[:count] for column in sampled[:3]), truncated=False)
-                return kept, text[: min(found)]
-        return sampled, self._text(sampled)
-
-    def _text(self, sampled: Sampled) -> str:
-        return self._policy.tokenizer.decode(sampled.tokens if sampled.truncated else sampled.tokens[:-1])

@@ -13,9 +13,8 @@ from jaxtyping import PRNGKeyArray
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group
-from recjax.hub.chat_worker import ChatWorker
+from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
-from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.agent_loading import load_agent, named
@@ -24,13 +23,14 @@ from recjax.rollout.agent_trials import Trial, Tried
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
-from recjax.rollout.tools import of_names
+from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
+CHAT_SECONDS = 10.0  # for the chat template, at each turn
 _LAST = 2**32 - 1
 
 
@@ -55,10 +55,10 @@ class Agents:
                 f" {jax.process_count()}; start one"
             )
         task = config.task
-        functions = [named("task.tools", name) for name in task.tools]
+        functions = {name: named("task.tools", name) for name in task.tools}
         self._config = config
-        self._tools = of_names(task.tools, functions, config.grading.workers, task.tool_seconds)
-        self._agent, self._chats = load_agent(task, self._tools), ChatWorker(policy.tokenizer)
+        self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
+        self._agent, self._chats = load_agent(task, self._tools), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
 
     def __enter__(self) -> "Agents":
         """Starts nothing yet."""
@@ -166,7 +166,7 @@ def _run(main: Any) -> Any:
 
 def _turn_keys(key: PRNGKeyArray, turn: int, count: int) -> np.ndarray:
     """Key data of one turn of all agents; of turn 0 those of completions of one turn."""
-    return on_host(row_keys(jax.random.fold_in(key, _LAST - turn) if turn else key, count))
+    return row_keys(jax.random.fold_in(key, _LAST - turn) if turn else key, count)
 
 
 def completion_of(tried: Tried, name: str, source: str, sampling: Sampling) -> Completion:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from recjax import hosts
 from recjax.experience.group import Completion, Grade, Group
@@ -24,7 +24,7 @@ def sample_groups(
     policy: Policy,
     params: dict,
     prompts: Prompts,
-    key: PRNGKeyArray,
+    keys: UInt32[np.ndarray, "batch words"],
     group_size: int,
     max_tokens: int,
     sampling: Sampling,
@@ -44,7 +44,7 @@ def sample_groups(
     """
     engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
     engine.replace_weights(params, version)
-    sampled = sample_completions(engine, prompts.tokens, prompts.mask, key, group_size, max_tokens, sampling)
+    sampled = sample_completions(engine, prompts.tokens, prompts.mask, keys, group_size, max_tokens, sampling)
     texts = policy.tokenizer.batch_decode([one.tokens if one.truncated else one.tokens[:-1] for one in sampled])
     completions = [
         Completion(
@@ -72,7 +72,7 @@ def sample_completions(
     engine: Engine,
     prompts: Int[np.ndarray, "prompts prompt_time"],
     prompt_mask: Bool[np.ndarray, "prompts prompt_time"],
-    key: PRNGKeyArray,
+    keys: UInt32[np.ndarray, "batch words"],
     group_size: int,
     max_tokens: int,
     sampling: Sampling,
@@ -81,13 +81,12 @@ def sample_completions(
 
     Args:
         prompts: right-padded, each row with at least one token.
-        key: a key not used before; the same key repeats the same completions. Token t of completion i, counted in the
-            order of the prompts, is sampled with fold_in(fold_in(key, i), t).
+        keys: key data of each completion, in the order of the prompts: `row_keys` of a key not used before. Token t is
+            sampled with fold_in(its key, t), so that the same keys repeat the same completions.
         max_tokens: limit on a completion's length, end-of-sequence token included.
         sampling: the distribution.
     Reference: arXiv 2509.24203 §2 (behaviour policy μ).
     """
-    keys = on_host(row_keys(key, len(prompts) * group_size))
     prefixes = [tokens[real] for tokens, real in zip(prompts, prompt_mask, strict=True)]
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
     tickets = engine.admit(requests, group_size)
@@ -95,10 +94,15 @@ def sample_completions(
     return [finished[ticket] for ticket in tickets]
 
 
+def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*batches rows words"]:
+    """Key data of each completion of a batch: fold_in(key, 0), fold_in(key, 1), …; or of several, of a key each."""
+    return on_host(_folded(key, rows))
+
+
 @functools.partial(jax.jit, static_argnums=1)
-def row_keys(key: PRNGKeyArray, rows: int) -> Array:
-    """Key data of each completion of a batch."""
-    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows)))
+def _folded(key: Key[Array, "*batches"], rows: int) -> Array:
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    return jax.random.key_data((jax.vmap(fold, (0, None)) if key.ndim else fold)(key, jnp.arange(rows)))
 
 
 class Grades:

@@ -2,8 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -14,37 +13,20 @@ from recjax.models.placement import on_host
 from recjax.models.unrolling import params_for, unrolled_for_sampling
 from recjax.rollout import capacity, decoding
 from recjax.rollout.capacity import at_least, filled_up, power_of_two
-from recjax.rollout.requests import Request, Sampled, Started, by_sampling, check_requests, padded, taken
+from recjax.rollout.requests import (
+    Admitted,
+    Prefilled,
+    Request,
+    Sampled,
+    Started,
+    by_sampling,
+    check_requests,
+    padded,
+    taken,
+)
 from recjax.rollout.slots import Slots
 
 _params_for = jax.jit(params_for, static_argnums=0)
-
-
-class _Admitted(NamedTuple):
-    """Requests in line and their tickets; `group_size` is None where they are no batch of groups."""
-
-    requests: list[Request]
-    tickets: list[int]
-    group_size: int | None
-
-
-class _Prefilled(NamedTuple):
-    """Completions that have their first token and wait for slots.
-
-    Attributes:
-        rows: their places in the batch that they are of.
-        prompts: rows of `cache`, the keys and values of prompts of `lengths` tokens.
-        group_size: consecutive rows of a prompt in a batch that has the engine for itself; None for other requests.
-        weights: number of the weights that ran the prompts.
-    """
-
-    started: Started
-    rows: Int[np.ndarray, " waiting"]
-    prompts: Int[np.ndarray, " waiting"]
-    cache: tuple
-    lengths: Int[np.ndarray, " prompts"]
-    group_size: int | None
-    weights: int
 
 
 class Engine:
@@ -67,8 +49,8 @@ class Engine:
         self._asked, self._prefix_time = slots, prefix_time
         self._stacked, self._params, self._version, self._weights = None, None, 0, 0
         self._numbers = itertools.count()
-        self._queue: deque[_Admitted] = deque()
-        self._prefilled: _Prefilled | None = None
+        self._queue: deque[Admitted] = deque()
+        self._prefilled: Prefilled | None = None
         self._finished: dict[int, Sampled] = {}
         self._slots = Slots()
         self._sizes, self._planned = [0], 0  # numbers of slots, and the requests that they are for
@@ -97,8 +79,24 @@ class Engine:
         check_requests(requests, group_size, self._decoder.config.vocab_size)
         tickets = [next(self._numbers) for _ in requests]
         if requests:
-            self._queue.append(_Admitted(requests, tickets, group_size))
+            self._queue.append(Admitted(requests, tickets, group_size))
         return tickets
+
+    def cancel(self, tickets: Collection[int]) -> None:
+        """Frees the slots of requests, and their places in line; nothing comes of these tickets any more.
+
+        Those of a batch of groups that is in line keep their places.
+        """
+        gone = {*tickets}
+        self._slots.free(gone)
+        self._finished = {ticket: done for ticket, done in self._finished.items() if ticket not in gone}
+        if self._prefilled:
+            self._prefilled = self._prefilled.without(gone)
+        self._queue = deque(left for admitted in self._queue if (left := admitted.without(gone)).requests)
+
+    def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
+        """What requests that are under way in slots have sampled, by ticket."""
+        return self._slots.so_far({*tickets})
 
     def round(self) -> dict[int, Sampled]:
         """Fills free slots and decodes a round of tokens in all; returns the completions that ended, by ticket.
@@ -223,7 +221,7 @@ class Engine:
         if not ended.all():
             rows, lengths = np.flatnonzero(~ended), mask.sum(-1, dtype=np.int32)
             waiting = started.part(rows), rows, prompts[rows]
-            self._prefilled = _Prefilled(*waiting, cache, lengths, group_size, self._weights)
+            self._prefilled = Prefilled(*waiting, cache, lengths, group_size, self._weights)
 
     def _padded_prompts(self, prefixes: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as a right-padded batch, and its mask; the first ones fill up what devices or programs ask more."""
@@ -249,7 +247,7 @@ class Engine:
         """Completions that have ended with their first token."""
         return np.isin(started.tokens, self._stop_ids) | np.array([request.limit == 1 for request in started.requests])
 
-    def _seat(self, waiting: _Prefilled) -> bool:
+    def _seat(self, waiting: Prefilled) -> bool:
         """Gives free slots to completions that wait; returns whether there were enough."""
         started, rows, prompts, cache, lengths, group_size, weights = waiting
         current, count = weights == self._weights, at_least(self._sizes, int(self._slots.live.sum()) + len(rows))

@@ -5,7 +5,7 @@ Rounds run in a thread of their own, so that the event loop stays free for agent
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -16,6 +16,21 @@ from recjax.rollout.requests import Request, Sampled
 # Times that the event loop goes round before a round of tokens begins: whoever has just got a completion, and waits
 # for nothing else, has then asked for the next one. So what runs beside what does not depend on the clock.
 PASSES = 16
+
+
+class _Asked:
+    """A request, the future of its completion, and, for who follows it, what it has sampled so far."""
+
+    def __init__(self, request: Request, followed: bool):
+        self.request, self.followed = request, followed
+        self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self.changed, self.so_far = asyncio.Event(), None
+        self.done.add_done_callback(lambda _: self.changed.set())
+
+    def tell(self, so_far: Sampled) -> None:
+        """After a round."""
+        self.so_far = so_far
+        self.changed.set()
 
 
 class LiveEngine:
@@ -32,8 +47,8 @@ class LiveEngine:
         """
         self._engine, self._mesh = engine, jax.sharding.get_mesh()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._arrived: list[tuple[Request, asyncio.Future]] = []
-        self._waiting: dict[int, asyncio.Future] = {}
+        self._arrived: list[_Asked] = []
+        self._waiting: dict[int, _Asked] = {}
         self._serving: asyncio.Task | None = None
         self.error: BaseException | None = None  # what ended the engine
 
@@ -50,19 +65,42 @@ class LiveEngine:
         self._thread.shutdown(wait=True)
 
     async def sample(self, request: Request) -> Sampled:
-        """The completion of a request. Who is cancelled while it waits leaves the others as they are.
+        """The completion of a request. Who is cancelled while it waits frees its slot and leaves others as they are.
 
         Raises:
             ValueError: a request that cannot be sampled.
             RuntimeError: the engine has failed.
         """
+        return await self._ask(request, followed=False).done
+
+    async def follow(self, request: Request) -> AsyncIterator[Sampled]:
+        """All that a request has sampled, after each of its rounds, and at last its completion.
+
+        Who is slow misses rounds and no tokens. Closing the iterator early frees the request's slot.
+
+        Raises:
+            ValueError, RuntimeError: as `sample`.
+        """
+        asked = self._ask(request, followed=True)
+        try:
+            while True:
+                await asked.changed.wait()
+                asked.changed.clear()
+                if asked.done.done():
+                    break
+                yield asked.so_far
+            yield asked.done.result()
+        finally:
+            asked.done.cancel()
+
+    def _ask(self, request: Request, followed: bool) -> _Asked:
         if self.error is not None:
             raise RuntimeError(f"the engine has failed: {self.error!r}") from self.error
-        future = asyncio.get_running_loop().create_future()
-        self._arrived.append((request, future))
+        asked = _Asked(request, followed)
+        self._arrived.append(asked)
         if self._serving is None:
             self._serving = asyncio.get_running_loop().create_task(self._serve())
-        return await future
+        return asked
 
     async def replace_weights(self, params: dict, version: int) -> None:
         """As `Engine.replace_weights`, between two rounds."""
@@ -78,34 +116,41 @@ class LiveEngine:
                 await self._serve_round()
         except Exception as error:
             self.error = error
-            for future in [*self._waiting.values(), *(future for _, future in self._arrived)]:
-                if not future.done():
+            for asked in [*self._waiting.values(), *self._arrived]:
+                if not asked.done.done():
                     failure = RuntimeError(f"the engine has failed: {error!r}")
                     failure.__cause__ = error
-                    future.set_exception(failure)
+                    asked.done.set_exception(failure)
             self._waiting, self._arrived = {}, []
         finally:
-            for future in [*self._waiting.values(), *(future for _, future in self._arrived)]:
-                future.cancel()
+            for asked in [*self._waiting.values(), *self._arrived]:
+                asked.done.cancel()
             self._serving = None
 
     async def _serve_round(self) -> None:
-        arrived = [(request, future) for request, future in self._arrived if not future.done()]
+        arrived = [asked for asked in self._arrived if not asked.done.done()]
+        gone = [ticket for ticket, asked in self._waiting.items() if asked.done.done()]
+        for ticket in gone:
+            del self._waiting[ticket]
+        followed = [ticket for ticket, asked in self._waiting.items() if asked.followed]
         self._arrived = []
-        self._waiting |= {-place: future for place, (_, future) in enumerate(arrived, 1)}  # until they have tickets
-        requests = [request for request, _ in arrived]
-        round_ = asyncio.get_running_loop().run_in_executor(self._thread, self._on_mesh, self._round, requests)
-        tickets, finished = await round_
+        self._waiting |= {-place: asked for place, asked in enumerate(arrived, 1)}  # until they have tickets
+        round_ = self._round, gone, arrived, followed
+        tickets, so_far, finished = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._on_mesh, *round_
+        )
         for place, ticket in enumerate(tickets, 1):
-            future = self._waiting.pop(-place)
+            asked = self._waiting.pop(-place)
             if not isinstance(ticket, ValueError):
-                self._waiting[ticket] = future
-            elif not future.done():
-                future.set_exception(ticket)
+                self._waiting[ticket] = asked
+            elif not asked.done.done():
+                asked.done.set_exception(ticket)
+        for ticket, sampled in so_far.items():
+            self._waiting[ticket].tell(sampled)
         for ticket, sampled in finished.items():
-            future = self._waiting.pop(ticket)
-            if not future.done():
-                future.set_result(sampled)
+            asked = self._waiting.pop(ticket)
+            if not asked.done.done():
+                asked.done.set_result(sampled)
 
     # --- In the engine's thread.
 
@@ -116,12 +161,18 @@ class LiveEngine:
         with jax.set_mesh(self._mesh):
             return function(*arguments)
 
-    def _round(self, requests: Sequence[Request]) -> tuple[list[int | ValueError], dict[int, Sampled]]:
-        """A round after these are admitted: their tickets, or why they were refused; and what has ended."""
+    def _round(
+        self, gone: Collection[int], arrived: Sequence[_Asked], followed: Sequence[int]
+    ) -> tuple[list[int | ValueError], dict[int, Sampled], dict[int, Sampled]]:
+        """A round without some and with others: the latter's tickets, or why they were refused; what is under way of
+        those that are followed; what has ended."""
+        self._engine.cancel(gone)
         tickets: list[int | ValueError] = []
-        for request in requests:
+        for asked in arrived:
             try:
-                tickets += self._engine.admit([request])
+                tickets += self._engine.admit([asked.request])
             except ValueError as error:
                 tickets.append(error)
-        return tickets, self._engine.round()
+        finished = self._engine.round()
+        new = [ticket for ticket, asked in zip(tickets, arrived, strict=True) if asked.followed]
+        return tickets, self._engine.so_far([*followed, *new]), finished

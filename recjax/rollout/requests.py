@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out: requests and completions."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +81,46 @@ class Started(NamedTuple):
         """Some of them."""
         requests, tickets = ([column[place] for place in places] for column in (self.requests, self.tickets))
         return Started(requests, tickets, self.tokens[places], self.logprobs[places], self.version)
+
+
+class Admitted(NamedTuple):
+    """Requests in line and their tickets; `group_size` is None where they are no batch of groups."""
+
+    requests: list[Request]
+    tickets: list[int]
+    group_size: int | None
+
+    def without(self, gone: Container[int]) -> "Admitted":
+        """The same but for some tickets; a batch of groups stays whole."""
+        if self.group_size is not None:
+            return self
+        left = [place for place, ticket in enumerate(self.tickets) if ticket not in gone]
+        return Admitted(*taken(left, self.requests, self.tickets), None)
+
+
+class Prefilled(NamedTuple):
+    """Completions that have their first token and wait for slots.
+
+    Attributes:
+        rows: their places in the batch that they are of.
+        prompts: rows of `cache`, the keys and values of prompts of `lengths` tokens.
+        group_size: consecutive rows of a prompt in a batch that has the engine for itself; None for other requests.
+        weights: number of the weights that ran the prompts.
+    """
+
+    started: Started
+    rows: Int[np.ndarray, " waiting"]
+    prompts: Int[np.ndarray, " waiting"]
+    cache: tuple
+    lengths: Int[np.ndarray, " prompts"]
+    group_size: int | None
+    weights: int
+
+    def without(self, gone: Container[int]) -> "Prefilled | None":
+        """The same but for some tickets; None where no other is left."""
+        left = np.array([place for place, ticket in enumerate(self.started.tickets) if ticket not in gone], int)
+        started, rows, prompts = self.started.part(left), self.rows[left], self.prompts[left]
+        return self._replace(started=started, rows=rows, prompts=prompts) if len(left) else None
 
 
 def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:

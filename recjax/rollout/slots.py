@@ -1,7 +1,7 @@
 """The engine's slots: what they are at, on the host, and their keys and values, on the device."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import jax
@@ -172,12 +172,25 @@ class Slots:
         columns.cached[:] += counts
         columns.last[mine] = state.last[mine]
 
+    def free(self, tickets: Container[int]) -> None:
+        """Frees slots of which nobody wants the completion."""
+        self.columns.tickets[[ticket in tickets for ticket in self.columns.tickets.tolist()]] = -1
+
+    def so_far(self, tickets: Container[int]) -> dict[int, Sampled]:
+        """What live slots have sampled by now, by ticket."""
+        slots = [slot for slot in np.flatnonzero(self.live) if self.columns.tickets[slot] in tickets]
+        return {int(self.columns.tickets[slot]): Sampled(*self._sampled(slot), truncated=True) for slot in slots}
+
+    def _sampled(self, slot: int | np.integer) -> list[np.ndarray]:
+        """Copies of the tokens of a slot, their log-probs and versions."""
+        columns = self.columns
+        return [column[slot, : columns.counts[slot]].copy() for column in columns[-3:]]
+
     def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
         """Frees slots and returns their completions by ticket."""
         finished, columns = {}, self.columns
         for slot in ended:
-            sampled = (columns.tokens, columns.logprobs, columns.versions)
-            tokens, logprobs, versions = (column[slot, : columns.counts[slot]].copy() for column in sampled)
+            tokens, logprobs, versions = self._sampled(slot)
             done = Sampled(tokens, logprobs, versions, bool(tokens[-1] not in stop_ids))
             finished[int(columns.tickets[slot])] = done
         columns.tickets[ended] = -1

@@ -11,7 +11,7 @@ from recjax.rollout.tools import Tools
 from recjax.tasks.problems import Problem
 
 # As Hermes, Qwen and SmolLM models write them: JSON between tags, one call or a list of them.
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class Call(NamedTuple):
@@ -52,7 +52,7 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
 def parsed_calls(text: str) -> list[Call]:
     """The calls in a reply, in order; what stands between the tags and is no call has an error."""
     calls = []
-    for written in _CALL.findall(text):
+    for written in CALL.findall(text):
         try:
             parsed = json.loads(written)
         except (ValueError, RecursionError) as error:

@@ -5,18 +5,14 @@ import contextlib
 import inspect
 import itertools
 import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from transformers.utils import get_json_schema
 
+from recjax.tasks.grading import processes
 from recjax.tasks.grading.graders import Failure
 
 MOST_CHARACTERS = 20_000  # of a result; the rest is cut off
@@ -45,7 +41,7 @@ class Tools:
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"task.tools: two tools are called {repeated[0]!r}; the model tells them by name")
         self._functions = dict(zip(names, functions.items(), strict=True))
-        self._limits, self._server = [str(workers), str(seconds)], None
+        self._limits, self._server = (workers, seconds), None
         self._numbers, self._calls = itertools.count(), {}
 
     def __enter__(self) -> "Tools":
@@ -55,9 +51,7 @@ class Tools:
     def __exit__(self, *exception: object) -> None:
         """Ends the worker processes, whatever they are at."""
         if self._server:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
-                os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
+            processes.end(self._server)
             self._server = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -89,14 +83,7 @@ class Tools:
         return future
 
     def _start(self) -> None:
-        # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "recjax.tasks.grading.tool_server", *self._limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,
-        )
+        self._server = processes.start("recjax.tasks.grading.tool_server", *self._limits)
         threading.Thread(target=self._read, args=(self._server.stdout,), name="tools", daemon=True).start()
 
     def _read(self, stream: Any) -> None:
@@ -131,8 +118,3 @@ def _text(outcome: Any) -> str:
     if isinstance(outcome, Failure):
         return f"error: {outcome.reason}"
     return outcome if isinstance(outcome, str) else json.dumps(outcome, default=str)
-
-
-def of_names(names: Sequence[str], functions: Sequence[Any], workers: int, seconds: float) -> Tools | None:
-    """The tools of a config; None where it names none."""
-    return Tools(dict(zip(names, functions, strict=True)), workers, seconds) if names else None

@@ -1,11 +1,13 @@
 """From the config's task block to a task."""
 
+import inspect
 import json
 import logging
 
 import numpy as np
 
 from recjax.config import Config
+from recjax.config_fields import require_defaults
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
@@ -32,6 +34,10 @@ def load_task(config: Config) -> Task:
         # Of the task's reward where that is named; others are of what the agent returns, and of its turns.
         weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
     reward = load_reward(name, weights, config.task.overlong_tokens is not None)
+    if reward.per_row or not inspect.iscoroutinefunction(reward.function):
+        remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
+        require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
+    reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]

@@ -35,6 +35,13 @@ def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
     return system + [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
 
 
+def question_of(prompt: str | list[dict[str, str]]) -> str:
+    """What a reader is shown of a prompt: a chat's last user message, or a text's last line that says something."""
+    if isinstance(prompt, str):
+        return (prompt.strip().splitlines() or [""])[-1]
+    return next((turn["content"] for turn in reversed(prompt) if turn["role"] == "user"), prompt[-1]["content"])
+
+
 def is_chat(prompt: Any) -> bool:
     """Whether a value is a list of messages with role and content."""
     return (

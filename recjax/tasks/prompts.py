@@ -1,5 +1,6 @@
 """Problems as token arrays, and which of them each batch asks."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,5 +73,9 @@ def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -
     function of its arguments, so a resumed run goes on with the same data.
     """
     places = np.arange((batch - 1) * prompts_per_step, batch * prompts_per_step)
-    orders = {epoch: np.random.default_rng([seed, 1, epoch]).permutation(problems) for epoch in {*places // problems}}
-    return np.array([orders[place // problems][place % problems] for place in places])
+    return np.array([_order(problems, seed, int(place) // problems)[place % problems] for place in places])
+
+
+@functools.lru_cache(maxsize=2)
+def _order(problems: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, 1, epoch]).permutation(problems)

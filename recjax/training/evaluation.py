@@ -19,8 +19,9 @@ from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import sample_groups, submit, with_grades
+from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
 from recjax.whole_files import write_whole, writing
 
@@ -69,7 +70,8 @@ def answered(
             )
         else:
             longest = config.rollout.max_completion_tokens
-            groups = sample_groups(policy, params, asked, part_key, settings.samples, longest, sampling, **names)
+            keys = row_keys(part_key, size * settings.samples)
+            groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
             grades = submit(groups, asked, grading)
         yield Answered(start, asked, with_grades(groups, grades.result()))
@@ -81,6 +83,7 @@ def sample_rows(done: Answered) -> list[dict]:
         {
             "problem": done.first + place,
             "prompt": done.prompts.texts[place],
+            "question": question_of(done.prompts.problems[place].prompt),
             "completion": completion.text,
             "answer": group.answer,
             "difficulty": done.prompts.problems[place].difficulty,

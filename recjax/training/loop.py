@@ -14,18 +14,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax import hosts
+from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
+from recjax.console import under_way
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
-from recjax.models.placement import put_rows, row_shards
+from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.plots.training import draw_experience, draw_training
-from recjax.training import checkpoint, rounds, run_lock
+from recjax.training import checkpoint, kept_samples, rounds, run_lock
 from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.evaluation import evaluate, write_samples
+from recjax.training.kept_samples import is_kept
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
 from recjax.training.packing import packed_batch, padding_waste
 from recjax.training.profile import profiled_steps
@@ -33,7 +36,8 @@ from recjax.training.run import Run, State
 from recjax.training.run_folder import check_run_folder
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
-from recjax.training.update import learning_rate_schedule, recipe_of, update
+from recjax.training.tracking import Tracking
+from recjax.training.update import Learned, learning_rate_schedule, recipe_of, update
 from recjax.whole_files import write_whole, writing
 
 logger = logging.getLogger(__name__)
@@ -62,12 +66,14 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     """
     check_run_folder(config, overwrite)
     output, last = Path(config.output), config.training.steps
-    with run_lock.held(output) as lock, contextlib.ExitStack() as stack:
+    trackers = contextlib.closing(Tracking(config))
+    with trackers as tracking, run_lock.held(output) as lock, contextlib.ExitStack() as stack:
         run, state, manager = begin(config, overwrite)
         resumed = manager.latest_step() is not None
         teacher = run.teacher and run.teacher.decoder
         recipe = recipe_of(config, run.policy.decoder, teacher)
-        learning_rate = learning_rate_schedule(config.optimizer, last)
+        learning_rates = learning_rate_schedule(config.optimizer, last)(np.arange(last))
+        learning_rates = np.broadcast_to(jax.device_get(learning_rates), last).tolist()
         drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
@@ -75,32 +81,35 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         stopping = stack.enter_context(_stop_requests())
         if run.generators:
             rounds.start_generators(run, state)
-        writer = MetricsWriter(output, state.step if resumed else -1, state.totals["metrics"])
+        writer = MetricsWriter(output, state.step if resumed else -1, state.totals["metrics"], tracking)
         stack.enter_context(contextlib.closing(writer))
         if not resumed:
-            writer.write({"step": 0, **_evaluated(run, state, "before"), **_left_out(run)})
+            with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
+                evaluated = _evaluated(run, state, "before")
+            writer.write({"step": 0, **evaluated, **_left_out(run)})
             state = _saved(run, state, manager, writer)
         bar = stack.enter_context(progress_bar(config.algorithm.preset, last, initial=state.step))
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
-        metrics = stack.enter_context(DeferredMetrics(writer, bar, run.phases, manager))
+        metrics, first = stack.enter_context(DeferredMetrics(writer, bar, run.phases, manager)), state.step + 1
         for step in steps:
             lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            state, groups = next_groups(run, state, step)
+            with under_way("sampling the first batch, for which the sampler is compiled", step == first):
+                state, groups = next_groups(run, state, step)
 
             # --- Pad.
-            batch, micro_batches = _padded(run, groups, step)
+            batch, micro_batches = _padded(run, recipe.algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
             # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
             # along only where the algorithm reads them.
             weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None
-            with run.phases.phase("update"):
+            with under_way("compiling the update", step == first), run.phases.phase("update"):
                 packed = packed_batch(config, learned)
-                trained, measured = update(
+                trained, measured, of_tokens = update(
                     state.trained,
                     run.frozen,
                     run.initial if recipe.algorithm.needs_reference else None,
@@ -114,13 +123,15 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
             metrics.settle()  # those of the step before
+            if is_kept(step, config.samples):
+                _keep_samples(run, step, groups, of_tokens)
 
             # --- Log and evaluate.
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups),
-                "learning_rate": learning_rate(step - 1),
+                "learning_rate": learning_rates[step - 1],
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -146,7 +157,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         stack.close()
         manager.close()
         if hosts.is_first():
-            _finish(run)
+            _finish(run, tracking)
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
@@ -169,7 +180,7 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group]]:
     return state, groups
 
 
-def _padded(run: Run, groups: list[Group], step: int) -> tuple[Batch, int]:
+def _padded(run: Run, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
     """The batch of a step and its micro-batches; filled up so that these and devices share prompts equally."""
     config, shape, micro_batches = run.config, run.shape, run.config.micro_batches()
     multiple = micro_batches * row_shards()
@@ -177,7 +188,7 @@ def _padded(run: Run, groups: list[Group], step: int) -> tuple[Batch, int]:
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
         if run.agents:
-            batch, micro_batches = _padded_trajectories(run, groups, micro_batches)
+            batch, micro_batches = _padded_trajectories(run, algorithm, groups, micro_batches)
         else:
             batch = pad(groups, shape, logprobs=not unneeded)
     if config.experience is None and config.regime.mode == "sync":
@@ -187,12 +198,22 @@ def _padded(run: Run, groups: list[Group], step: int) -> tuple[Batch, int]:
     return batch, micro_batches
 
 
-def _padded_trajectories(run: Run, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
+def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
     """The rows of agents; there may be more than one a trajectory, and then more micro-batches."""
-    algorithm, shape = run.config.algorithm.build(), run.shape
+    shape = run.shape
     rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
     whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
     return pad_trajectories(groups, shape.time, (micro_batches, rows), **whole)
+
+
+def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) -> None:
+    """Keeps some completions of the step's batch, with what the update made of their tokens."""
+    of_tokens = on_host(of_tokens)
+    if hosts.is_first():
+        output, tokenizer = Path(run.config.output), run.policy.tokenizer
+        # The rows of a trajectory are not in the groups' order.
+        of_tokens = None if run.agents else of_tokens
+        kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, run.config.samples)
 
 
 def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
@@ -249,8 +270,8 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _finish(run: Run) -> None:
-    """Draws the figures and writes summary.json."""
+def _finish(run: Run, tracking: Tracking) -> None:
+    """Draws the figures, writes summary.json, and gives trackers the figures and samples."""
     config, output = run.config, Path(run.config.output)
     rows = read_metrics(output / "metrics.jsonl")
     title = f"{config.algorithm.preset}: {output.name}"
@@ -271,3 +292,5 @@ def _finish(run: Run) -> None:
         "seconds": dict(run.phases.totals),
     }
     write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    figures = {f"figures/{path.stem}": path for path in sorted((output / "figures").glob("*.png"))}
+    tracking.log_results(figures, output / "samples" / "after.jsonl", config.training.steps)

@@ -21,6 +21,7 @@ from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.manifest import digest
 from recjax.training.scalar_events import ScalarEvents
+from recjax.training.tracking import Tracking
 from recjax.whole_files import write_whole, writing
 
 Written = list  # size in bytes and checksum of a file's content
@@ -29,18 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes one row a step to metrics.jsonl and to TensorBoard files; of several processes the first one does."""
+    """Writes one row a step to metrics.jsonl, TensorBoard files and trackers, in the first of several processes."""
 
-    def __init__(self, output: Path, keep_through: int, written: Written | None = None):
+    def __init__(
+        self, output: Path, keep_through: int, written: Written | None = None, tracking: Tracking | None = None
+    ):
         """Opens a run's files; rows of steps past `keep_through`, the checkpoint that the run goes on from, go.
 
         Args:
             keep_through: a step; -1 keeps nothing.
             written: metrics.jsonl as that checkpoint knows it.
+            tracking: gets the rows as well.
         Raises:
             ValueError: a line of metrics.jsonl is no row, or the file cannot be written.
         """
-        self._file = self._tensorboard = None
+        self._file, self._tensorboard, self._tracking = None, None, tracking
         if not hosts.is_first():
             return
         self._path = output / "metrics.jsonl"
@@ -56,7 +60,7 @@ class MetricsWriter:
         return None if self._file is None else [self._size, self._digest.hexdigest()]
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row, which has a "step", to both files; what is counted by name, in a dictionary, to the first."""
+        """Appends a row, which has a "step"; what is counted by name, in a dictionary, to metrics.jsonl alone."""
         if self._file is None:
             return
         line = json.dumps(row) + "\n"
@@ -67,6 +71,8 @@ class MetricsWriter:
         self._digest.update(line.encode())
         numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
         self._tensorboard.write(row["step"], numbers)
+        if self._tracking:
+            self._tracking.log(row)
 
     def close(self) -> None:
         """Closes both files."""

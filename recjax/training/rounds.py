@@ -1,6 +1,7 @@
 """What a round does before the update: the sampler's weights, the batch that is due, what is taken from the queue."""
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from datetime import UTC, datetime
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
 from recjax.config import Config
@@ -24,7 +27,7 @@ from recjax.models.placement import on_host
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
-from recjax.rollout.collecting import Grades, sample_groups, submit
+from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.tasks.prompts import Prompts, batch_indices
@@ -32,6 +35,7 @@ from recjax.training import schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
 
+_TOGETHER = 32  # batches whose keys are made at once
 IDLE_ROUNDS = 100  # batches sampled for one step beyond those that the config's delays ask for
 
 
@@ -93,19 +97,34 @@ def sample_batch(
     config = run.config
     count, group_size = run.own
     prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), number)
     names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
     with run.phases.phase("sample"):
         params = combine(behaviour_params, run.frozen)
         if run.agents:
+            key = _batch_key(config.seed, number)
             return run.agents.sample_groups(
                 run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
             )
+        keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
         longest = config.rollout.max_completion_tokens
         groups = sample_groups(
-            run.policy, params, prompts, key, group_size, longest, config.rollout.sampling(), **names
+            run.policy, params, prompts, keys, group_size, longest, config.rollout.sampling(), **names
         )
         return groups, submit(groups, prompts, run.grading)
+
+
+def _batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
+
+
+@functools.lru_cache(maxsize=2)
+def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches batch words"]:
+    """Key data of the completions of some consecutive batches.
+
+    They are made together as the host would otherwise wait for them, behind the update that is under way, each time.
+    """
+    numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
+    return row_keys(jax.vmap(functools.partial(_batch_key, seed))(numbers), rows)
 
 
 def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:

@@ -11,7 +11,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
-from recjax.experience.batch import Shape
+from recjax.console import under_way
+from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.group import Completion
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.sources import by_prompt
@@ -23,7 +24,7 @@ from recjax.models.trainable import in_compute_dtype, split, with_adapters
 from recjax.rollout.agents import Agents
 from recjax.rollout.generators import Generators
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import ROWS, TURNS
+from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
@@ -68,8 +69,8 @@ class Run(NamedTuple):
     @property
     def part_weights(self) -> dict[str, float]:
         """The weight of each part of the reward that has another than 1."""
-        counts = dict.fromkeys((TURNS, ROWS), 0.0) if self.agents else {}
-        return {**self.grading.reward.weights, **counts, **self.config.task.reward_weights}
+        chosen = self.config.task.reward_weights
+        return {**self.grading.reward.weights, **(agent_weights(chosen) if self.agents else chosen)}
 
     @property
     def shape(self) -> Shape:
@@ -126,7 +127,8 @@ def prepare(config: Config) -> tuple[Run, dict]:
         ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
     phases = PhaseSeconds()
-    task = load_task(config)
+    with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
+        task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
@@ -144,7 +146,8 @@ def prepare(config: Config) -> tuple[Run, dict]:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
         split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
-    params = load_params(config, policy.decoder.config)
+    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+        params = load_params(config, policy.decoder.config)
     if config.warm_start:
         params = warm_start(config, policy, params, train)
     if config.model.lora:
@@ -190,12 +193,10 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
 
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     """Of batches into which the policy's own groups fit and those of the store, where either is trained on."""
-    rollout, experience = config.rollout, config.experience
+    experience = config.experience
     if experience and experience.store:
         return stored.shape
-    if config.task.agent:  # a row is a whole sequence, of which the first token is the prompt
-        return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
-    shape = Shape(rollout.prompts_per_step, rollout.group_size, train.tokens.shape[1], rollout.max_completion_tokens)
+    shape = sampled_shape(config, train.tokens.shape[1])
     if stored is None:
         return shape
     group = stored.shape.group if experience.mix.of == "batch" else 0

@@ -14,9 +14,10 @@ from flax.traverse_util import flatten_dict
 
 from recjax import hosts
 from recjax.config import Config
-from recjax.config_loading import to_yaml
+from recjax.config_loading import to_yaml, unknown_keys
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
+from recjax.training.environment import record_start
 from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _MAY_CHANGE = {
     "output",
     "grading.workers",
+    "task.reward_seconds",
+    "task.reward_retries",
     "regime.generators",
     "regime.address",
     "regime.generator_seconds",
@@ -32,6 +35,11 @@ _MAY_CHANGE = {
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.profile_steps",
+    "samples.every",
+    "tracking.wandb",
+    "tracking.trackio",
+    "samples.groups",
+    "samples.megabytes",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
@@ -99,6 +107,7 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
                 _empty(output)
             output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "config.yaml", to_yaml(config))
+        record_start(output)
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
@@ -112,15 +121,16 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     """Compares a run's config.yaml, as it was read, with the config that its checkpoint was written under.
 
     Args:
-        said: the checkpoint's progress; an earlier recjax put no config there.
+        said: the checkpoint's progress; an earlier recjax put no config there, another one other keys.
     Raises:
         ValueError: they differ in what decides the weights.
     """
     ours, theirs = dataclasses.asdict(config), said["totals"].get("config")
     if not theirs:
         return
-    came_later = _dotted(ours).keys() - _dotted(theirs).keys()
-    if changed := differences(ours, theirs, _MAY_CHANGE | came_later):
+    came_later, gone = _dotted(ours).keys() - _dotted(theirs).keys(), tuple(unknown_keys(theirs))
+    gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
+    if changed := differences(ours, theirs, _MAY_CHANGE | came_later | gone):
         raise ValueError(
             f"{run / 'config.yaml'} is not that of the run's checkpoints ({changed}); it was changed or"
             " damaged since, so put it back as it was"

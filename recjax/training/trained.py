@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import yaml
 
+from recjax import __version__
 from recjax.config import Config
-from recjax.config_loading import load_config
+from recjax.config_loading import load_config, unknown_keys
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import DecoderConfig, abstract_params
@@ -20,6 +22,7 @@ from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task
 from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
+from recjax.training.environment import starts
 from recjax.training.mesh import check_fits
 from recjax.training.run import characters, prepare, untrained
 from recjax.training.run_folder import check_config_file
@@ -86,14 +89,31 @@ def _checksum(leaf: jax.Array) -> jax.Array:
 
 
 def run_config(run: Path) -> Config:
-    """The config of a run.
+    """The config of a run; keys that this version does not have are left out, with a warning that names them.
 
     Raises:
-        ValueError: the folder is not a run's, or its config.yaml is damaged or of another version.
+        ValueError: the folder is not a run's, or its config.yaml is damaged or has values that this version refuses.
     """
-    if not (run / "config.yaml").is_file():
+    path = run / "config.yaml"
+    if not path.is_file():
         raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
-    return load_config(run / "config.yaml")
+    try:
+        unknown = unknown_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError):  # load_config says what is wrong
+        unknown = []
+    try:
+        config = load_config(path, without=unknown)
+    except ValueError as error:
+        raise ValueError(f"{error}{_made_by(run)}") from error
+    if unknown:
+        logger.warning("%s: not read, as this version has no such keys: %s%s", path, ", ".join(unknown), _made_by(run))
+    return config
+
+
+def _made_by(run: Path) -> str:
+    """With which recjax a run was made, where that is another one."""
+    made = next(iter(starts(run)), {}).get("recjax")
+    return f"; the run was made with recjax {made}, this is {__version__}" if made not in (None, __version__) else ""
 
 
 def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from recjax.algorithms import diagnostics, losses
-from recjax.algorithms.losses import Algorithm, RowTerms
+from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.config import Config, OptimizerConfig
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.models.decoder import Decoder
@@ -95,6 +95,17 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
+class Learned(NamedTuple):
+    """What an update made of the tokens of a whole batch; no number means anything where a token is masked.
+
+    logprobs: before the update.
+    terms: those of the policy gradient.
+    """
+
+    logprobs: Float[Array, "batch time"]
+    terms: TokenTerms
+
+
 class _Sums(NamedTuple):
     """What adds up over micro-batches: the loss as (sum, count), and the gradient of the sum."""
 
@@ -120,7 +131,7 @@ def update(
     recipe: Recipe,
     micro_batches: int | None = None,
     axis_name: str | None = None,
-) -> tuple[TrainState, dict]:
+) -> tuple[TrainState, dict, Learned]:
     """One optimiser step on a batch.
 
     Advantages, weights and drops are of the whole batch; gradients add up over micro-batches as (sum, count), divided
@@ -139,7 +150,7 @@ def update(
         axis_name: of the jax.pmap that this runs under: `batch` and `packed` are of one device's share of the prompts,
             as many on each, all else is the same on all devices, and so is what comes back. None: not under pmap.
     Returns:
-        The new state and scalar metrics of the batch before the update.
+        The new state; scalar metrics of the batch before the update; and what the update made of each token.
     """
     decoder, algorithm, optimizer, *distribution, teacher = recipe
 
@@ -224,14 +235,14 @@ def update(
     divisor = jnp.maximum(sums.count, 1)
     gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-    seen = logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask
+    seen = jax.tree.map(of_all, (logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask))
     metrics = {
         "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
-        **diagnostics.diagnose(algorithm, all_rows, *jax.tree.map(of_all, seen)),
+        **diagnostics.diagnose(algorithm, all_rows, *seen),
     }
     if algorithm.needs_teacher:
-        gap = of_all(logprobs) - all_rows.teacher_logprobs
-        metrics["teacher_kl"] = diagnostics.token_average(gap, of_all(batch.completion_mask))
-    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics
+        metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, seen[3])
+    learned = Learned(seen[0], losses.token_terms(algorithm, seen[0], seen[1], all_rows, seen[3]))
+    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics, learned

@@ -67,6 +67,7 @@ def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
         build_algorithm("reinforce", {"weight": block})
 
 
+@pytest.mark.slow
 def test_a_new_user_trains_with_a_function_of_the_folder_one_starts_in(tmp_path):
     """No fork and no package: a file, and one line of config."""
     (tmp_path / "mine.py").write_text(

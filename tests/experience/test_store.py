@@ -167,6 +167,8 @@ BAD_ROWS = {
     "infinite reward": (dict(reward=np.inf), "reward", "finite"),
     "NaN part": (dict(reward_parts={"correct": NAN}), "reward_parts", "finite"),
     "parts alone": (dict(reward=None), "reward_parts", "not there"),
+    "metadata that is no object": (dict(metadata="[1]"), "metadata", "JSON object"),
+    "metadata that is no JSON": (dict(metadata="{"), "metadata", "JSON object"),
     "version below 0": (dict(policy_version=-1), "policy_version", "0 or more"),
     "temperature": (dict(temperature=-0.1), "temperature", "0 or more"),
     "top_k": (dict(top_k=-1), "top_k", "0 \\(all tokens\\) or more"),
@@ -219,9 +221,9 @@ def rewrite(part: Path, change) -> None:
     [
         (
             lambda t: t.replace_schema_metadata({}),
-            "reads experience of versions 1 and 2,.*not marked.*import_experience",
+            "reads experience of versions 1, 2, 3,.*not marked.*import_experience",
         ),
-        (lambda t: t.replace_schema_metadata({store._VERSION_KEY: b"3"}), "the file is of version '3'"),
+        (lambda t: t.replace_schema_metadata({store._VERSION_KEY: b"4"}), "the file is of version '4'"),
         (lambda t: t.drop_columns(["answer"]), "column answer is missing"),
         (lambda t: t.append_column("mood", pa.array(["good"] * len(t))), "column mood is not one"),
         (
@@ -237,18 +239,19 @@ def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message
         store.read(tmp_path)
 
 
-def test_a_store_of_the_first_version_is_read_and_may_be_added_to(tmp_path):
+@pytest.mark.parametrize(("version", "lacks"), [("1", ["trajectory", "metadata"]), ("2", ["metadata"])])
+def test_a_store_of_an_earlier_version_is_read_and_may_be_added_to(tmp_path, version, lacks):
     part = store.append(tmp_path, ROWS)
 
-    def first(table):
-        return table.drop_columns(["trajectory"]).replace_schema_metadata({store._VERSION_KEY: b"1"})
+    def earlier(table):
+        return table.drop_columns(lacks).replace_schema_metadata({store._VERSION_KEY: version.encode()})
 
-    rewrite(part, first)
+    rewrite(part, earlier)
     assert all(map(same, store.read(tmp_path), ROWS))
-    added = make_row(50, trajectory="row 50")
+    added = make_row(50, trajectory="row 50", metadata='{"user": "x"}')
     store.append(tmp_path, [added])
     assert all(map(same, store.read(tmp_path), [*ROWS, added]))
-    kept = store.to_table(ROWS).drop_columns(["trajectory"]).replace_schema_metadata({store._VERSION_KEY: b"1"})
+    kept = earlier(store.to_table(ROWS))
     file = pa.BufferOutputStream()
     pq.write_table(kept, file)
     assert all(map(same, store.from_bytes(file.getvalue().to_pybytes()), ROWS))

@@ -92,8 +92,8 @@ def test_cudnn_attention_is_the_plain_one(gpu, time):
 
 
 def test_an_update_by_cudnn_in_bfloat16_is_nearly_that_in_float32(gpu):
-    _, half = update(*update_arguments(), **update_options(HALF, "cudnn"))
-    _, single = update(*update_arguments(), **update_options(jnp.dtype("float32"), "plain"))
+    _, half, _ = update(*update_arguments(), **update_options(HALF, "cudnn"))
+    _, single, _ = update(*update_arguments(), **update_options(jnp.dtype("float32"), "plain"))
     for name in ("loss", "gradient_norm", "entropy"):
         np.testing.assert_allclose(half[name], single[name], rtol=0.05, atol=1e-3)
 

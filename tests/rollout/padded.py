@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recjax.rollout.collecting import sample_completions
+from recjax.rollout.collecting import row_keys, sample_completions
 from recjax.rollout.engine import Engine
 from tests.rollout.reference_sampler import Completions
 
@@ -14,7 +14,9 @@ def engine_completions(
     prompts, mask = np.asarray(prompts), np.asarray(mask)
     engine = Engine(decoder, stop_ids, slots=slots, prefix_time=prompts.shape[1])
     engine.replace_weights(params, version=0)
-    sampled = sample_completions(engine, prompts, mask, key, group_size, max_tokens, sampling)
+    sampled = sample_completions(
+        engine, prompts, mask, row_keys(key, len(prompts) * group_size), group_size, max_tokens, sampling
+    )
     kept = np.arange(max_tokens) < np.array([len(one.tokens) for one in sampled])[:, None]
     tokens, logprobs = np.zeros(kept.shape, np.int32), np.zeros(kept.shape, np.float32)
     tokens[kept] = np.concatenate([one.tokens for one in sampled])

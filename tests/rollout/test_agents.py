@@ -14,7 +14,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import sample_groups
+from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
@@ -80,9 +80,8 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
     config, policy, params = made("one_turn")
     groups, grades = sampled(config, policy, params)
     prompts = encode_problems(SUMS, policy.tokenizer, None)
-    plain = sample_groups(
-        policy, params, prompts, jax.random.key(0), 3, 3, Sampling(), name="b", source="policy", version=3
-    )
+    keys = row_keys(jax.random.key(0), 3 * len(SUMS))
+    plain = sample_groups(policy, params, prompts, keys, 3, 3, Sampling(), name="b", source="policy", version=3)
     for one, expected in zip(completions_of(groups), completions_of(plain), strict=True):
         assert (one.id, one.text, one.truncated) == (expected.id, expected.text, expected.truncated)
         assert (one.policy_version, one.mask.all(), one.further) == (3, True, ())

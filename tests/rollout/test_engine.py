@@ -12,7 +12,7 @@ from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params, 
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import capacity, decoding
-from recjax.rollout.collecting import sample_completions, sample_groups
+from recjax.rollout.collecting import row_keys, sample_completions, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
 from recjax.tasks.problems import Problem
@@ -65,9 +65,10 @@ def engine_of(decoder, params, stop_ids=LATE, slots=None, version=0):
 def assert_same(slots, config=PLAIN, group_size=3, stop_ids=LATE, **changes):
     options = {"max_tokens": MAX_TOKENS, "sampling": Sampling(), "group_size": group_size} | changes
     decoder, params, *asked = problem(config)
-    asked.append(jax.random.key(3))
-    expected = jax.device_get(sample(decoder, params, *asked, **options, stop_ids=stop_ids))
-    sampled = sample_completions(engine_of(decoder, params, stop_ids, slots, version=4), *asked, **options)
+    key = jax.random.key(3)
+    expected = jax.device_get(sample(decoder, params, *asked, key, **options, stop_ids=stop_ids))
+    engine, keys = engine_of(decoder, params, stop_ids, slots, version=4), row_keys(key, len(expected.tokens))
+    sampled = sample_completions(engine, *asked, keys, **options)
     assert len(sampled) == len(expected.tokens)
     for row, found in enumerate(sampled):
         kept = expected.mask[row]
@@ -118,7 +119,9 @@ def test_batches_of_any_lengths_share_few_programs():
             weights = jax.tree.map(lambda x: x * 1.01, weights)
             engine = engine_of(decoder, weights, (7, 9), 10)
             options = {"group_size": 3, "max_tokens": MAX_TOKENS, "sampling": Sampling()}
-            sample_completions(engine, (prompts + key) % 23, mask, jax.random.key(key), **options)
+            sample_completions(
+                engine, (prompts + key) % 23, mask, row_keys(jax.random.key(key), 3 * len(prompts)), **options
+            )
         return [program._cache_size() for program in programs]
 
     for program in programs:
@@ -135,8 +138,8 @@ def test_a_policy_with_slots_samples_the_same():
     tokenizer = character_tokenizer("abcdefghijklmnopqrstu")
     asked = Prompts(prompts, mask, [""] * 4, [Problem("a", "b")] * 4)
     policies = [Policy(decoder, tokenizer, LATE, slots) for slots in (None, 5)]
-    key, names = jax.random.key(1), {"name": "batch", "source": "policy", "version": 3}
-    expected, found = (sample_groups(one, params, asked, key, 3, MAX_TOKENS, Sampling(), **names) for one in policies)
+    keys, names = row_keys(jax.random.key(1), 12), {"name": "batch", "source": "policy", "version": 3}
+    expected, found = (sample_groups(one, params, asked, keys, 3, MAX_TOKENS, Sampling(), **names) for one in policies)
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one.completions, other.completions, strict=True):
             np.testing.assert_array_equal(mine.tokens, theirs.tokens)
@@ -176,7 +179,7 @@ def assert_completions(found, expected):
         assert one.truncated == other.truncated
 
 
-@pytest.mark.parametrize("slots", [None, 4])
+@pytest.mark.parametrize("slots", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under_way(slots):
     samplings = Sampling(), Sampling(0.8, top_k=5)
     requests = requests_of(limits=(1, 3, 9, 20), samplings=samplings)
@@ -287,7 +290,7 @@ def test_memory_decides_on_the_slots(monkeypatch):
         monkeypatch.setattr(capacity, "ALWAYS_FREE", 0)
         monkeypatch.setattr(capacity, "free_bytes", lambda free=free: free)
         engine = engine_of(decoder, params)
-        sampled = sample_completions(engine, prompts, mask, jax.random.key(3), **options)
+        sampled = sample_completions(engine, prompts, mask, row_keys(jax.random.key(3), 3 * len(prompts)), **options)
         slots[free] = engine._sizes[-1]
         assert_completions(sampled, assert_same(12))
     assert slots == {2**30: 12, 60_000: 6, 1: 1}

@@ -112,3 +112,59 @@ def test_new_weights_come_between_two_rounds():
     found = asyncio.run(main())
     assert {*found.versions} == {4}
     assert not np.allclose(found.logprobs[:1], at_once([0])[0].logprobs[:1])
+
+
+def test_who_follows_sees_each_round_and_at_last_the_completion():
+    async def main():
+        async with LiveEngine(engine()) as live:
+            other = asyncio.create_task(live.sample(request(1, limit=40)))
+            seen = [sampled async for sampled in live.follow(request(2, limit=40))]
+            return seen, await other
+
+    seen, other = asyncio.run(main())
+    (expected, beside) = at_once((2, 1), limit=40)
+    same(seen[-1], expected)
+    same(other, beside)
+    sizes = [len(sampled.tokens) for sampled in seen]
+    assert sizes == sorted(sizes) and sizes[0] == 17 and len(sizes) > 1, "a first token, and rounds of 16"
+    for sampled in seen[:-1]:
+        np.testing.assert_array_equal(sampled.tokens, expected.tokens[: len(sampled.tokens)])
+        assert sampled.truncated, "it has not ended"
+
+
+def test_a_cancelled_request_frees_its_slot_and_its_place_in_line():
+    async def main():
+        made = Engine(Decoder(CONFIG), (), slots=2, prefix_time=8)
+        made.replace_weights(PARAMS, version=3)
+        async with LiveEngine(made) as live:
+            tasks = [asyncio.create_task(live.sample(request(number, limit=10_000))) for number in range(4)]
+            follower = live.follow(request(5, limit=4))
+            while not made._slots.live.any():
+                await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+            found = [sampled async for sampled in follower]
+            assert not made._slots.live.any() and not made._waiting(), "ten thousand tokens were not waited for"
+            while live._serving:
+                await asyncio.sleep(0)
+            return found[-1]
+
+    own = Engine(Decoder(CONFIG), (), slots=None, prefix_time=8)
+    own.replace_weights(PARAMS, version=3)
+    own.admit([request(5, limit=4)])
+    (expected,) = own.drain().values()
+    same(asyncio.run(main()), expected)
+
+
+def test_a_follower_who_stops_early_frees_its_slot():
+    async def main():
+        made = engine()
+        async with LiveEngine(made) as live:
+            follower = live.follow(request(2, limit=10_000))
+            await anext(follower)
+            await follower.aclose()
+            while live._serving:
+                await asyncio.sleep(0)
+            assert not made._slots.live.any() and live.error is None
+
+    asyncio.run(main())

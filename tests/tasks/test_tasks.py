@@ -197,6 +197,9 @@ def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_th
     with pytest.raises(ValueError, match="task.reward_weights.scor: the reward recjax.*has the parts score, length"):
         load_task(load_config(path, ["task.reward_weights={scor: 2}"]))
     assert load_task(load_config(path, ["task.reward_weights={score: 2, length: -1}"])).reward.weights["score"] == 2
+    for key in ("reward_seconds", "reward_retries"):
+        with pytest.raises(ValueError, match=f"task.{key} = 3.*: is read where task.reward is an async function"):
+            load_task(load_config(path, [f"task.{key}=3"]))
 
 
 @pytest.mark.parametrize(

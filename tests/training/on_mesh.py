@@ -25,7 +25,7 @@ from recjax.models.trainable import flatten
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import RowShape, pack
 from recjax.training.start import first_state
-from recjax.training.update import Recipe, TrainState, update
+from recjax.training.update import Learned, Recipe, TrainState, update
 from tests.rollout.padded import engine_completions
 
 # Four heads over two of keys and values, thirteen tokens: tensor = 4 splits some of these and not others.
@@ -91,7 +91,7 @@ def drawn(batch: Batch, temperature: float, slots: int | None = None) -> dict[st
     return engine_completions(Decoder(CONFIG), params, *asked, **options, slots=slots)._asdict()
 
 
-def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[TrainState, dict]:
+def updated(batch: Batch, micro_batches: int, packed: bool = False) -> tuple[TrainState, dict, Learned]:
     """State and metrics after a step on the batch, filled up as the loop does it."""
     state = start()
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
@@ -114,7 +114,7 @@ def numbers(sizes: tuple[int, int, int] | None, micro_batches: int, packed: bool
     """Everything on a mesh, by name, as host arrays; Adam's first moment after a step is a tenth of the gradient."""
     batch = batch_of(np.random.default_rng(0))
     with on(sizes):
-        state, metrics = updated(batch, micro_batches, packed)
+        state, metrics, _ = updated(batch, micro_batches, packed)
         found = {f"metrics/{name}": value for name, value in on_host(metrics).items()}
         found |= {f"gradient/{path}": 10 * leaf for path, leaf in flatten(on_host(state.optimizer_state[0].mu)).items()}
         found |= {f"params/{path}": leaf for path, leaf in flatten(on_host(state.params)).items()}
@@ -123,7 +123,7 @@ def numbers(sizes: tuple[int, int, int] | None, micro_batches: int, packed: bool
     return found
 
 
-def under_pmap(devices: int) -> tuple[TrainState, dict]:
+def under_pmap(devices: int) -> tuple[TrainState, dict, Learned]:
     """State and metrics after a step on the batch, prompts filled up and shared out by jax.pmap."""
     batch = filled_up(batch_of(np.random.default_rng(0)), devices)
     state = start()

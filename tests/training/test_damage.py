@@ -1,12 +1,15 @@
 """Damage to a run's folder: the run goes on from what is whole, with the same numbers, or says what is wrong."""
 
+import dataclasses
 import json
 import logging
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
+import recjax
 from recjax import manifest
 from recjax.config_loading import load_config
 from recjax.export import export
@@ -115,6 +118,33 @@ def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
     flip(largest(folder / "checkpoints" / "0"))
     assert without_times(train(config)) == without_times(made[1])
     assert any("damaged/0, and the run begins again" in line for line in said)
+
+
+def test_a_run_of_another_version_is_read_with_a_warning(run, tmp_path, said):
+    folder = run[1]
+    path, config = folder / "config.yaml", run_config(folder)
+    written = path.read_text()
+    path.write_text(written.replace("model:\n", "model:\n  widget: 3\n", 1).replace("mesh:\n", "gadget: 1\nmesh:\n", 1))
+    starts = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps([{**starts[0], "recjax": "9.9"}]))
+    assert run_config(folder) == config
+    (line,) = [line for line in said if "not read" in line]
+    assert "model.widget, gadget" in line and "made with recjax 9.9" in line
+    progress = {"totals": {"config": dataclasses.asdict(config) | {"gadget": {"x": 1}}}}
+    run_folder.check_config_file(folder, config, progress)
+    progress["totals"]["config"]["seed"] = 5
+    with pytest.raises(ValueError, match="seed: 5 there"):
+        run_folder.check_config_file(folder, config, progress)
+
+
+def test_a_run_says_what_it_was_made_with_each_time_that_it_starts(made, run):
+    config, folder = run
+    (first,) = json.loads((folder / "environment.json").read_text())
+    assert first["recjax"] == recjax.__version__ and first["packages"]["jax"] == jax.__version__
+    if first["commit"]:  # the package is in its checkout
+        assert len(first["commit"].rstrip("+")) == 40
+    train(config)
+    assert len(json.loads((folder / "environment.json").read_text())) == 2
 
 
 def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damaged_one_by_name(run, tmp_path, said):

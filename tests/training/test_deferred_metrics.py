@@ -130,8 +130,8 @@ def test_an_update_that_is_refused_draws_nothing_into_a_record(tiny, monkeypatch
 
     # Weights so large need not draw numbers that the store would refuse.
     def overflows(*args, **options):
-        state, metrics = update(*args, **options)
-        return state, metrics | {"update_norm": metrics["update_norm"] + np.inf}
+        state, metrics, learned = update(*args, **options)
+        return state, metrics | {"update_norm": metrics["update_norm"] + np.inf}, learned
 
     monkeypatch.setattr(loop, "update", overflows)
     with pytest.raises(FloatingPointError, match="step 1: update_norm = inf"):

@@ -38,6 +38,7 @@ def learned(rows):
     ]
 
 
+@pytest.mark.slow
 def test_groups_that_take_the_long_way_teach_the_same(tiny):
     ahead = ["regime.sync_offset=2", "regime.sync_interval=2"]
     straight = train(tiny("straight", *ahead))
@@ -135,7 +136,7 @@ def test_a_share_of_every_batch_is_the_experts(tiny, expert):
     assert [row["staleness_rows"] for row in rows[1:]] == [{"0": 12}] + [{"1": 12}] * 6
 
 
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch):
     everything = [
         "experience.late={shortest: 0, longest: 3, deadline: 2}",

@@ -236,6 +236,7 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
         columns = {
             "problem",
             "prompt",
+            "question",
             "completion",
             "answer",
             "difficulty",
@@ -265,7 +266,7 @@ def test_runs_of_other_seeds_differ(tiny):
     assert without_times(first) != without_times(second)
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))])
 def test_reference_kl_is_zero_at_the_start_and_read_later(tiny, name):
     options = [f"algorithm.reference_kl={{coefficient: 0.5, estimator: {name}}}", "training.steps=3"]
     with_kl, without = train(tiny("kl", *options)), train(tiny("plain", "training.steps=3"))

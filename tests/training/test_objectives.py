@@ -50,7 +50,7 @@ def step(batch, micro_batches=1, packed=None):
     state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
     micro_batches = None if packed else micro_batches
     arguments = state, {}, None, batch, jax.random.key(0), packed, TEACHER_PARAMS
-    state, metrics = update(*arguments, recipe=recipe(), micro_batches=micro_batches)
+    state, metrics, _ = update(*arguments, recipe=recipe(), micro_batches=micro_batches)
     return state.params, metrics
 
 
@@ -64,7 +64,7 @@ def test_micro_batches_packing_and_devices_change_nothing():
 
     def on_device(state, share):
         arguments = state, {}, None, share, jax.random.key(0), None, TEACHER_PARAMS
-        state, metrics = update(*arguments, recipe=recipe(), micro_batches=1, axis_name="devices")
+        state, metrics, _ = update(*arguments, recipe=recipe(), micro_batches=1, axis_name="devices")
         return state.params, metrics
 
     state = TrainState(PARAMS, SGD.init(PARAMS))

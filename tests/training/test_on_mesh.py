@@ -35,9 +35,8 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "micro_batches"), [pytest.param((2, 1, 1), 3, marks=pytest.mark.slow), ((1, 1, 4), 1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "micro_batches"), [((2, 1, 1), 3), ((1, 1, 4), 1)])
 def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
     assert_equal(numbers(sizes, micro_batches), on_one_device())
 
@@ -52,7 +51,7 @@ def test_eight_devices_change_no_number(tmp_path):
 @pytest.mark.slow
 def test_packed_rows_on_a_mesh_change_no_number():
     with on((2, 2, 1)):
-        _, metrics = updated(batch_of(np.random.default_rng(0)), 1, packed=True)
+        _, metrics, _ = updated(batch_of(np.random.default_rng(0)), 1, packed=True)
         found = {f"metrics/{name}": value for name, value in on_host(metrics).items()}
     assert_equal(found, {name: value for name, value in on_one_device().items() if name.startswith("metrics/")})
 
@@ -66,7 +65,7 @@ def test_slots_on_a_mesh_draw_the_same():
 
 
 def test_pmap_gives_the_numbers_of_one_device():
-    state, metrics = jax.device_get(under_pmap(4))
+    state, metrics, _ = jax.device_get(under_pmap(4))
     expected = on_one_device()
     for name, value in metrics.items():
         np.testing.assert_allclose(value, expected[f"metrics/{name}"], **CLOSE, err_msg=name)
@@ -79,7 +78,7 @@ def test_a_state_is_split_from_the_start_and_stays_so():
     batch = batch_of(np.random.default_rng(0))
     with on((1, 4, 1)):
         mesh, before = jax.sharding.get_mesh(), start()
-        after, metrics = updated(batch, 2)
+        after, metrics, _ = updated(batch, 2)
         assert_equal(metrics, {name: on_one_device()[f"metrics/{name}"] for name in metrics})
         for state in (before, after):
             for path, leaf in flatten(state._asdict()).items():
@@ -89,6 +88,7 @@ def test_a_state_is_split_from_the_start_and_stays_so():
         assert most < 0.3 * sum(leaf.nbytes for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_restores_onto_another(tmp_path):
     with on((1, 4, 1)):
         state = start()

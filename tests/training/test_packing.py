@@ -29,7 +29,10 @@ def same_step(one, other):
     chex.assert_trees_all_close(one, other, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "opmd", "red_weight", "pairwise_consistency"])
+@pytest.mark.parametrize(
+    "preset",
+    ["grpo", "pairwise_consistency", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opmd", "red_weight"))],
+)
 def test_packing_changes_nothing(preset):
     batch, whole_prompts = ragged(), preset == "pairwise_consistency"
     packed = pack(batch, SHAPE, whole_prompts)

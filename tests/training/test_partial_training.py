@@ -27,6 +27,7 @@ def saved(config) -> dict[str, np.ndarray]:
     return flatten(state["state"])
 
 
+@pytest.mark.slow
 def test_kill_and_resume_equals_straight_through(tiny, monkeypatch):
     straight = without_times(train(tiny("straight", "regime.sync_interval=2", LORA)))
     with monkeypatch.context() as patched:

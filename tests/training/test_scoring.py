@@ -37,8 +37,8 @@ def counts_ones(prompts, completions, answers):
     "regime",
     [
         ["regime.sync_interval=3"],
-        ["regime.offline=true"],
-        ["regime.sync_interval=3", "experience.record=true"],
+        pytest.param(["regime.offline=true"], marks=pytest.mark.slow),
+        pytest.param(["regime.sync_interval=3", "experience.record=true"], marks=pytest.mark.slow),
         ["regime.sync_interval=3", "experience.replay={max_reuse: 1, keep_no_signal: true}"],
     ],
 )

@@ -1,5 +1,7 @@
 """Training from a store alone: what an offline run would learn, whoever wrote it, and nothing that nobody chose."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -9,10 +11,12 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.experience import store
 from recjax.experience.batch import Shape, pad
+from recjax.experience.foreign import Columns
 from recjax.experience.rows import group_of
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
+from recjax.import_experience import import_files
 from recjax.planning.dry_run import dry_run, show
 from recjax.training import loop, rounds
 from recjax.training.metrics import batch_metrics, read_metrics
@@ -136,6 +140,23 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
     shutil.rmtree(texts)
     shutil.copytree(tmp_path / "copy", texts)
     assert without_times(train(config)) == without_times(straight)
+
+
+def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
+    rows = [
+        {"prompt": f"{a}+1=", "completion": str(a), "reward": reward, "model": model}
+        for model, most in (("one", 1), ("two", 2))
+        for a in range(2, 8)
+        for reward in (0, most)
+    ]
+    rows += [{"prompt": f"{a}+2=", "completion": str(a), "reward": 0, "model": "one"} for a in range(2, 5)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import_files([tmp_path / "a.jsonl"], tmp_path / "store", Columns(source="model"))
+    options = ["training.steps=1", f"experience.store={tmp_path / 'store'}", "algorithm.preset=reinforce"]
+    train(tiny("run", *options, "experience.missing_logprobs=unneeded"))
+    assert "3 of 9 groups have one completion, and reinforce makes nothing of them" in caplog.text
+    assert "are compared as they are: one 0 to 1, two 0 to 2" in caplog.text
 
 
 def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):

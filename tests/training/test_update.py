@@ -42,7 +42,7 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
     algorithm = build_algorithm(preset, overrides or {})
     state = TrainState(jax.tree.map(jnp.copy, PARAMS), SGD.init(PARAMS))
     reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
-    state, metrics = update(
+    state, metrics, _ = update(
         state,
         {},
         reference,

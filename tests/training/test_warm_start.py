@@ -80,7 +80,9 @@ def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
 
 
-@pytest.mark.parametrize("wrong_fraction", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "wrong_fraction", [0.4, pytest.param(0.0, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)]
+)
 def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, monkeypatch, wrong_fraction, tmp_path):
     shown = []
 

@@ -2,14 +2,20 @@
 
 import asyncio
 import inspect
+import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts, described
 
+logger = logging.getLogger(__name__)
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is asked again; each time twice as long
 SCORE = "score"  # the part of a function that returns plain numbers
 Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
 
@@ -30,7 +36,7 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
             no such number; the message names the function and, where one is at fault, row and completion.
     """
     try:
-        result = _call(reward.function, rows)
+        result = _call(reward, rows)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
         raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
@@ -46,14 +52,38 @@ def check_weights(reward: Reward, row: Row) -> None:
     check_parts(reward.name, reward.weights, [*custom_parts(reward, [row]), LENGTH, OVERLONG])
 
 
-def _call(function: Callable[..., Any], rows: Sequence[Row]) -> Any:
+def _call(reward: Reward, rows: Sequence[Row]) -> Any:
+    """What the function returns; an async one is asked again after it has failed, ever later, as long as it may."""
+    for retry in itertools.count():
+        try:
+            result = reward.function(*_arguments(reward.function, rows))
+            return asyncio.run(_within(result, reward.seconds)) if inspect.iscoroutine(result) else result
+        except Exception as error:
+            if retry == reward.retries:
+                raise
+            wait = min(FIRST_WAIT * 2**retry, LONGEST_WAIT)
+            words = described(error).splitlines()[0]
+            logger.warning("reward %s failed with %s; it is asked again in %g s", reward.name, words, wait)
+            time.sleep(wait)
+
+
+async def _within(result: Coroutine, seconds: float | None) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await result
+    except TimeoutError as error:
+        if seconds is None:
+            raise
+        raise TimeoutError(f"no reward within task.reward_seconds = {seconds:g}") from error
+
+
+def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> list[Any]:
     prompts, completions, answers, columns = (list(column) for column in zip(*rows, strict=True))
     arguments = [prompts, completions, answers]
     if _takes_columns(function):
         names = dict.fromkeys(name for row in columns for name in row)
         arguments.append({name: [row.get(name) for row in columns] for name in names})
-    result = function(*arguments)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    return arguments
 
 
 def _takes_columns(function: Callable[..., Any]) -> bool:

@@ -1,11 +1,7 @@
 """Grading beside training: batches go in, futures of scores come out; built-in rewards run in worker processes."""
 
-import contextlib
-import os
 import pickle
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
+from recjax.tasks.grading import processes
 from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS, Failure
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
@@ -51,24 +48,15 @@ class Grading:
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
         if self.reward.per_row:
-            limits = [str(self._config.grading.workers), str(self._config.grading.seconds)]
-            # In a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "recjax.tasks.grading.server", GRADERS[self.reward.name].grade, *limits],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                start_new_session=True,
-            )
+            function, limits = GRADERS[self.reward.name].grade, self._config.grading
+            self._server = processes.start("recjax.tasks.grading.server", function, limits.workers, limits.seconds)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the worker processes, whatever they are at; a user's function that is at work ends by itself."""
         if self._server:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
-                os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
+            processes.end(self._server)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(

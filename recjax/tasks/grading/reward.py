@@ -23,13 +23,16 @@ class Reward(NamedTuple):
 
     name is what `task.reward` says, with `function` behind it. A `per_row` function is one of
     recjax.tasks.grading.graders and grades one row, in a worker process; any other takes the batch, as
-    recjax.tasks.grading.custom says. A part that `weights` does not name weighs 1.
+    recjax.tasks.grading.custom says. A part that `weights` does not name weighs 1. An `async` function gets `seconds`
+    for a batch, None: as many as it takes, and is asked again `retries` times where it fails.
     """
 
     name: str
     function: Callable[..., Any]
     per_row: bool
     weights: Mapping[str, float]
+    seconds: float | None = None
+    retries: int = 0
 
 
 def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), overlong: bool = False) -> Reward:
@@ -48,6 +51,11 @@ def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), 
     known = {**grader.weights, LENGTH: 0.0, **of_length}
     check_parts(name, weights, known)
     return Reward(name, imported(grader.grade), True, {**known, **weights})
+
+
+def agent_weights(chosen: Mapping[str, float]) -> dict[str, float]:
+    """The weights of the parts that an agent's rewards have, with those of `task.reward_weights` over them."""
+    return {TURNS: 0.0, ROWS: 0.0, LENGTH: 0.0, **chosen}
 
 
 def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:

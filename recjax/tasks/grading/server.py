@@ -5,14 +5,10 @@ its threads nor the user's main module in it. It leads a process group that ends
 input: however the training process went, nothing stays behind.
 """
 
-import contextlib
 import multiprocessing
-import os
 import pickle
 import pkgutil
 import queue
-import resource
-import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,9 +17,9 @@ from typing import Any, BinaryIO
 
 from pebble import ProcessExpired, ProcessPool
 
+from recjax.tasks.grading import processes
 from recjax.tasks.grading.graders import Failure
 
-_WORKER_MEMORY_BYTES = 4 * 2**30
 _FAILURES = {TimeoutError: "timeout", ProcessExpired: "crash", BrokenProcessPool: "crash"}
 
 
@@ -36,18 +32,14 @@ def main(function: str, workers: int, seconds: float) -> None:
         function: the row grader, module:function, whose module workers have imported.
         seconds: limit for one call.
     """
-    # What a grader prints must not get between the replies.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    replies = processes.replies()
     multiprocessing.set_forkserver_preload([function.partition(":")[0]])
     requests: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
     pool = None
     while True:
         called, rows = requests.get()
-        if pool is None or not pool.active:
-            context = multiprocessing.get_context("forkserver")
-            pool = ProcessPool(workers, initializer=limit_memory, context=context)
+        pool = processes.working(pool, workers)
         pickle.dump(outcomes(pool, called, rows, seconds), replies)
         replies.flush()
 
@@ -57,12 +49,7 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue) -> None:
         while True:
             requests.put(pickle.load(stream))
     finally:
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def limit_memory() -> None:
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
-        resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
+        processes.end_group()
 
 
 def outcomes(pool: ProcessPool, function: str, rows: Sequence[tuple], seconds: float) -> list[Any]:

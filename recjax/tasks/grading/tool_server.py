@@ -4,21 +4,18 @@
 process group that ends with it, and it ends with its standard input.
 """
 
-import multiprocessing
-import os
 import pickle
 import pkgutil
 import queue
-import signal
 import sys
 import threading
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
+from recjax.tasks.grading import processes
 from recjax.tasks.grading.graders import Failure
-from recjax.tasks.grading.server import limit_memory
 
 _REASONS = {TimeoutError: "it took too long", ProcessExpired: "it crashed", BrokenProcessPool: "it crashed"}
 
@@ -31,22 +28,17 @@ def main(workers: int, seconds: float) -> None:
     Args:
         seconds: limit for one call.
     """
-    # What a tool prints must not get between the replies.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     done: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_answer, args=(replies, done), daemon=True).start()
+    threading.Thread(target=_answer, args=(processes.replies(), done), daemon=True).start()
     pool = None
     try:
         while True:
             number, function, arguments = pickle.load(sys.stdin.buffer)
-            if pool is None or not pool.active:
-                context = multiprocessing.get_context("forkserver")
-                pool = ProcessPool(workers, initializer=limit_memory, context=context)
+            pool = processes.working(pool, workers)
             future = pool.schedule(_call, (function, arguments), timeout=seconds)
             future.add_done_callback(lambda future, number=number: done.put((number, future)))
     finally:
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+        processes.end_group()
 
 
 def _answer(replies: Any, done: queue.SimpleQueue) -> None:

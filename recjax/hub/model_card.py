@@ -1,0 +1,88 @@
+"""The README.md of an exported model: what was trained, on what, how, with what result."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from recjax.config import Config
+
+_PAPER = """\
+```bibtex
+@misc{arxiv250924203,
+  title={Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm},
+  howpublished={arXiv:2509.24203},
+  year={2025}
+}
+```"""
+
+
+def model_card(
+    name: str,
+    config: Config,
+    step: int,
+    summary: dict[str, Any],
+    made_with: dict[str, Any],
+    base: Path,
+    figure: str,
+    adapters: bool = False,
+) -> str:
+    """The card, its metadata in front.
+
+    Args:
+        config: of the run.
+        step: of the checkpoint.
+        summary: the run's, {} of an unfinished one.
+        made_with: the newest entry of the run's environment.json, {} where there is none.
+        base: folder whose README.md has the base model's licence in its metadata, if anything has.
+        figure: name of the run's picture beside the card; "" for none.
+        adapters: the folder holds the run's adapters alone, which are not merged into the model.
+    """
+    task, rollout, path = config.task.chosen(), config.rollout, config.model.path
+    data = ModelCardData(
+        library_name="peft" if adapters else "transformers",
+        base_model=path if path and not Path(path).exists() else None,
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "recjax", config.algorithm.preset],
+        license=_licence(base),
+    )
+    before, after = (summary.get(f"accuracy_{when}") for when in ("before", "after"))
+    result = "" if before is None or after is None else f"Held-out sampled accuracy: {before:.3f} → {after:.3f}.\n"
+    version = f"recjax {made_with.get('recjax', '')}".strip()
+    commit = f", commit {made_with['commit']}" if made_with.get("commit") else ""
+    parts = [
+        f"# {name}",
+        f"{path or 'A decoder made from scratch'}, trained by {config.algorithm.preset} on the task `{task}`:"
+        f" {step} optimiser steps of {rollout.prompts_per_step} prompts × {rollout.group_size} completions.",
+        result,
+        f"![Training]({figure})" if figure else "",
+        "| setting | value |\n|---|---|\n" + "\n".join(f"| {key} | `{value}` |" for key, value in _settings(config)),
+        f"Made with {version}{commit}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
+        f" `{config.task.reward_name()}`. What the model says beyond this task was not tested.",
+        f"The licence is the base model's{'' if data.license else ', which was not found beside it'}." if path else "",
+        _PAPER,
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _settings(config: Config) -> list[tuple[str, Any]]:
+    regime = config.regime
+    return [
+        ("algorithm.preset", config.algorithm.preset),
+        ("optimizer.learning_rate", config.optimizer.learning_rate),
+        ("regime.sync_interval", regime.sync_interval),
+        ("regime.sync_offset", regime.sync_offset),
+        ("regime.offline", regime.offline),
+        ("rollout.max_completion_tokens", config.rollout.max_completion_tokens),
+        ("rollout.temperature", config.rollout.temperature),
+        ("model.lora", config.model.lora),
+        ("seed", config.seed),
+    ]
+
+
+def _licence(base: Path) -> str | None:
+    """What the base's own card says."""
+    try:
+        return ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license
+    except (OSError, ValueError):
+        return None

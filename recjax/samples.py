@@ -1,0 +1,69 @@
+"""What a run's model wrote in training, as one HTML page to be opened in a browser.
+
+    python -m recjax.samples RUN [--output FILE.html]
+
+A run keeps some completions of some of its batches, as `samples` in its config says. The page shows their groups step
+by step, with rewards, and of each token how probable it was, its ratio, and whether it was clipped or masked. It is one
+file that needs no network.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from recjax.console import command
+from recjax.plots.sample_page import sample_page
+from recjax.training.kept_samples import folder_of
+from recjax.training.trained import run_config
+from recjax.whole_files import write_whole
+
+FLAGS = flags.FLAGS
+
+
+def kept_rows(run: Path) -> list[dict[str, Any]]:
+    """The completions that a run has kept, by step.
+
+    Raises:
+        ValueError: there are none, or a file is damaged.
+    """
+    rows = []
+    for path in sorted(folder_of(run).glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number} is damaged ({error}); delete the file") from error
+    if not rows:
+        raise ValueError(f"{folder_of(run)} holds no completions; a run keeps some where samples.every is above 0")
+    return rows
+
+
+def write_page(run: Path, output: Path) -> int:
+    """Writes the page and returns the number of its completions.
+
+    Raises:
+        ValueError: `run` is no run's folder, it has kept nothing, or the page cannot be written.
+    """
+    config, rows = run_config(run), kept_rows(run)
+    steps = len({row["step"] for row in rows})
+    about = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
+    write_whole(output, sample_page(run.resolve().name, about, rows))
+    return len(rows)
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Writes the page and says where it is."""
+    if len(argv) != 2:
+        raise ValueError("name one run: python -m recjax.samples runs/NAME")
+    run = Path(argv[1])
+    output = Path(FLAGS.output) if FLAGS.output else run / "samples.html"
+    count = write_page(run, output)
+    print(f"{output}: {count} completions; open it in a browser")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("output", None, "The page; left out, samples.html in the run's folder.")
+    app.run(main)

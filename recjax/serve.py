@@ -1,0 +1,173 @@
+"""Serves a policy as OpenAI's API does, and records what it serves in an experience store.
+
+    python -m recjax.serve --run runs/NAME [--step N]
+    python -m recjax.serve --model FOLDER
+
+It listens on 127.0.0.1 unless --host says otherwise, and ends at SIGTERM or Ctrl-C. docs/serving.md has the rest.
+"""
+
+import importlib.util
+import logging
+import secrets
+import socket
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from recjax.config import Config, ModelConfig
+from recjax.console import command
+from recjax.host_memory import keep_freed_memory
+from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.models.placement import put_params
+from recjax.models.trainable import in_compute_dtype
+from recjax.training.cache import keep_compiled_programs
+from recjax.training.mesh import check_fits, make_mesh
+from recjax.training.trained import run_config, run_params
+
+FLAGS = flags.FLAGS
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+logger = logging.getLogger(__name__)
+
+
+def load(run: str | None, step: int | None, model: str | None) -> tuple[str, Policy, dict, int]:
+    """Name, policy, parameters and version of a run's checkpoint, or of a model's folder.
+
+    Raises:
+        ValueError: both or neither is named, or it cannot be read.
+    """
+    if (run is None) == (model is None):
+        raise ValueError(f"give exactly one of --run and --model; found {'both' if run else 'neither'}")
+    if run is not None:
+        version, policy, params = run_params(Path(run), run_config(Path(run)), step)
+        return Path(run).resolve().name, policy, params, version
+    if step is not None:
+        raise ValueError(f"--step {step} is not read with --model, which has no checkpoints; remove it")
+    config = Config(output="", model=ModelConfig(path=model))
+    policy = policy_alone(config, "")
+    return Path(model).name, policy, load_params(config, policy.decoder.config), 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound and listens, so that whoever comes before the server is ready waits.
+
+    Raises:
+        ValueError: the place is taken, or not one of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any that is free"
+        ) from error
+
+
+def read_keys(file: str | None) -> tuple[str, ...]:
+    """The API keys of a file, one a line.
+
+    Raises:
+        ValueError: it cannot be read, or has none.
+    """
+    if file is None:
+        return ()
+    try:
+        keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"--api_key_file {file} cannot be read ({error}); give a text file with one key a line"
+        ) from error
+    if not keys or any(not key.isascii() or " " in key for key in keys):
+        raise ValueError(f"--api_key_file {file}: takes one key or more, a line each, of ASCII without spaces")
+    return keys
+
+
+def check_extra() -> None:
+    """Refuses to go on without the packages that serving needs.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f'package {package} is not installed, and serving needs it; pip install "recjax[serve]"')
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Reads the flags, loads the policy, serves."""
+    if len(argv) > 1:
+        raise ValueError(f"{argv[1]!r} is not read; give flags alone, such as --run runs/NAME")
+    check_extra()
+    # Not at the top: without the extra there is none of these.
+    from recjax.serving.guards import Guarded
+    from recjax.serving.recorder import Recording
+    from recjax.serving.running import Serving, serve
+    from recjax.serving.sampler import Limits
+
+    keys = read_keys(FLAGS.api_key_file)
+    if FLAGS.host not in LOOPBACK and not keys:
+        logger.warning("--host %s without --api_key_file: whoever reaches this machine may use the server", FLAGS.host)
+    listening = listen(FLAGS.host, FLAGS.port)
+    keep_freed_memory()
+    keep_compiled_programs()
+    with jax.set_mesh(make_mesh(Config(output="").mesh)):
+        name, policy, params, version = load(FLAGS.run, FLAGS.step, FLAGS.model)
+        check_fits(jax.sharding.get_mesh(), policy.decoder.config)
+        params = in_compute_dtype(policy.decoder, put_params(params), copy=False)
+        name = FLAGS.name or name
+        recording = Recording(
+            Path(FLAGS.record or f"served/{name}"),
+            name,
+            FLAGS.record_prompts,
+            FLAGS.reward_seconds,
+            FLAGS.part_seconds,
+            FLAGS.keep_days,
+            FLAGS.max_sessions,
+        )
+        limits = FLAGS.max_context_tokens, FLAGS.max_completion_tokens, FLAGS.slots, FLAGS.queue, FLAGS.distributions
+        hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
+        serving = Serving(
+            name,
+            policy,
+            params,
+            version,
+            Limits(*limits),
+            Guarded(keys, hosts, FLAGS.max_body_bytes, FLAGS.client_seconds),
+            recording if FLAGS.recording else None,
+            secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
+        )
+        serve(serving, listening)
+
+
+def define_flags() -> None:
+    """The command's flags."""
+    flags.DEFINE_string("run", None, "Folder of a training run; a checkpoint of it is served.")
+    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
+    flags.DEFINE_string("model", None, "Hugging Face folder or hub name, in place of a run.")
+    flags.DEFINE_string("name", None, "Name of the model in requests; default: that of the run or folder.")
+    flags.DEFINE_string("host", "127.0.0.1", "Where it listens; 0.0.0.0: on all addresses of the machine.")
+    flags.DEFINE_integer("port", 8000, "Port; 0: any that is free.", lower_bound=0, upper_bound=65535)
+    flags.DEFINE_string("api_key_file", None, "File of keys, one a line; each request then needs one of them.")
+    flags.DEFINE_integer("slots", 16, "Completions that are sampled at one time.", lower_bound=1)
+    flags.DEFINE_integer("queue", 256, "Completions that wait for a slot; more are refused.", lower_bound=0)
+    flags.DEFINE_integer("max_context_tokens", 2048, "Tokens of a prompt and its completion.", lower_bound=2)
+    flags.DEFINE_integer("max_completion_tokens", 1024, "Tokens of a completion.", lower_bound=1)
+    flags.DEFINE_integer("distributions", 16, "Of temperature, top_k and top_p that programs are compiled for.", 1)
+    flags.DEFINE_integer("max_body_bytes", 2**20, "Bytes of a request's body.", lower_bound=1)
+    flags.DEFINE_float("client_seconds", 60, "For a client to send its body, and to take each piece.", lower_bound=0.1)
+    flags.DEFINE_integer("max_sessions", 1024, "Sessions under way.", lower_bound=1)
+    flags.DEFINE_integer("seed", None, "Of requests without one; default: another one at each start.", lower_bound=0)
+    flags.DEFINE_bool("recording", True, "Whether what is served is recorded.")
+    flags.DEFINE_string("record", None, "Folder of the experience store; default: served/NAME.")
+    flags.DEFINE_bool("record_prompts", True, "Whether prompts are recorded; without them nothing can be trained on.")
+    flags.DEFINE_float("reward_seconds", 3600, "That completions and sessions wait for rewards.", lower_bound=0)
+    flags.DEFINE_float("part_seconds", 30, "Between two parts of the store.", lower_bound=0.1)
+    flags.DEFINE_float("keep_days", None, "After which parts of the store are deleted; default: never.", lower_bound=0)
+
+
+if __name__ == "__main__":
+    # Not at the top: flags are global, and whoever imports this module has their own.
+    define_flags()
+    app.run(main)

@@ -1,0 +1,1 @@
+"""The recording server: the engine behind OpenAI's API, and an experience store of all that it serves."""

@@ -1,0 +1,210 @@
+"""A request's way: prompts, places, completions, the record, and then the reply."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recjax.hub.chat_rendering import ChatRenderer
+from recjax.hub.tokenizers import encode_prompts
+from recjax.serving import asked as bodies
+from recjax.serving.asked import Asked
+from recjax.serving.numbers import Numbers
+from recjax.serving.recorder import Recorder, check_sampling
+from recjax.serving.refusals import Refused
+from recjax.serving.replies import CALL_BEGINS, PREFIXES, Form, place_of
+from recjax.serving.sampler import Piece, Sampler
+from recjax.serving.served import Served
+from recjax.serving.units import Session
+
+READ = {"chat": bodies.chat, "text": bodies.text, "generate": bodies.generate}
+
+
+class Prompt(NamedTuple):
+    """A prompt as the model reads it: tokens, text, and the messages that say it all, if any do."""
+
+    tokens: np.ndarray
+    text: str
+    messages: list[dict[str, str]] | None
+
+
+class Job(NamedTuple):
+    """A request that is being answered."""
+
+    form: Form
+    prompts: list[Prompt]
+    limits: list[int]
+    session: str | None
+    began: float
+
+    @property
+    def asked(self) -> Asked:
+        """What the request asks for."""
+        return self.form.asked
+
+    @property
+    def count(self) -> int:
+        """Completions."""
+        return len(self.prompts) * self.asked.n
+
+
+class Answering:
+    """Answers requests for completions of one policy."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        chats: ChatRenderer,
+        recorder: Recorder | None,
+        numbers: Numbers,
+        name: str,
+        version: int,
+    ):
+        """Takes what it asks.
+
+        Args:
+            recorder: None: nothing is recorded, and there are no sessions.
+            name: of the model.
+            version: of the policy.
+        """
+        self.sampler, self.recorder, self.name, self.version = sampler, recorder, name, version
+        self._chats, self._rendering, self._numbers = chats, asyncio.Lock(), numbers
+
+    async def job(self, kind: str, body: Any, session: str | None) -> Job:
+        """A checked request with its prompts.
+
+        Raises:
+            Refused: something is wrong with it.
+        """
+        began, asked = time.monotonic(), READ[kind](body)
+        if asked.model not in (None, self.name):
+            raise Refused(404, f"there is no model {asked.model!r:.100}; this server has {self.name!r}", param="model")
+        held = None
+        if session is not None:
+            held = self.taken_recorder().book.session(session)
+            check_sampling(held, session, asked.sampling)
+        try:
+            prompts = await self._prompts(asked, held)
+        except ValueError as error:
+            raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
+        limits = [self.sampler.limit(prompt.tokens, asked.max_tokens) for prompt in prompts]
+        reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
+        form = Form(kind, reply, int(time.time()), self.name, self.version, asked, self.sampler.policy.tokenizer)
+        return Job(form, prompts, limits, session, began)
+
+    def taken_recorder(self) -> Recorder:
+        """The recorder.
+
+        Raises:
+            Refused: there is none.
+        """
+        if self.recorder is None:
+            raise Refused(
+                404, "this server records nothing (--norecording), so it has no sessions and takes no rewards"
+            )
+        return self.recorder
+
+    async def _prompts(self, asked: Asked, session: Session | None) -> list[Prompt]:
+        tokenizer = self.sampler.policy.tokenizer
+        if asked.messages is None:
+            return [
+                Prompt(self._tokens(prompt, session), prompt, None)
+                if isinstance(prompt, str)
+                else Prompt(prompt, tokenizer.decode(prompt), None)
+                for prompt in asked.prompts
+            ]
+        messages = [as_written(message, session) for message in asked.messages]
+        async with self._rendering:
+            (text,) = await asyncio.to_thread(self._chats.render, [messages], asked.tools)
+        says_it_all = not asked.tools and all(message.keys() == {"role", "content"} for message in messages)
+        return [Prompt(self._tokens(text, session), text, messages if says_it_all else None)]
+
+    def _tokens(self, text: str, session: Session | None) -> np.ndarray:
+        if session is not None:
+            return session.trajectory.tokens_of(text)
+        return np.array(encode_prompts(self.sampler.policy.tokenizer, [text])[0], np.int32)
+
+    # --- Completions.
+
+    async def pieces(self, job: Job) -> AsyncIterator[tuple[int, Piece]]:
+        """What comes of each completion, by its index, as it comes; closing it frees all their slots."""
+        asked = job.asked
+        keys, held = self.sampler.keys(asked.seed, job.count), [CALL_BEGINS] if asked.tools else []
+        queue: asyncio.Queue = asyncio.Queue()
+
+        async def follow(index: int) -> None:
+            place = index // asked.n
+            prompt, limit = job.prompts[place].tokens, job.limits[place]
+            options = prompt, keys[index], limit, asked.sampling, asked.stop, held
+            try:
+                async with contextlib.aclosing(self.sampler.follow(*options)) as pieces:
+                    async for piece in pieces:
+                        queue.put_nowait((index, piece))
+            except Exception as error:
+                queue.put_nowait((index, error))
+
+        tasks = [asyncio.create_task(follow(index)) for index in range(job.count)]
+        left, is_first = job.count, True
+        try:
+            while left:
+                index, piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                if is_first:
+                    self._numbers.first_token.observe(time.monotonic() - job.began)
+                is_first = False
+                left -= piece.finish is not None
+                yield index, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def record(self, job: Job, pieces: Sequence[Piece]) -> None:
+        """Returns when all completions of a request are on disk.
+
+        Args:
+            pieces: whole completions, in order.
+        """
+        n, form = job.asked.n, job.form
+        prompts = job.prompts
+        if self.recorder:
+            now, metadata = datetime.now(UTC), {"endpoint": form.kind} | job.asked.metadata
+            metadata |= {"session": job.session} if job.session else {}
+            served = [
+                Served(
+                    id=form.id if len(prompts) == 1 else f"{form.id}/prompt{place}",
+                    reply=form.id,
+                    first=place * n,
+                    session=job.session,
+                    time=now,
+                    tokenizer=self.recorder.book.tokenizer_name,
+                    messages=prompt.messages,
+                    text=prompt.text,
+                    prompt_tokens=prompt.tokens,
+                    sampling=job.asked.sampling,
+                    sampled=[piece.sampled for piece in pieces[place * n : (place + 1) * n]],
+                    texts=[piece.text for piece in pieces[place * n : (place + 1) * n]],
+                    metadata=metadata,
+                )
+                for place, prompt in enumerate(prompts)
+            ]
+            await self.recorder.record(served)
+        self._numbers.whole.observe(time.monotonic() - job.began)
+        self._numbers.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in prompts))
+        self._numbers.tokens.inc(sum(len(piece.sampled.tokens) for piece in pieces))
+        for piece in pieces:
+            self._numbers.completions.labels(piece.finish).inc()
+
+
+def as_written(message: dict[str, Any], session: Session | None) -> dict[str, Any]:
+    """A message as the template takes it: a call that was made in this session is in its own words."""
+    calls = message.get("tool_calls")
+    if calls and session and (place := place_of(calls[0].get("id"))) and (said := session.said(*place)) is not None:
+        return {"role": message["role"], "content": said}
+    return message

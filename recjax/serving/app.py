@@ -1,0 +1,259 @@
+"""The routes of the server, as a Starlette application."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from recjax.serving.answering import Answering, Job
+from recjax.serving.fields import Fields
+from recjax.serving.guards import Guard, Guarded
+from recjax.serving.numbers import CONTENT_TYPE, Numbers
+from recjax.serving.refusals import Refused
+from recjax.serving.replies import Chunks, last_chunk, whole
+from recjax.serving.sampler import Piece
+from recjax.serving.served import Feedback
+from recjax.serving.units import session_row
+
+logger = logging.getLogger(__name__)
+
+_SESSION = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+_PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "generate": "/inference/v1/generate"}
+
+
+class Server:
+    """Answers requests; `app` is its ASGI application, `answering` what it asks."""
+
+    def __init__(self, answering: Answering, numbers: Numbers, guarded: Guarded, lifespan: Callable):
+        """Makes the routes.
+
+        Args:
+            lifespan: an asynchronous context manager of the application, in which it serves.
+        """
+        self.answering, self._numbers = answering, numbers
+        routes = [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.models),
+            Route("/v1/feedback", self.feedback, methods=["POST"]),
+            Route("/sessions/{session}/reward", self.session_reward, methods=["POST"]),
+            Route("/sessions/{session}/v1/models", self.models),
+        ]
+        for kind, path in _PATHS.items():
+            for prefix in ("", "/sessions/{session}"):
+                routes.append(Route(prefix + path, self._answers(kind), methods=["POST"]))
+        handlers = {Refused: _refused, HTTPException: _http_error, Exception: _failed}
+        starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        self.app = Guard(_Counted(starlette, numbers), guarded)
+
+    # --- Completions.
+
+    def _answers(self, kind: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            job = await self.answering.job(kind, await _body(request), _session(request))
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.answering.sampler.places(job.count, job.asked.sampling))
+                if job.asked.stream:
+                    return _Events(self._events(job), stack.pop_all())
+                pieces = await _unless_gone(request, self._all(job))
+            return JSONResponse(whole(job.form, [prompt.tokens for prompt in job.prompts], pieces))
+
+        return answer
+
+    async def _all(self, job: Job) -> list[Piece]:
+        """The whole completions of a request, which are on disk by then."""
+        found: dict[int, Piece] = {}
+        async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
+            async for index, piece in pieces:
+                found[index] = piece
+        done = [found[index] for index in range(job.count)]
+        await self.answering.record(job, done)
+        return done
+
+    async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream; those that say why a choice has ended come when all is on disk."""
+        prompts = [prompt.tokens for prompt in job.prompts]
+        chunks = [Chunks(job.form, index, prompts[index // job.asked.n]) for index in range(job.count)]
+        for one in chunks:
+            for chunk in one.first():
+                yield chunk
+        done: dict[int, Piece] = {}
+        async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
+            async for index, piece in pieces:
+                if piece.finish is not None:
+                    done[index] = piece
+                    continue
+                for chunk in chunks[index].next(piece):
+                    yield chunk
+        ended = [done[index] for index in range(job.count)]
+        await self.answering.record(job, ended)
+        for one, piece in zip(chunks, ended, strict=True):
+            for chunk in one.next(piece):
+                yield chunk
+        if job.asked.usage:
+            yield last_chunk(job.form, prompts, ended)
+
+    # --- Feedback.
+
+    async def feedback(self, request: Request) -> Response:
+        """A reward for a completion, by the id of its reply or of its row."""
+        recorder, fields = self.answering.taken_recorder(), Fields(await _body(request))
+        reply, index = fields.text("id", 512), fields.whole("index", None, 0, 2**31 - 1)
+        given = Feedback.read(fields)
+        fields.finish()
+        if reply is None:
+            raise Refused(400, "id is missing; give that of a reply", param="id")
+        row = reply if "/" in reply else recorder.book.row_of(reply, index)
+        return await self._rewarded(row, given)
+
+    async def session_reward(self, request: Request) -> Response:
+        """The reward of a session."""
+        self.answering.taken_recorder()
+        fields = Fields(await _body(request))
+        given = Feedback.read(fields)
+        fields.finish()
+        return await self._rewarded(session_row(_session(request)), given)
+
+    async def _rewarded(self, row: str, given: Feedback) -> Response:
+        is_new = await self.answering.taken_recorder().reward(row, given)
+        self._numbers.rewards.inc(is_new)
+        return JSONResponse({"id": row, "reward": given.reward, "new": is_new})
+
+    # --- About the server.
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        answering = self.answering
+        model = {"id": answering.name, "object": "model", "created": 0, "owned_by": "recjax"}
+        limits = answering.sampler.limits
+        model |= {"max_model_len": limits.context, "policy_version": answering.version}
+        asked = request.path_params.get("model")
+        if asked not in (None, answering.name):
+            raise Refused(404, f"there is no model {asked!r:.100}; this server has {answering.name!r}", param="model")
+        return JSONResponse(model if asked else {"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests can be served; if not, why."""
+        wrong = self.answering.sampler.error or (self.answering.recorder and self.answering.recorder.error)
+        return JSONResponse({"status": wrong or "ok"}, 503 if wrong else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """Numbers for Prometheus."""
+        return Response(self._numbers.text(), headers={"content-type": CONTENT_TYPE})
+
+
+class _Events(StreamingResponse):
+    """Chunks as server-sent events. Whatever becomes of the client, the places are given back."""
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], places: contextlib.ExitStack):
+        self._chunks, self._places = chunks, places
+        super().__init__(self._lines(), headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._chunks:
+                yield _event(chunk)
+            yield b"data: [DONE]\n\n"
+        except Refused as error:
+            yield _event(error.body)
+        except Exception:
+            logger.exception("a stream has failed")
+            yield _event(_FAILED.body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            try:
+                await self.body_iterator.aclose()
+                await self._chunks.aclose()
+            finally:
+                self._places.close()
+
+
+class _Counted:
+    """Counts requests by path and status."""
+
+    def __init__(self, app: ASGIApp, numbers: Numbers):
+        self._app, self._numbers = app, numbers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")  # the pattern, so that clients do not make numbers without end
+                path = route.path if isinstance(route, Route) else "other"
+                self._numbers.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+_FAILED = Refused(500, "the server has failed at this request; its log says more")
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _session(request: Request) -> str | None:
+    """The session of a URL; None where it has none."""
+    name = request.path_params.get("session")
+    if name is not None and not _SESSION.fullmatch(name):
+        raise Refused(400, f"session {name!r:.140}: takes 1 to 128 of A-Z, a-z, 0-9, '.', '_', '~' and '-'")
+    return name
+
+
+async def _body(request: Request) -> Any:
+    """The parsed body."""
+    content = await request.body()
+    try:
+        values = json.loads(content)
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise Refused(400, "the body is not UTF-8, or has half of a surrogate pair") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON ({type(error).__name__}: {str(error):.200})") from None
+    return values
+
+
+async def _unless_gone(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:
+    """What work comes to, which ends when the client is gone."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refused(499, "the client has gone")  # nobody reads this
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    words = {404: f"there is no {request.url.path!r:.200} here", 405: f"{request.method} is not for this path"}
+    return await _refused(request, Refused(error.status_code, words.get(error.status_code, error.detail)))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return await _refused(request, _FAILED)

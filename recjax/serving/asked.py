@@ -1,0 +1,235 @@
+"""What requests ask for: bodies of OpenAI's API and of vLLM's, checked."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recjax.config_fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from recjax.models.sampling import Sampling
+from recjax.serving.fields import Fields
+from recjax.serving.refusals import Refused
+
+MOST_CHOICES, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_TOOLS = 128, 16, 256, 128
+_COMMON = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "service_tier": ("auto", "default"),
+}
+_CHAT = {
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "store": (True,),
+}
+_TEXT = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
+_GENERATE = {"detokenize": (True,), "skip_special_tokens": (True, False), "ignore_eos": (False,), "min_tokens": (0,)}
+
+
+class Asked(NamedTuple):
+    """A request for completions.
+
+    Attributes:
+        messages: of a chat; None: there are prompts.
+        prompts: texts, or token ids.
+        n: completions of each prompt.
+        stop: strings that end a completion.
+        seed: of the random numbers; None: the server's.
+        max_tokens: of a completion; None: as many as there is room for.
+        usage: whether a stream ends with the numbers of tokens.
+        metadata: what the client wants recorded.
+    """
+
+    messages: list[dict[str, Any]] | None
+    prompts: list[str | np.ndarray]
+    tools: list[dict[str, Any]] | None
+    sampling: Sampling
+    n: int
+    stop: tuple[str, ...]
+    seed: int | None
+    max_tokens: int | None
+    stream: bool
+    usage: bool
+    logprobs: bool
+    token_ids: bool
+    model: str | None
+    metadata: dict[str, Any]
+
+
+def chat(body: Any) -> Asked:
+    """The body of /v1/chat/completions.
+
+    Raises:
+        Refused: with the key.
+    """
+    fields = Fields(body)
+    is_list = lambda value: isinstance(value, list) and bool(value)  # noqa: E731
+    messages = fields.take("messages", None, is_list, "a list of messages")
+    if messages is None:
+        raise Refused(400, "messages is missing; give a list of messages", param="messages")
+    takes = f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}"
+    tools = fields.take("tools", None, _are_tools, takes)
+    if fields.take("tool_choice", "auto", lambda value: value in ("auto", "none"), "'auto' or 'none'") == "none":
+        tools = None
+    most = _either(fields, "max_completion_tokens", "max_tokens")
+    fields.neutral({name: values for name, values in _CHAT.items() if name != "tool_choice"})
+    logprobs = fields.flag("logprobs")
+    return _asked(fields, [_message(message) for message in messages], [], tools or None, most, logprobs)
+
+
+def text(body: Any) -> Asked:
+    """The body of /v1/completions.
+
+    Raises:
+        Refused: with the key.
+    """
+    fields = Fields(body)
+    takes = "text, token ids, or a list of such"
+    prompt = fields.take("prompt", None, lambda value: isinstance(value, str | list) and bool(value), takes)
+    if prompt is None:
+        raise Refused(400, f"prompt is missing; it takes {takes}", param="prompt")
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        prompt = [prompt]
+    if len(prompt) > MOST_CHOICES:
+        raise Refused(400, f"prompt: {len(prompt)} prompts at once; give {MOST_CHOICES} at most", param="prompt")
+    prompts = [one if isinstance(one, str) and one else _token_ids(one, "prompt") for one in prompt]
+    # Which tokens were the most likely is not there, so 1 gives no more than 0.
+    logprobs = fields.whole("logprobs", None, 0, 1) is not None
+    fields.neutral(_TEXT)
+    return _asked(fields, None, prompts, None, fields.whole("max_tokens", 16, 1, 2**31 - 1), logprobs)
+
+
+def generate(body: Any) -> Asked:
+    """The body of vLLM's /inference/v1/generate: tokens in, tokens out.
+
+    Raises:
+        Refused: with the key.
+    """
+    fields = Fields(body)
+    prompt = _token_ids(fields.take("token_ids", None, lambda value: True, ""), "token_ids")
+    fields.neutral({"stream": (False,), "priority": (0,), "features": (), "cache_salt": (), "kv_transfer_params": ()})
+    fields.text("request_id", 256)
+    inner = Fields(fields.take("sampling_params", {}, lambda value: isinstance(value, dict), "an object"))
+    logprobs = inner.whole("logprobs", None, 0, 1) is not None
+    inner.neutral(_GENERATE)
+    most = inner.whole("max_tokens", 16, 1, 2**31 - 1)
+    asked = _asked(inner, None, [prompt], None, most, logprobs, outer=fields)
+    return asked._replace(token_ids=True)
+
+
+def _asked(
+    fields: Fields,
+    messages: list | None,
+    prompts: list,
+    tools: list | None,
+    most: int | None,
+    logprobs: bool,
+    outer: Fields | None = None,
+) -> Asked:
+    """The request with what all three have."""
+    whole = outer or fields
+    fields.neutral(_COMMON)
+    options = whole.take("stream_options", {}, lambda value: isinstance(value, dict), "an object")
+    usage = Fields(options)
+    asked = Asked(
+        messages=messages,
+        prompts=prompts,
+        tools=tools,
+        sampling=_sampling(fields),
+        n=fields.whole("n", 1, 1, MOST_CHOICES),
+        stop=_stop(fields),
+        seed=fields.whole("seed", None, -(2**63), 2**63 - 1),
+        max_tokens=most,
+        stream=whole.flag("stream"),
+        usage=usage.flag("include_usage"),
+        logprobs=logprobs,
+        token_ids=whole.flag("return_token_ids"),
+        model=whole.text("model", 1024),
+        metadata=_metadata(whole),
+    )
+    usage.flag("continuous_usage_stats")
+    usage.finish()
+    fields.finish()
+    whole.finish()
+    return asked
+
+
+def _sampling(fields: Fields) -> Sampling:
+    takes = f"0, for the most likely tokens, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+    in_range = lambda value: value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE  # noqa: E731
+    temperature = fields.number("temperature", 1.0, in_range, takes)
+    top_p = fields.number("top_p", 1.0, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+    top_k = fields.whole("top_k", 0, -1, 2**31 - 1)
+    if temperature == 0:
+        return Sampling(0.0)  # whatever it would be cut to, the most likely token is among it
+    return Sampling(temperature, max(top_k, 0), top_p)
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    def fits(value: Any) -> bool:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or len(values) > MOST_STOPS:
+            return False
+        return all(isinstance(one, str) and 0 < len(one) <= MOST_STOP_CHARACTERS for one in values)
+
+    takes = f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each"
+    stop = fields.take("stop", [], fits, takes)
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _metadata(fields: Fields) -> dict[str, Any]:
+    def fits(value: Any) -> bool:
+        if not isinstance(value, dict) or len(value) > 16:
+            return False
+        return all(len(key) <= 64 and isinstance(one, str) and len(one) <= 512 for key, one in value.items())
+
+    takes = "an object of at most 16 texts of at most 512 characters, with keys of at most 64"
+    metadata, user = fields.take("metadata", {}, fits, takes), fields.text("user", 512)
+    return ({"metadata": metadata} if metadata else {}) | ({"user": user} if user else {})
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message as the template takes it: its content one text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
+        raise Refused(400, f"messages: {message!r:.100} is no message; it has a role, and content", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise Refused(400, "messages: content takes text, or parts of type text alone", param="messages")
+        content = "".join(parts)
+    if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
+        raise Refused(400, f"messages: content = {content!r:.100}: takes text", param="messages")
+    made = {"role": message["role"], "content": content or ""}
+    if calls := message.get("tool_calls"):
+        are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+        if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
+            raise Refused(400, f"messages: tool_calls = {calls!r:.100}: takes a list of calls", param="messages")
+        made["tool_calls"] = calls
+    return made | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+
+
+def _are_tools(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        return False
+    functions = [tool.get("function") for tool in value if isinstance(tool, dict) and tool.get("type") == "function"]
+    named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return len(named) == len(value)
+
+
+def _token_ids(value: Any, param: str) -> np.ndarray:
+    fits = isinstance(value, list) and value and all(type(one) is int and 0 <= one < 2**31 for one in value)
+    if not fits:
+        raise Refused(400, f"{param} = {value!r:.100}: takes token ids, at least one", param=param)
+    return np.array(value, np.int32)
+
+
+def _either(fields: Fields, name: str, old: str) -> int | None:
+    values = [fields.whole(key, None, 1, 2**31 - 1) for key in (name, old)]
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,210 @@
+"""What a server has recorded and who has which reward: the state that a journal's entries make, in memory."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from recjax.experience import store
+from recjax.experience.tokenise import tokenizer_name
+from recjax.serving.refusals import Refused
+from recjax.serving.served import Feedback, Served
+from recjax.serving.units import Session, Unit, feedback_of, session_row
+
+
+class Book:
+    """Units that wait, the feedback on every row, and feedback that the store does not have yet.
+
+    Attributes:
+        units: by name.
+        stored: the feedback on each row of the store; None: none yet.
+        late: of these, feedback that is in the journal alone, with its line.
+    """
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: bool, sessions: int):
+        """Reads what the store has.
+
+        Args:
+            prompts: whether rows say what was asked.
+            sessions: that may be under way at one time.
+        Raises:
+            ValueError: the store is damaged.
+        """
+        self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
+        self._prompts, self._sessions = prompts, sessions
+        self.units: dict[str, Unit] = {}
+        self._unit_of: dict[str, Unit] = {}  # by the rows that take feedback
+        self._turns: dict[str, str] = {}  # replies to the names of their sessions
+        self._growing: Counter[str] = Counter()  # names of sessions' units, by turns that are being written
+        parts = store.part_files(folder)
+        self.stored = {
+            row.id: feedback_of(row)
+            for part in parts
+            for row in store.to_rows(store.read_part(part))
+            if row.trajectory in (None, row.id)
+        }
+        self.late: dict[str, tuple[Feedback, bytes]] = {}
+
+    # --- Questions.
+
+    def session(self, name: str) -> Session:
+        """A session that is under way, or a new one, which is kept with its first turn.
+
+        Raises:
+            Refused: it is over, or there are too many.
+        """
+        row = session_row(name)
+        unit = self.units.get(row)
+        if row in self.stored or (unit and unit.given):
+            raise Refused(
+                409,
+                f"session {name!r} is over: it has its reward, or has waited too long for one, or the server was"
+                " stopped since; take another id",
+                code="session_over",
+            )
+        if unit is None:
+            if sum(isinstance(one, Session) for one in self.units.values()) >= self._sessions:
+                raise Refused(429, f"{self._sessions} sessions are under way; reward one, or try again later")
+            return Session(name, self._prompts, self._tokenizer)
+        return unit
+
+    def row_of(self, reply: str, index: int | None) -> str:
+        """The id of the row that feedback on a reply is about.
+
+        Raises:
+            Refused: it is a turn of a session, or has several choices and none is named.
+        """
+        if reply in self._turns:
+            where = f"POST /sessions/{self._turns[reply]}/reward"
+            raise Refused(409, f"{reply!r} is a turn of a session, whose turns have one reward: {where}", param="id")
+        if index is None and (f"{reply}/1" in self._unit_of or f"{reply}/1" in self.stored):
+            raise Refused(400, f"{reply!r} has several choices; name one with index", param="index")
+        return f"{reply}/{index or 0}"
+
+    def is_new(self, row: str, given: Feedback) -> bool:
+        """Whether a row has no reward yet; False: it has this very one.
+
+        Raises:
+            Refused: there is no such row, or it has another reward.
+        """
+        if row not in self._unit_of and row not in self.stored:
+            raise Refused(404, f"nothing that was served has the id {row!r}", param="id")
+        unit = self._unit_of.get(row)
+        before = unit.given.get(row) if unit else self.stored[row]
+        if before not in (None, given):
+            raise Refused(
+                409, f"{row!r} has another reward, {before.reward:g}; a reward is given once", code="reward_given"
+            )
+        return before is None
+
+    def lines(self) -> Iterator[bytes]:
+        """Of the journal, all that the store does not have."""
+        lines = dict.fromkeys(line for unit in self.units.values() for line in unit.lines)
+        yield from lines
+        yield from (line for _, line in self.late.values())
+
+    # --- Changes.
+
+    @contextlib.contextmanager
+    def growing(self, sessions: Sequence[str]) -> Iterator[None]:
+        """A block in which turns of sessions are written, which do not go to the store meanwhile."""
+        names = [session_row(name) for name in sessions]
+        self._growing.update(names)
+        try:
+            yield
+        finally:
+            self._growing.subtract(names)
+            self._growing += Counter()  # drops what is zero
+
+    def add(self, line: bytes, served: Sequence[Served]) -> None:
+        """Takes what was recorded."""
+        for one in served:
+            name = session_row(one.session) if one.session else one.id
+            if name not in self.units:
+                made = (
+                    Session(one.session, self._prompts, self._tokenizer) if one.session else Unit(name, self._prompts)
+                )
+                self.units[name] = made
+            unit = self.units[name]
+            unit.add(one)
+            unit.lines.append(line)
+            self._unit_of |= dict.fromkeys(unit.row_ids, unit)
+            if one.session:
+                self._turns[one.reply] = one.session
+
+    def give(self, row: str, given: Feedback, line: bytes) -> None:
+        """Gives a row its reward.
+
+        Args:
+            line: of the journal; empty: it is on its way there.
+        """
+        if unit := self._unit_of.get(row):
+            unit.given[row] = given
+            unit.lines += [line] if line else []
+        else:
+            self.stored[row] = given
+            if line:
+                self.late[row] = given, line
+
+    def take_back(self, row: str) -> None:
+        """Of a reward that could not be written."""
+        if unit := self._unit_of.get(row):
+            unit.given.pop(row, None)
+        else:
+            self.stored[row] = None
+
+    def replay(self, line: bytes, entry: dict[str, Any]) -> None:
+        """Takes an entry of the journal, but for what the store has.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        if "feedback" in entry:
+            row, given = entry["feedback"], Feedback(**entry["given"])
+            if row in self._unit_of or (row in self.stored and self.stored[row] is None):
+                self.give(row, given, line)
+            return
+        served = [Served.from_json(one) for one in entry["served"]]
+        if any(one.tokenizer != self.tokenizer_name for one in served):
+            raise ValueError(
+                "the journal has completions of another model's vocabulary; start the server with that model once, or"
+                " name another folder with --record"
+            )
+        self.add(line, [one for one in served if not self._is_stored(one)])
+
+    def _is_stored(self, served: Served) -> bool:
+        rows = [session_row(served.session)] if served.session else served.rows
+        return any(row in self.stored for row in rows)
+
+    # --- On the way to the store.
+
+    def take_due(self, seconds: float) -> list[Unit]:
+        """Takes out the units that have their rewards, or that nothing has come to for so long."""
+        before = time.monotonic() - seconds
+        still = [unit for unit in self.units.values() if not self._growing[unit.name]]
+        due = [unit for unit in still if unit.is_rewarded or unit.touched <= before]
+        for unit in due:
+            del self.units[unit.name]
+            for row in unit.row_ids:
+                del self._unit_of[row]
+                self.stored[row] = unit.given.get(row)
+        return due
+
+    def put_back(self, units: Sequence[Unit]) -> None:
+        """Units that could not be written, with what was given to their rows meanwhile."""
+        for unit in units:
+            self.units[unit.name] = unit
+            for row in unit.row_ids:
+                self._unit_of[row] = unit
+                given, (_, line) = self.stored.pop(row), self.late.pop(row, (None, b""))
+                if given is not None:
+                    self.give(row, given, line)
+
+    def forget_turns(self, units: Sequence[Unit]) -> None:
+        """Of sessions that are over."""
+        for served in (one for unit in units for one in unit.served):
+            self._turns.pop(served.reply, None)

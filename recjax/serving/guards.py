@@ -1,0 +1,120 @@
+"""What stands before every request: who may ask, how much, and how long a slow client is waited for."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Collection
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from recjax.serving.refusals import Refused
+
+logger = logging.getLogger(__name__)
+
+
+class Guarded(NamedTuple):
+    """What is asked of requests.
+
+    keys: of which a request has one; empty: it needs none.
+    hosts: names that the server may be called by; None: any. A page of a browser cannot use another name for it.
+    body_bytes: most of a body.
+    client_seconds: to send a body, and to take each piece of a reply.
+    """
+
+    keys: tuple[str, ...] = ()
+    hosts: Collection[str] | None = None
+    body_bytes: int = 2**20
+    client_seconds: float = 60.0
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, guarded: Guarded):
+        self._app, self._guarded = app, guarded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves a request, or refuses it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except Refused as error:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            return
+        client = _Client(receive, send, self._guarded)
+        try:
+            await self._app(scope, client.receive, client.send)
+        except Exception:
+            if not client.is_slow:
+                raise
+            logger.info("a client did not take its reply in %g s, and is left", self._guarded.client_seconds)
+
+    def _check(self, scope: Scope) -> None:
+        headers, guarded = Headers(scope=scope), self._guarded
+        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+        if guarded.hosts is not None and host.strip("[]") not in guarded.hosts:
+            raise Refused(
+                403,
+                f"this server is not called {host!r:.100}, but {', '.join(guarded.hosts)}",
+            )
+        if guarded.keys and scope["path"] != "/health":
+            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            # Each is compared, so that time says nothing of the keys.
+            if not any([hmac.compare_digest(given, key.encode()) for key in guarded.keys]):
+                raise Refused(
+                    401,
+                    "no valid API key; send one as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+        if scope["method"] == "POST":
+            # Other types are what a page of a browser can send to any server without asking it first.
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise Refused(415, "send the body with Content-Type: application/json")
+            size = headers.get("content-length", "0")
+            if not size.isdecimal() or len(size) > 15 or int(size) > guarded.body_bytes:
+                raise _too_large(guarded.body_bytes)
+
+
+class _Client:
+    """Receives and sends for one request, within the limits."""
+
+    def __init__(self, receive: Receive, send: Send, guarded: Guarded):
+        self._receive, self._send, self._guarded = receive, send, guarded
+        self._size, self._is_whole, self.is_slow = 0, False, False
+        self._deadline = asyncio.get_running_loop().time() + guarded.client_seconds
+
+    async def receive(self) -> Message:
+        """A piece of the body; after the last one, that the client is gone."""
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            seconds = self._guarded.client_seconds
+            raise Refused(408, f"the body was not there in {seconds:g} s", headers={"connection": "close"}) from None
+        self._size += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._size > self._guarded.body_bytes:
+            raise _too_large(self._guarded.body_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """A piece of the reply."""
+        try:
+            async with asyncio.timeout(self._guarded.client_seconds):
+                await self._send(message)
+        except TimeoutError:
+            self.is_slow = True
+            raise
+
+
+def _too_large(most: int) -> Refused:
+    message = f"the body has more than {most} bytes; send less, or start the server with more --max_body_bytes"
+    return Refused(413, message, headers={"connection": "close"})

@@ -1,0 +1,150 @@
+"""An append-only file of entries that are on disk before anybody is told of them.
+
+A line is an entry: the checksum of its JSON, and that. Entries that come while others are being forced to disk go
+there together. A writer killed at any time leaves at most a last line that is not whole, which counts as not written.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recjax.manifest import digest, sync_folder
+from recjax.whole_files import write_whole
+
+logger = logging.getLogger(__name__)
+
+
+class _Entry(NamedTuple):
+    line: bytes
+    apply: Callable[[bytes], None]
+    done: asyncio.Future
+
+
+class Journal:
+    """A journal that one process writes; of one event loop, but for `read`."""
+
+    def __init__(self, path: Path):
+        """Takes the file, which need not be there."""
+        self._path, self._entries = path, []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._writing: asyncio.Task | None = None
+        self._kept: Callable[[], Iterable[bytes]] | None = None
+        self.size = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """The lines and what they say; a last one that is not whole is cut off.
+
+        Raises:
+            ValueError: another one is damaged.
+        """
+        content = self._path.read_bytes() if self._path.exists() else b""
+        lines = content.splitlines(keepends=True)
+        found = []
+        for number, line in enumerate(lines, 1):
+            checksum, _, said = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or digest(said).encode() != checksum:
+                if number < len(lines):
+                    raise ValueError(
+                        f"{self._path}: line {number} is damaged: it is not as it was written; bring the file back from"
+                        " a copy, or remove it, and what it holds and the store does not is lost"
+                    )
+                logger.warning("%s: the last line was not written whole, and nobody was told that it was", self._path)
+                self.size -= len(line)
+                os.truncate(self._path, self.size)
+            else:
+                found.append((line, json.loads(said)))
+        return found
+
+    async def add(self, entry: dict[str, Any], apply: Callable[[bytes], None]) -> None:
+        """Returns when the entry is on disk, and was applied.
+
+        Args:
+            apply: is called with the line as soon as it is there, in the order of the lines.
+        Raises:
+            OSError: it cannot be written, and is not there.
+        """
+        said = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass")
+        future = asyncio.get_running_loop().create_future()
+        self._entries.append(_Entry(line_of(said), apply, future))
+        self._wake()
+        await asyncio.shield(future)
+
+    def rewrite(self, kept: Callable[[], Iterable[bytes]]) -> None:
+        """Has the file written anew soon, with the lines that are given then."""
+        self._kept = kept
+        self._wake()
+
+    async def close(self) -> None:
+        """Ends after what is being written."""
+        while self._writing:
+            await asyncio.wait([self._writing])
+        self._thread.shutdown(wait=True)
+
+    def _wake(self) -> None:
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._entries or self._kept:
+                if self._kept:
+                    kept, self._kept = b"".join(self._kept()), None
+                    try:
+                        await loop.run_in_executor(self._thread, self._replace, kept)
+                    except ValueError as error:  # the old one is as good
+                        logger.warning("%s", error)
+                entries, self._entries = self._entries, []
+                error = None
+                try:
+                    await loop.run_in_executor(self._thread, self._append, b"".join(entry.line for entry in entries))
+                except OSError as caught:
+                    error = caught
+                for entry in entries:
+                    _finish(entry, error)
+        finally:
+            self._writing = None
+
+    # --- In the journal's thread.
+
+    def _append(self, content: bytes) -> None:
+        if not content:
+            return
+        is_new = not self._path.exists()
+        with self._path.open("ab") as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self._path, self.size)  # half a line would damage what comes after it
+                raise
+        if is_new:
+            sync_folder(self._path.parent)
+        self.size += len(content)
+
+    def _replace(self, content: bytes) -> None:
+        write_whole(self._path, content)
+        sync_folder(self._path.parent)
+        self.size = len(content)
+
+
+def _finish(entry: _Entry, error: Exception | None) -> None:
+    """Applies an entry that is on disk, and tells whoever waits for it."""
+    try:
+        if error is None:
+            entry.apply(entry.line)
+    except Exception as caught:  # whoever asked is told, and the other entries are theirs who wait for these
+        error = caught
+    if not entry.done.done():
+        entry.done.set_result(None) if error is None else entry.done.set_exception(error)
+
+
+def line_of(said: bytes) -> bytes:
+    """The line of an entry."""
+    return digest(said).encode() + b" " + said + b"\n"

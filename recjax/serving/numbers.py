@@ -1,0 +1,38 @@
+"""The server's numbers for Prometheus."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+disable_created_metrics()  # of each counter, when it began
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+
+class Numbers:
+    """Counters of one server; each server has a registry of its own."""
+
+    def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]):
+        """Begins to count.
+
+        Args:
+            gauges: by name, what is asked for when the numbers are: words for it, and the function that says it.
+        """
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter("recjax_requests", "Requests.", ["path", "status"], registry=registry)
+        self.completions = Counter(
+            "recjax_completions", "Completions by how they ended.", ["finish"], registry=registry
+        )
+        self.prompt_tokens = Counter("recjax_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.tokens = Counter("recjax_completion_tokens", "Tokens of completions.", registry=registry)
+        self.rewards = Counter("recjax_rewards", "Rewards taken.", registry=registry)
+        seconds = {"buckets": _SECONDS, "registry": registry}
+        self.first_token = Histogram("recjax_first_token_seconds", "From a request to its first tokens.", **seconds)
+        self.whole = Histogram("recjax_request_seconds", "From a request to its completions' ends.", **seconds)
+        for name, (words, value) in gauges.items():
+            Gauge(f"recjax_{name}", words, registry=registry).set_function(value)
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)

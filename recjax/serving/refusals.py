@@ -1,0 +1,35 @@
+"""Refusals as OpenAI's API says them: a status, and an error object with message, type, param and code."""
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that is not served.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and the remedy.
+        param: the key of the request that it is about.
+        code: a word for programs.
+        headers: of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -1,0 +1,199 @@
+"""Replies as OpenAI's API and vLLM's have them: whole, and as the chunks of a stream."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recjax.rollout.requests import Sampled
+from recjax.rollout.tool_agent import CALL, parsed_calls
+from recjax.serving.asked import Asked
+from recjax.serving.sampler import Piece
+
+CALL_BEGINS = "<tool_call>"
+OBJECTS = {"chat": "chat.completion", "text": "text_completion", "generate": "generate"}
+PREFIXES = {"chat": "chatcmpl", "text": "cmpl", "generate": "gen"}
+
+
+class Form(NamedTuple):
+    """How a request's reply is written.
+
+    kind: chat, text or generate.
+    id: of the reply.
+    created: seconds since 1970.
+    model: its name.
+    version: of the policy.
+    """
+
+    kind: str
+    id: str
+    created: int
+    model: str
+    version: int
+    asked: Asked
+    tokenizer: PreTrainedTokenizerBase
+
+
+def whole(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The reply to a request.
+
+    Args:
+        prompts: tokens of each prompt.
+        pieces: whole completions, `form.asked.n` of each prompt.
+    """
+    n = form.asked.n
+    choices = [_choice(form, index, prompts[index // n], piece) for index, piece in enumerate(pieces)]
+    if form.kind == "generate":
+        return {"request_id": form.id, "choices": choices, "prompt_logprobs": None} | _tokens_of_prompts(form, prompts)
+    reply = _head(form, OBJECTS[form.kind]) | {"choices": choices, "usage": usage(prompts, pieces, n)}
+    return reply | _tokens_of_prompts(form, prompts)
+
+
+def _tokens_of_prompts(form: Form, prompts: Sequence[np.ndarray]) -> dict[str, Any]:
+    found: dict[str, Any] = {"policy_version": form.version}
+    if form.asked.token_ids and len(prompts) == 1:
+        found["prompt_token_ids"] = prompts[0].tolist()
+    return found
+
+
+def _head(form: Form, object_: str) -> dict[str, Any]:
+    return {"id": form.id, "object": object_, "created": form.created, "model": form.model}
+
+
+def usage(prompts: Sequence[np.ndarray], pieces: Sequence[Piece], n: int) -> dict[str, int]:
+    """Numbers of tokens; a prompt counts once for all its completions."""
+    asked, given = sum(map(len, prompts)), sum(len(piece.sampled.tokens) for piece in pieces)
+    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+
+
+def _choice(form: Form, index: int, prompt: np.ndarray, piece: Piece) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": None}
+    if form.asked.logprobs:
+        choice["logprobs"] = logprobs(form, piece.sampled, 0)
+    if form.asked.token_ids:
+        choice |= _token_lists(piece.sampled)
+    if form.kind == "text":
+        extra = {"prompt_token_ids": prompt.tolist()} if form.asked.token_ids else {}
+        return choice | {"text": piece.text} | extra
+    if form.kind == "chat":
+        content, calls = message_parts(form, index, piece.text)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            choice["finish_reason"] = "tool_calls"
+            message["tool_calls"] = calls
+        choice["message"] = message
+    return choice
+
+
+def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
+    return {
+        "token_ids": sampled.tokens[start:].tolist(),
+        "token_logprobs": sampled.logprobs[start:].tolist(),
+        "token_policy_versions": sampled.versions[start:].tolist(),
+    }
+
+
+def logprobs(form: Form, sampled: Sampled, start: int) -> dict[str, Any]:
+    """Log-probabilities of a completion's tokens from number `start` on, under the distribution that sampled them."""
+    texts = form.tokenizer.batch_decode([[token] for token in sampled.tokens.tolist()])
+    values = [min(value, 0.0) for value in sampled.logprobs.tolist()]
+    if form.kind == "text":
+        offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
+        columns = {"tokens": texts[start:], "token_logprobs": values[start:], "text_offset": offsets[start:]}
+        return columns | {"top_logprobs": None}
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(texts[start:], values[start:], strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+# --- Tool calls.
+
+
+def message_parts(form: Form, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """A message's content and calls: those of a request with tools, if every one that is written can be read."""
+    calls = parsed_calls(text) if form.asked.tools else []
+    if not calls or any(call.error for call in calls):
+        return text, []
+    written = [
+        {
+            "id": call_id(form.id, index, place),
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for place, call in enumerate(calls)
+    ]
+    return CALL.sub("", text).rstrip() or None, written
+
+
+def call_id(reply: str, index: int, place: int) -> str:
+    """The id of a call, which says where it was written."""
+    return f"call_{reply}_{index}_{place}"
+
+
+def place_of(call: Any) -> tuple[str, int] | None:
+    """The reply, and the index of its choice, that a call of `call_id` was written in."""
+    _, _, rest = call.partition("_") if isinstance(call, str) else ("", "", "")
+    reply, _, numbers = rest.partition("_")
+    index = numbers.partition("_")[0]
+    return (reply, int(index)) if index.isdecimal() and len(index) < 9 else None
+
+
+# --- Streams.
+
+
+class Chunks:
+    """The chunks of one choice of a stream: each says what the one before did not."""
+
+    def __init__(self, form: Form, index: int, prompt: np.ndarray):
+        """Nothing is said yet."""
+        self._form, self._index, self._prompt, self._text, self._tokens = form, index, prompt, "", 0
+
+    def first(self) -> list[dict[str, Any]]:
+        """Before the first token: who speaks, and the prompt's tokens if they are asked for."""
+        form = self._form
+        delta = {"delta": {"role": "assistant", "content": ""}} if form.kind == "chat" else {"text": ""}
+        asked = {"prompt_token_ids": self._prompt.tolist()} if form.asked.token_ids else {}
+        return [self._chunk(delta, asked)] if form.kind == "chat" or asked else []
+
+    def next(self, piece: Piece) -> list[dict[str, Any]]:
+        """What is new in a piece; of the last one, why it has ended as well."""
+        text, calls = piece.text, []
+        if self._form.asked.tools and self._form.kind == "chat":
+            text, calls = self._without_calls(piece)
+        new = text[len(self._text) :] if text.startswith(self._text) else ""
+        finish = "tool_calls" if calls else piece.finish
+        if not (new or finish or (self._form.asked.token_ids and len(piece.sampled.tokens) > self._tokens)):
+            return []
+        self._text += new
+        delta = {"delta": {"content": new} if new else {}} if self._form.kind == "chat" else {"text": new}
+        if calls:
+            delta["delta"]["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+        extra: dict[str, Any] = {"finish_reason": finish}
+        if self._form.asked.logprobs:
+            extra["logprobs"] = logprobs(self._form, piece.sampled, self._tokens)
+        if self._form.asked.token_ids:
+            extra |= _token_lists(piece.sampled, self._tokens)
+        self._tokens = len(piece.sampled.tokens)
+        return [self._chunk(delta, extra)]
+
+    def _without_calls(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """The text before a call, until it is known what comes of that."""
+        if piece.finish is None:
+            return piece.text.partition(CALL_BEGINS)[0].rstrip(), []
+        content, calls = message_parts(self._form, self._index, piece.text)
+        return content or "", calls
+
+    def _chunk(self, delta: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": self._index, **delta, "logprobs": None, "finish_reason": None} | extra
+        object_ = OBJECTS[self._form.kind] + (".chunk" if self._form.kind == "chat" else "")
+        return _head(self._form, object_) | {"choices": [choice], "policy_version": self._form.version}
+
+
+def last_chunk(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The numbers of tokens at the end of a stream."""
+    object_ = OBJECTS[form.kind] + (".chunk" if form.kind == "chat" else "")
+    return _head(form, object_) | {"choices": [], "usage": usage(prompts, pieces, form.asked.n)}

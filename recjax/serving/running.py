@@ -1,0 +1,110 @@
+"""The server as a process: a policy and its limits in, requests answered until it is told to end."""
+
+import contextlib
+import dataclasses
+import signal
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+
+from recjax.hub.chat_rendering import ChatRenderer
+from recjax.hub.policy import Policy
+from recjax.rollout.engine import Engine
+from recjax.rollout.live import LiveEngine
+from recjax.serving.answering import Answering
+from recjax.serving.app import Server
+from recjax.serving.guards import Guarded
+from recjax.serving.numbers import Numbers
+from recjax.serving.recorder import Recorder, Recording
+from recjax.serving.sampler import Limits, Sampler
+
+CHAT_SECONDS = 10.0  # for the chat template, at each request
+PREFIX_TIME = 64  # tokens that shorter prompts are padded to
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What is served, and how.
+
+    Attributes:
+        name: of the model.
+        params: of the policy, stacked by layer, in the dtype that they compute in.
+        version: optimiser updates that they have had.
+        recording: None: nothing is recorded.
+        seed: of requests without one.
+    """
+
+    name: str
+    policy: Policy
+    params: dict
+    version: int
+    limits: Limits
+    guarded: Guarded
+    recording: Recording | None
+    seed: int
+
+
+def made(serving: Serving, when_ready: str) -> Server:
+    """The server, whose application's lifespan starts and ends all that it needs.
+
+    Args:
+        when_ready: a line that is printed when requests are answered.
+    Raises:
+        ValueError: the record cannot be used.
+    """
+    policy, limits = serving.policy, serving.limits
+    recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
+    engine = Engine(policy.decoder, policy.stop_ids, slots=limits.slots, prefix_time=PREFIX_TIME)
+    engine.replace_weights(serving.params, serving.version)
+    live, chats = LiveEngine(engine), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
+    sampler = Sampler(live, policy, limits, serving.seed)
+    numbers = Numbers(
+        {
+            "under_way": ("Completions that are sampled or wait.", lambda: sampler.under_way),
+            "policy_version": ("Optimiser updates of the weights.", lambda: serving.version),
+            "records_waiting": (
+                "Prompts and sessions that are not in the store yet.",
+                lambda: len(recorder.book.units) if recorder else 0,
+            ),
+        }
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        with chats:
+            # The template's fork has none of the connections that come later. Without a template there are no chats.
+            with contextlib.suppress(ValueError):
+                chats.render([[{"role": "user", "content": "hello"}]])
+            async with live, recorder or contextlib.nullcontext():
+                print(when_ready)
+                yield
+
+    answering = Answering(sampler, chats, recorder, numbers, serving.name, serving.version)
+    return Server(answering, numbers, serving.guarded, lifespan)
+
+
+def serve(serving: Serving, listening: socket.socket) -> None:
+    """Serves until SIGTERM or Ctrl-C; then finishes what runs, and writes what is recorded to the store.
+
+    Args:
+        listening: bound, where requests come to.
+    Raises:
+        ValueError: as `made`.
+    """
+    host, port = listening.getsockname()[:2]
+    place = f"recorded in {serving.recording.folder}" if serving.recording else "nothing is recorded"
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    server = made(serving, f"{serving.name}, version {serving.version}, is served at {where}; {place}")
+    options = {
+        "loop": "asyncio",
+        "http": "h11",
+        "ws": "none",
+        "lifespan": "on",
+        "log_level": "warning",
+        "access_log": False,
+    }
+    # uvicorn raises the signal again at its end, and who was told to end has not failed.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    uvicorn.Server(uvicorn.Config(server.app, server_header=False, **options)).run(sockets=[listening])

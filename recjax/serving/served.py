@@ -1,0 +1,127 @@
+"""What was served: the record of one prompt's completions, as the journal keeps it."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from recjax.experience.group import Grade
+from recjax.experience.store_checks import MOST_REWARD, is_finite_number
+from recjax.models.sampling import Sampling
+from recjax.rollout.requests import Sampled
+from recjax.serving.fields import Fields
+from recjax.serving.refusals import Refused
+
+
+class Served(NamedTuple):
+    """Completions of one prompt, of one request.
+
+    id: of their group: the reply's, or, of a reply to several prompts, with the prompt's number.
+    reply: the id of the reply.
+    first: the index of the first of these completions among the reply's choices.
+    session: of whose trajectory they are turns; None: each is a completion by itself.
+    tokenizer: the name of the vocabulary.
+    messages: as they were sent, if the template needed no more than role and content of them; else None.
+    text: of the prompt, as the model read it.
+    texts: what each completion says.
+    metadata: what else is recorded.
+    """
+
+    id: str
+    reply: str
+    first: int
+    session: str | None
+    time: datetime
+    tokenizer: str
+    messages: list[dict[str, str]] | None
+    text: str | None
+    prompt_tokens: Int[np.ndarray, " time"]
+    sampling: Sampling
+    sampled: list[Sampled]
+    texts: list[str]
+    metadata: dict[str, Any]
+
+    @property
+    def rows(self) -> list[str]:
+        """The ids of the completions as rows of a store, if they are of no session."""
+        return [f"{self.reply}/{self.first + place}" for place in range(len(self.texts))]
+
+    def without_prompt(self) -> "Served":
+        """The same, and nothing of what was asked."""
+        return self._replace(messages=None, text=None, prompt_tokens=self.prompt_tokens[:0])
+
+    def to_json(self) -> dict[str, Any]:
+        """As an object of JSON; `from_json` makes it again, log-probabilities to the bit."""
+        completions = [
+            {
+                "text": text,
+                "tokens": one.tokens.tolist(),
+                "logprobs": one.logprobs.tolist(),
+                "versions": one.versions.tolist(),
+                "truncated": one.truncated,
+            }
+            for text, one in zip(self.texts, self.sampled, strict=True)
+        ]
+        plain = self._replace(time=self.time.isoformat(), prompt_tokens=self.prompt_tokens.tolist())._asdict()
+        del plain["sampled"], plain["texts"]
+        return plain | {"sampling": list(self.sampling), "completions": completions}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "Served":
+        """What `to_json` wrote."""
+        values = dict(plain)
+        completions = values.pop("completions")
+        values |= {
+            "time": datetime.fromisoformat(values["time"]),
+            "prompt_tokens": np.array(values["prompt_tokens"], np.int32),
+            "sampling": Sampling(*values["sampling"]),
+            "texts": [one["text"] for one in completions],
+            "sampled": [
+                Sampled(
+                    np.array(one["tokens"], np.int32),
+                    np.array(one["logprobs"], np.float32),
+                    np.array(one["versions"], np.int32),
+                    one["truncated"],
+                )
+                for one in completions
+            ],
+        }
+        return cls(**values)
+
+
+class Feedback(NamedTuple):
+    """A reward that somebody gives, its named parts, whether the answer was right, and a comment."""
+
+    reward: float
+    reward_parts: dict[str, float] | None = None
+    accurate: bool | None = None
+    comment: str | None = None
+
+    @property
+    def grade(self) -> Grade:
+        """Without the comment."""
+        return Grade(self.reward, self.reward_parts, self.accurate)
+
+    @classmethod
+    def read(cls, fields: Fields) -> "Feedback":
+        """The keys of a body that are of the reward.
+
+        Raises:
+            Refused: with the key.
+        """
+
+        def are_parts(value: Any) -> bool:
+            return isinstance(value, dict) and 0 < len(value) <= 64 and all(map(is_finite_number, value.values()))
+
+        takes = f"a number of at most {MOST_REWARD:g} either way"
+        reward = fields.number("reward", None, is_finite_number, takes)
+        if reward is None:
+            raise Refused(400, f"reward is missing; it takes {takes}", param="reward")
+        parts = fields.take("reward_parts", None, are_parts, "an object of at most 64 numbers by name")
+        if parts is not None and "" in parts:
+            raise Refused(400, "reward_parts: a part needs a name", param="reward_parts")
+        accurate = fields.take("accurate", None, lambda value: isinstance(value, bool), "true or false")
+        comment = fields.text("comment", 10_000)
+        return cls(reward, parts and {name: float(value) for name, value in parts.items()}, accurate, comment)

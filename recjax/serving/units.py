@@ -1,0 +1,180 @@
+"""What becomes rows of a store together: the completions of a prompt, or the trajectory of a session."""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recjax.experience.group import Completion, Group, Row
+from recjax.experience.rows import rows_of
+from recjax.experience.store import PROMPT_LEFT_OUT, Experience
+from recjax.models.sampling import Sampling
+from recjax.rollout.requests import Sampled
+from recjax.rollout.trajectory import Trajectory
+from recjax.serving.served import Feedback, Served
+
+
+class Unit:
+    """Rows to be, which are in the journal until they are in the store.
+
+    Attributes:
+        name: of the group that they become.
+        served: in the order in which they were recorded.
+        given: feedback by row id; a session has one row id, that of its trajectory.
+        lines: of the journal.
+        touched: when something was recorded last, by time.monotonic.
+    """
+
+    def __init__(self, name: str, prompts: bool):
+        """Holds nothing yet.
+
+        Args:
+            prompts: whether its rows say what was asked.
+        """
+        self.name, self.touched, self._prompts = name, time.monotonic(), prompts
+        self.served: list[Served] = []
+        self.given: dict[str, Feedback] = {}
+        self.lines: list[bytes] = []
+
+    @property
+    def row_ids(self) -> list[str]:
+        """Of the rows that take feedback."""
+        return [name for one in self.served for name in one.rows]
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether every row has its reward."""
+        return bool(self.served) and all(name in self.given for name in self.row_ids)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether its rows say what was asked."""
+        return self._prompts and all(len(one.prompt_tokens) for one in self.served)
+
+    def add(self, served: Served) -> None:
+        """Takes what was recorded."""
+        self.served.append(served)
+        self.touched = time.monotonic()
+
+    def rows(self, source: str) -> list[Experience]:
+        """As rows of a store, in their order there."""
+        first, metadata, rows = self.served[0], self.metadata(), []
+        prompt = (first.messages or first.text if self.has_prompts else None) or PROMPT_LEFT_OUT
+        group = Group(self.name, first.prompt_tokens, self._completions(source), prompt)
+        for row in rows_of([group], first.tokenizer, first.time):
+            given = self.given.get(row.trajectory or row.id)
+            said = metadata | ({"comment": given.comment} if given and given.comment is not None else {})
+            row = row._replace(metadata=json.dumps(said))
+            rows.append(row if self.has_prompts else row._replace(prompt_tokens=None))
+        return rows
+
+    def metadata(self) -> dict[str, Any]:
+        """Of all its rows."""
+        return {"request": self.served[0].reply} | self.served[0].metadata
+
+    def _completions(self, source: str) -> tuple[Completion, ...]:
+        return tuple(
+            Completion(
+                id=name,
+                source=source,
+                text=text,
+                tokens=one.tokens,
+                mask=np.ones(len(one.tokens), bool),
+                behaviour_logprobs=one.logprobs,
+                sampling=served.sampling,
+                policy_version=int(one.versions.min()),
+                truncated=one.truncated,
+                grade=self.given[name].grade if name in self.given else None,
+            )
+            for served in self.served
+            for name, text, one in zip(served.rows, served.texts, served.sampled, strict=True)
+        )
+
+
+class Session(Unit):
+    """The turns of one agent: one trajectory, with one reward.
+
+    Attributes:
+        trajectory: of its turns; it gives a prompt that goes on from them their own tokens.
+        written: what the policy wrote, by the id of a tool call in it.
+    """
+
+    def __init__(self, name: str, touched: float, tokenizer: PreTrainedTokenizerBase):
+        """Holds nothing yet.
+
+        Args:
+            name: as its URL has it.
+        """
+        super().__init__(session_row(name), touched)
+        self.trajectory = Trajectory(tokenizer)
+        self.written: dict[str, str] = {}
+
+    @property
+    def row_ids(self) -> list[str]:
+        """The trajectory's."""
+        return [self.name]
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The distribution of all its turns; None before the first."""
+        return self.served[0].sampling if self.served else None
+
+    def add(self, served: Served) -> None:
+        """Takes turns that were recorded."""
+        super().add(served)
+        if len(served.prompt_tokens):
+            for one in served.sampled:
+                self.trajectory.add(served.prompt_tokens, one, served.text)
+
+    def said(self, reply: str, index: int) -> str | None:
+        """What a choice of one of its replies says; None where there is no such reply."""
+        texts = [one.texts[index] for one in self.served if one.reply == reply and index < len(one.texts)]
+        return texts[0] if texts else None
+
+    def metadata(self) -> dict[str, Any]:
+        """Of all its rows; of the requests, what the first one to have a key has there."""
+        found: dict[str, Any] = {"requests": list(dict.fromkeys(one.reply for one in self.served))}
+        for served in reversed(self.served):
+            found |= served.metadata
+        return found
+
+    def _completions(self, source: str) -> tuple[Completion, ...]:
+        turns = [one for served in self.served for one in served.sampled]
+        first, *further = self.trajectory.rows if self.has_prompts else [_joined(turns)]
+        return (
+            Completion(
+                id=self.name,
+                source=source,
+                text=self.served[-1].texts[-1],
+                tokens=first.tokens,
+                mask=first.mask,
+                behaviour_logprobs=first.behaviour_logprobs,
+                sampling=self.sampling,
+                policy_version=min(int(one.versions.min()) for one in turns),
+                truncated=turns[-1].truncated,
+                grade=self.given[self.name].grade if self.given else None,
+                prompt_tokens=first.prompt_tokens,
+                further=tuple(further),
+            ),
+        )
+
+
+def session_row(name: str) -> str:
+    """The id of a session's first row, and of its group."""
+    return f"session/{name}"
+
+
+def _joined(turns: list[Sampled]) -> Row:
+    """Turns without their prompts, one after the other."""
+    tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
+    return Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs)
+
+
+def feedback_of(row: Experience) -> Feedback | None:
+    """The feedback that a row of a store has; None: none yet."""
+    if row.reward is None:
+        return None
+    comment = json.loads(row.metadata or "{}").get("comment")
+    return Feedback(row.reward, row.reward_parts, row.accurate, comment)

@@ -1,0 +1,57 @@
+"""What a run was made with: versions, commit and devices, one entry for each time that it was started."""
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+import recjax
+from recjax.whole_files import write_whole
+
+NAME = "environment.json"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+
+
+def record_start(output: Path) -> None:
+    """Adds a start to the run's environment.json; one that cannot be read is begun anew."""
+    entry = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "recjax": recjax.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+    write_whole(output / NAME, json.dumps([*starts(output), entry], indent=2) + "\n")
+
+
+def starts(output: Path) -> list[dict]:
+    """The entries of a run's environment.json; none where there is none, or it is damaged."""
+    try:
+        found = json.loads((output / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def commit() -> str | None:
+    """The commit of the package's own checkout, with "+" behind it where files differ; None where there is none."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(recjax.__file__).parent
+        asked = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # A package that is installed inside somebody's repository is not of that repository's commit.
+        if git("ls-files", "--error-unmatch", "__init__.py") != "__init__.py":
+            return None
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

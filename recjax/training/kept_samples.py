@@ -1,0 +1,99 @@
+"""Completions of training batches, kept in the run's folder: what was said, what it got, what the update made of it."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recjax.config import SamplesConfig
+from recjax.experience.group import Completion, Group
+from recjax.tasks.problems import question_of
+from recjax.training.update import Learned
+from recjax.whole_files import write_whole, writing
+
+logger = logging.getLogger(__name__)
+
+
+def folder_of(output: Path) -> Path:
+    """Where a run keeps them: a file a step, a line a completion."""
+    return output / "samples" / "training"
+
+
+def is_kept(step: int, config: SamplesConfig) -> bool:
+    """Whether completions of a step's batch are kept."""
+    return config.every > 0 and (step == 1 or step % config.every == 0)
+
+
+def keep(
+    output: Path,
+    step: int,
+    groups: Sequence[Group],
+    learned: Learned | None,
+    rows_per_group: int,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SamplesConfig,
+) -> None:
+    """Writes the first groups of a batch, unless there are as many bytes as the config allows.
+
+    Args:
+        groups: of the batch; each has `rows_per_group` consecutive rows, of which the first are its completions.
+        learned: of the batch, on the host; None where rows of the batch are no whole completions.
+    """
+    folder = folder_of(output)
+    path = folder / f"{step:08d}.jsonl"
+    held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
+    if held >= config.megabytes * 2**20:
+        logger.debug("samples.megabytes = %g are reached: no completions of step %d are kept", config.megabytes, step)
+        return
+    rows = []
+    for place, group in enumerate(groups[: config.groups]):
+        for number, completion in enumerate(group.completions):
+            row = _described(step, group, completion, tokenizer)
+            if learned is not None:
+                row |= _of_row(learned, place * rows_per_group + number, len(completion.tokens))
+            rows.append(row)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    grade, known = completion.grade, completion.behaviour_logprobs
+    return {
+        "step": step,
+        "group": group.id,
+        "id": completion.id,
+        "source": completion.source,
+        "question": question_of(group.prompt),
+        "prompt": tokenizer.decode(group.prompt_tokens),
+        "answer": group.answer,
+        "text": completion.text,
+        "reward": grade.reward,
+        "parts": dict(grade.reward_parts or {}),
+        "accurate": grade.accurate,
+        "truncated": completion.truncated,
+        "version": completion.policy_version,
+        "tokens": tokenizer.batch_decode([[token] for token in completion.tokens]),
+        "chosen": completion.mask.astype(int).tolist(),
+        "probability": None if known is None else _short(np.exp(known)),
+    }
+
+
+def _of_row(learned: Learned, row: int, length: int) -> dict[str, list]:
+    terms = learned.terms
+    advantages = np.broadcast_to(terms.advantages[row], terms.ratio[row].shape)
+    return {
+        "probability_now": _short(np.exp(learned.logprobs[row, :length])),
+        "advantage": _short(advantages[:length]),
+        "kept": terms.clip[row, :length].astype(int).tolist(),
+        "coefficient": _short(terms.coefficients[row, :length]),
+    }
+
+
+def _short(numbers: np.ndarray) -> list[float]:
+    """Four significant digits."""
+    return [float(f"{number:.4g}") for number in numbers.tolist()]

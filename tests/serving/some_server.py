@@ -1,0 +1,73 @@
+"""A server of a tiny policy that knows printable characters, in this process."""
+
+import contextlib
+import json
+import socket
+import threading
+
+import jax
+import uvicorn
+from starlette.testclient import TestClient
+
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.serving.guards import Guarded
+from recjax.serving.recorder import Recording
+from recjax.serving.running import Serving, made
+from recjax.serving.sampler import Limits
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+TOKENIZER.chat_template = (
+    "{% if tools %}{{ tools | length }} tools.{% endif %}"
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "[assistant:"
+)
+SHAPE = DecoderConfig(len(TOKENIZER), 16, 32, 1, 2, 1, 8)
+POLICY = Policy(Decoder(SHAPE), TOKENIZER, (TOKENIZER.eos_token_id,))
+PARAMS = init_params(SHAPE, jax.random.key(0))
+LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
+
+
+def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=PARAMS, **recording):
+    """What a server is made of; it records in `folder`, unless that is None."""
+    recording = Recording(folder, "tiny", part_seconds=3600.0, **recording) if folder else None
+    return Serving("tiny", policy, params, 3, limits, guarded or Guarded(), recording, seed)
+
+
+@contextlib.contextmanager
+def serve(folder, **options):
+    """A client of a server that ends with the block, and then writes its store."""
+    with TestClient(made(serving(folder, **options), "ready").app) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def listening(folder, **options):
+    """A server on a port of this machine: its port, and the server."""
+    server = made(serving(folder, **options), "ready")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        runs = uvicorn.Server(uvicorn.Config(server.app, http="h11", ws="none", lifespan="on", log_level="warning"))
+        thread = threading.Thread(target=runs.run, args=([listener],))
+        thread.start()
+        try:
+            yield listener.getsockname()[1], server
+        finally:
+            runs.should_exit = True
+            thread.join()
+
+
+def post(client, path, status=200, **body):
+    """The reply to a request, which has that status."""
+    reply = client.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def chunks(client, path, **body):
+    """The chunks of a stream that ends as it should."""
+    reply = client.post(path, json={"stream": True, **body})
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream"), reply.text
+    *events, last, end = reply.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]

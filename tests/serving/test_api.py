@@ -1,0 +1,237 @@
+"""The server's API: the engine's completions, in OpenAI's words."""
+
+import json
+
+import numpy as np
+import pytest
+
+from recjax.models.sampling import Sampling
+from recjax.rollout.engine import Engine
+from recjax.rollout.live import LiveEngine
+from recjax.rollout.requests import Request, Sampled
+from recjax.serving.asked import chat
+from recjax.serving.replies import Chunks, Form, message_parts, place_of
+from recjax.serving.sampler import Piece, Sampler, certain
+from tests.serving.some_server import LIMITS, PARAMS, POLICY, TOKENIZER, chunks, post, serve
+
+TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("served")) as client:
+        yield client
+
+
+def test_completions_are_the_engines(client):
+    reply = post(client, TEXT, prompt="1+2=", seed=5, n=2, max_tokens=20, logprobs=0, return_token_ids=True)
+    engine = Engine(POLICY.decoder, POLICY.stop_ids, slots=None, prefix_time=8)
+    engine.replace_weights(PARAMS, 3)
+    prompt = np.array(TOKENIZER.encode("1+2="), np.int32)
+    keys = Sampler(LiveEngine(engine), POLICY, LIMITS, 0).keys(5, 2)
+    engine.admit([Request(prompt, key, 20, Sampling()) for key in keys])
+    for choice, expected in zip(reply["choices"], engine.drain().values(), strict=True):
+        assert choice["token_ids"] == expected.tokens.tolist()
+        np.testing.assert_allclose(choice["token_logprobs"], expected.logprobs, atol=1e-5)
+        assert choice["logprobs"]["token_logprobs"] == choice["token_logprobs"]
+        assert choice["finish_reason"] == ("length" if expected.truncated else "stop")
+        kept = expected.tokens if expected.truncated else expected.tokens[:-1]
+        assert choice["text"] == TOKENIZER.decode(kept)
+        assert choice["token_policy_versions"] == [3] * len(expected.tokens)
+    assert reply["prompt_token_ids"] == prompt.tolist() and reply["policy_version"] == 3
+    counted = sum(len(choice["token_ids"]) for choice in reply["choices"])
+    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": counted, "total_tokens": 4 + counted}
+
+
+def test_nothing_repeats_but_what_has_a_seed(client):
+    def texts(**options):
+        return [one["text"] for one in post(client, TEXT, prompt="ab", max_tokens=20, n=3, **options)["choices"]]
+
+    first, again = texts(seed=7), texts(seed=7)
+    assert first == again and len({*first, *texts(seed=8), *texts(), *texts()}) == 12
+    assert post(client, TEXT, prompt="ab", temperature=0, n=2)["choices"][0]["text"] == texts(temperature=0)[0][:16]
+
+
+def test_prompts_of_every_kind_and_number(client):
+    ids = TOKENIZER.encode("ab")
+    for prompt in ("ab", ids, ["ab"], [ids]):
+        assert (
+            post(client, TEXT, prompt=prompt, seed=1)["choices"] == post(client, TEXT, prompt="ab", seed=1)["choices"]
+        )
+    reply = post(client, TEXT, prompt=["ab", "c"], n=2, max_tokens=2, return_token_ids=True)
+    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == [
+        ids,
+        ids,
+        ids[:0] + TOKENIZER.encode("c"),
+    ] + [TOKENIZER.encode("c")]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3] and "prompt_token_ids" not in reply
+
+
+def test_a_chat_is_the_templates_text(client):
+    reply = post(client, CHAT, messages=HELLO, seed=3, max_completion_tokens=9, logprobs=True, return_token_ids=True)
+    assert TOKENIZER.decode(reply["prompt_token_ids"]) == "[user:hello[assistant:"
+    (choice,) = reply["choices"]
+    alone = post(client, TEXT, prompt="[user:hello[assistant:", seed=3, max_tokens=9)["choices"][0]["text"]
+    assert choice["message"] == {"role": "assistant", "content": alone, "refusal": None}
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == choice["token_logprobs"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    assert post(client, CHAT, messages=parts, seed=3, max_tokens=9)["choices"][0]["message"]["content"] == alone
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = post(client, CHAT, messages=HELLO, tools=tools, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
+    assert TOKENIZER.decode(asked).startswith("1 tools.")
+
+
+def test_tokens_in_tokens_out(client):
+    options = {"max_tokens": 5, "seed": 3, "logprobs": 1, "n": 2}
+    reply = post(client, GENERATE, token_ids=[5, 6], sampling_params=options)
+    expected = post(client, TEXT, prompt=[5, 6], max_tokens=5, seed=3, n=2, return_token_ids=True)["choices"]
+    assert [one["token_ids"] for one in reply["choices"]] == [one["token_ids"] for one in expected]
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in content] == expected[0]["token_logprobs"]
+
+
+def a_long_one(client):
+    """A seed and its completion, of several rounds."""
+    for seed in range(50):
+        choice = post(client, TEXT, prompt="ab", seed=seed, max_tokens=60, return_token_ids=True)["choices"][0]
+        if len(choice["token_ids"]) > 40:
+            return seed, choice
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(client, stream):
+    seed, whole = a_long_one(client)
+    stop = whole["text"][22:24]
+    end = whole["text"].index(stop) + 2
+    options = {"prompt": "ab", "seed": seed, "max_tokens": 60, "stop": ["\n\n\n", stop], "return_token_ids": True}
+    if stream:
+        found = [chunk["choices"][0] for chunk in chunks(client, TEXT, **options)]
+        text = "".join(one["text"] for one in found)
+        tokens = sum((one.get("token_ids", []) for one in found), [])
+        finish = found[-1]["finish_reason"]
+    else:
+        choice = post(client, TEXT, **options)["choices"][0]
+        text, tokens, finish = choice["text"], choice["token_ids"], choice["finish_reason"]
+    assert (text, finish) == (whole["text"][: end - 2], "stop") and tokens == whole["token_ids"][:end]
+
+
+def test_a_stream_says_what_the_whole_reply_says(client):
+    options = {"messages": HELLO, "seed": 3, "n": 2, "max_tokens": 50, "logprobs": True, "return_token_ids": True}
+    reply = post(client, CHAT, **options)
+    found = chunks(client, CHAT, **options, stream_options={"include_usage": True})
+    assert found[-1]["usage"] == reply["usage"] and found[-1]["choices"] == []
+    assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"} and len(
+        {chunk["id"] for chunk in found}
+    ) == 1
+    for index, choice in enumerate(reply["choices"]):
+        own = [chunk["choices"][0] for chunk in found[:-1] if chunk["choices"][0]["index"] == index]
+        assert len(own) >= 1 + len(choice["token_ids"]) / 17, "the prompt, and a piece a round"
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[0]["prompt_token_ids"] == reply["prompt_token_ids"]
+        assert "".join(one["delta"].get("content", "") for one in own) == choice["message"]["content"]
+        assert sum((one.get("token_ids", []) for one in own), []) == choice["token_ids"]
+        logprobs = sum((one["logprobs"]["content"] for one in own if one["logprobs"]), [])
+        assert logprobs == choice["logprobs"]["content"]
+        assert [one["finish_reason"] for one in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+
+
+def test_what_is_certain_of_a_text():
+    assert certain("ab</s", ["</stop>"]) == "ab" and certain("ab</x", ["</stop>"]) == "ab</x"
+    assert certain("ab\ufffd", []) == "ab" and certain("", ["x"]) == ""
+    assert certain("aba", ["abab", "ba"]) == "", "the longest beginning counts"
+
+
+def a_piece(text, finish):
+    tokens = np.array(TOKENIZER.encode(text), np.int32)
+    return Piece(Sampled(tokens, tokens * -0.5, tokens * 0, True), text, finish)
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "names"),
+    [
+        ('Yes. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "Yes.", ["add"]),
+        ('<tool_call>[{"name": "x"}, {"name": "y"}]</tool_call>', None, ["x", "y"]),
+        ("<tool_call>{nonsense}</tool_call>", "<tool_call>{nonsense}</tool_call>", []),
+        ("no call", "no call", []),
+    ],
+)
+def test_tool_calls_are_read_and_streamed(written, content, names):
+    asked = chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    form = Form("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER)
+    said, calls = message_parts(form, 2, written)
+    assert said == content and [call["function"]["name"] for call in calls] == names
+    assert all(place_of(call["id"]) == ("chatcmpl-1", 2) for call in calls)
+    one, deltas = Chunks(form, 2, np.zeros(1, np.int32)), []
+    for size in range(1, len(written) + 1):
+        deltas += one.next(a_piece(certain(written[:size], ["<tool_call>"]), None))
+    deltas += one.next(a_piece(written, "stop"))
+    choices = [chunk["choices"][0] for chunk in deltas]
+    streamed = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert streamed.rstrip() == (content or "")
+    assert [{"index": place} | call for place, call in enumerate(calls)] == choices[-1]["delta"].get("tool_calls", [])
+    assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    without = form._replace(asked=asked._replace(tools=None))
+    assert message_parts(without, 0, written) == (written, []), "who gives no tools gets text"
+
+
+BAD = [
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": [[]]}, "prompt"),
+    (TEXT, {"prompt": [1, -1]}, "prompt"),
+    (TEXT, {"prompt": [10_000]}, "prompt"),
+    (TEXT, {"prompt": "é"}, "prompt"),
+    (TEXT, {"prompt": "a", "n": 0}, "n"),
+    (TEXT, {"prompt": "a", "n": True}, "n"),
+    (TEXT, {"prompt": "a", "temperature": 1e-9}, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": 10**400}, "temperature"),
+    (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
+    (TEXT, {"prompt": "a", "stop": [""]}, "stop"),
+    (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
+    (TEXT, {"prompt": "a", "max_tokens": 101}, "max_tokens"),
+    (TEXT, {"prompt": "a", "logprobs": 5}, "logprobs"),
+    (TEXT, {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias"),
+    (TEXT, {"prompt": "a", "chat_template": "x"}, "chat_template"),
+    (TEXT, {"prompt": "a", "metadata": {"a": 1}}, "metadata"),
+    (TEXT, {"prompt": "a" * 200}, "prompt"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    (GENERATE, {"token_ids": "a"}, "token_ids"),
+    (GENERATE, {"token_ids": [1], "sampling_params": {"typical_p": 1}}, "typical_p"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD)
+def test_what_cannot_be_served_is_refused_with_its_key(client, path, body, param):
+    error = post(client, path, status=400, **body)["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error" and error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a", "temperature": NaN}'],
+)
+def test_a_body_that_is_none_is_refused(client, body):
+    reply = client.post(TEXT, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400 and reply.json()["error"]["message"]
+
+
+def test_what_else_there_is(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model == client.get("/v1/models/tiny").json() and model["id"] == "tiny" and model["policy_version"] == 3
+    assert post(client, TEXT, status=404, prompt="a", model="gpt")["error"]["param"] == "model"
+    assert post(client, TEXT, prompt="a", model="tiny")["model"] == "tiny"
+    assert client.get("/v1/models/gpt").status_code == 404 and client.get("/health").json() == {"status": "ok"}
+    missing = client.get("/v1/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
+    assert client.get(TEXT).status_code == 405 and "error" in client.get(TEXT).json()
+    numbers = client.get("/metrics").text
+    assert 'recjax_requests_total{path="/v1/completions",status="400"}' in numbers
+    assert "recjax_policy_version 3.0" in numbers and "recjax_under_way 0.0" in numbers
+    assert 'path="/v1/nothing"' not in numbers, "a client does not name numbers"
+    assert json.loads(client.get("/openapi.json").text)["error"], "nothing else is there"

@@ -1,0 +1,171 @@
+"""The server as a process: started, killed, told to end; a run that trains on what it left; SmolLM2."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.experience import store
+from tests.training.tiny_run import TINY, train
+
+pytestmark = pytest.mark.slow
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained run's folder and the file of its config."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "tiny.yaml").write_text(TINY)
+    train(load_config(folder / "tiny.yaml", [f"output={folder / 'tiny'}", "training.steps=2"]))
+    return folder / "tiny", folder / "tiny.yaml"
+
+
+def started(*flags):
+    """A server's process, and its address when it answers."""
+    command = [sys.executable, "-m", "recjax.serve", "--port=0", "--part_seconds=0.3", *map(str, flags)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    if not line:
+        raise AssertionError(process.communicate()[1])
+    return process, re.search(r"http://[^/]*", line).group()
+
+
+@contextlib.contextmanager
+def running(*flags):
+    """A client of a process that is told to end with the block."""
+    process, address = started(*flags)
+    try:
+        with httpx.Client(base_url=address, timeout=120) as client:
+            yield client
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, process.communicate()[1]
+
+
+def post(client, path, **body):
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
+    answered, rewarded, random = {}, set(), np.random.default_rng(0)
+    for _ in range(5):
+        process, address = started("--run", run[0], "--record", tmp_path, "--reward_seconds=0.5")
+        stop = threading.Event()
+
+        def ask(address=address, stop=stop):
+            with httpx.Client(base_url=address, timeout=30) as client, contextlib.suppress(httpx.HTTPError):
+                while not stop.is_set():
+                    reply = post(client, TEXT, prompt="1+2=", n=2, max_tokens=4, return_token_ids=True)
+                    answered[reply["id"]] = [choice["token_ids"] for choice in reply["choices"]]
+                    post(client, "/v1/feedback", id=reply["id"], index=0, reward=1.5)
+                    rewarded.add(f"{reply['id']}/0")
+
+        askers = [threading.Thread(target=ask) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        before = len(answered)
+        while len(answered) < before + 5:
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 1.5))
+        process.kill()
+        process.wait()
+        stop.set()
+        for asker in askers:
+            asker.join()
+        if store.part_files(tmp_path):
+            store.read(tmp_path)  # whatever was being written
+    with running("--run", run[0], "--record", tmp_path):
+        pass
+    rows = {row.id: row for row in store.read(tmp_path)}
+    for reply, tokens in answered.items():
+        assert [rows[f"{reply}/{index}"].completion_tokens.tolist() for index in range(2)] == tokens
+    assert all(rows[name].reward == 1.5 for name in rewarded) and len(rewarded) > 20
+    for name in rows:  # a reply that nobody got is whole as well
+        assert f"{name[:-1]}0" in rows and f"{name[:-1]}1" in rows
+
+
+def test_told_to_end_it_finishes_what_runs(run, tmp_path):
+    process, address = started("--run", run[0], "--record", tmp_path, "--max_completion_tokens=1500")
+    with httpx.Client(base_url=address, timeout=120) as client:
+        options = {"prompt": "1+2=", "max_tokens": 1500, "n": 8, "stream": True}
+        with client.stream("POST", TEXT, json=options) as reply:
+            events = reply.iter_lines()
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            lines = [line for line in events if line]
+    assert lines[-1] == "data: [DONE]" and process.wait(60) == 0
+    assert len(store.read(tmp_path)) == 8
+    assert not (tmp_path / ".served.jsonl").read_bytes()
+
+
+def test_a_run_trains_on_what_was_served(run, tmp_path):
+    with running("--run", run[0], "--record", tmp_path / "store") as client:
+        for first in range(1, 9):
+            reply = post(client, TEXT, prompt=f"{first}+2=", n=4, max_tokens=3)
+            for choice in reply["choices"]:
+                reward = sum(character.isdigit() for character in choice["text"]) / 3
+                post(client, "/v1/feedback", id=reply["id"], index=choice["index"], reward=reward)
+        post(client, TEXT, prompt="1+1=", max_tokens=3)  # nobody rewards this one
+    settings = [f"output={tmp_path / 'trained'}", f"experience.store={tmp_path / 'store'}", "training.steps=4"]
+    metrics = train(load_config(run[1], settings))
+    assert metrics[0]["experience/left_out/pending_rows"] == 1
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    assert len(losses) == 4 and np.isfinite(losses).all()
+    for command in (["recjax.inspect_experience", str(tmp_path / "store"), f"--figure={tmp_path / 'a.png'}"],):
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+        assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
+
+
+def test_what_it_cannot_begin_with(run, tmp_path):
+    def error(*flags):
+        command = [sys.executable, "-m", "recjax.serve", *map(str, flags)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ)
+        assert done.returncode == 1, done.stderr
+        return done.stderr.splitlines()[-1]
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert re.search(f"--port {port}: .*in use.*another --port", error("--run", run[0], f"--port={port}"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_text((run[0] / "config.yaml").read_text())
+    assert "holds no checkpoint yet" in error("--run", "empty", "--port=0")
+    assert "give exactly one of --run and --model; found neither" in error("--port=0")
+    assert "--api_key_file none cannot be read" in error("--run", run[0], "--api_key_file=none")
+    block = (
+        "import sys; sys.modules['uvicorn'] = None; import runpy; runpy.run_module('recjax.serve', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", block, "--run=x"], capture_output=True, text=True)
+    assert done.returncode == 1 and 'pip install "recjax[serve]"' in done.stderr.splitlines()[-1]
+
+
+def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_folder)
+    questions = ["What is the capital of France?", "Name three colours.", "Write a line about the sea."]
+    with running("--model", smollm2_folder, "--record", tmp_path) as client:
+        for question in questions:
+            messages = [{"role": "user", "content": question}]
+            options = {"temperature": 0, "max_tokens": 24, "return_token_ids": True}
+            reply = post(client, CHAT, messages=messages, model="smollm2", **options)
+            asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+            asked = asked["input_ids"] if not torch.is_tensor(asked) else asked
+            assert reply["prompt_token_ids"] == asked[0].tolist()
+            found = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=24)
+            assert reply["choices"][0]["token_ids"] == found[0, asked.shape[1] :].tolist()
+    row = store.read(tmp_path)[0]
+    assert json.loads(row.metadata)["endpoint"] == "chat" and row.messages[0]["content"] == questions[0]

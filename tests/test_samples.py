@@ -1,0 +1,75 @@
+"""The page of a run's samples: everything that was kept is in it, and nothing of it is read as HTML."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from recjax.plots.sample_page import sample_page
+from recjax.samples import write_page
+from tests.training.tiny_run import TINY
+
+HOSTILE = "</script><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">"
+ROW = {
+    "step": 1,
+    "group": "g<b>",
+    "id": "g/0",
+    "source": "policy",
+    "question": HOSTILE,
+    "prompt": f"{HOSTILE} {{{{data}}}} \u2028",
+    "answer": HOSTILE,
+    "text": HOSTILE,
+    "reward": 0.5,
+    "parts": {HOSTILE: 1.0},
+    "accurate": True,
+    "truncated": False,
+    "version": 0,
+    "tokens": [HOSTILE, "b"],
+    "chosen": [1, 1],
+    "probability": [0.5, 0.25],
+    "probability_now": [0.25, 0.25],
+    "advantage": [0.5, 0.5],
+    "kept": [1, 0],
+    "coefficient": [0.5, 0.0],
+}
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def test_the_data_comes_back_and_no_text_ends_it():
+    page = sample_page(HOSTILE, "about", [ROW])
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(data) == {"name": HOSTILE, "about": "about", "rows": [ROW]}
+    assert page.count("<script") == 2 and "<img" not in page
+
+
+def test_a_page_asks_no_network():
+    page = sample_page("run", "about", [ROW])
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", page.replace(HOSTILE, "")) and "default-src 'none'" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.slow
+def test_a_browser_shows_texts_as_texts(tmp_path):
+    (tmp_path / "page.html").write_text(sample_page("run", "about", [ROW, ROW | {"id": "g/1", "accurate": None}]))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    command = [CHROMIUM, *options, (tmp_path / "page.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "<title>run</title>" in shown and "<img" not in shown.partition("</script>")[0].partition("<main")[2]
+    assert shown.count("<article") == 2 and 'class="left"' in shown and "2 completions in 1 groups" in shown
+
+
+def test_what_is_no_run_or_has_nothing_kept_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no config.yaml"):
+        write_page(tmp_path, tmp_path / "page.html")
+    (tmp_path / "config.yaml").write_text(TINY)
+    with pytest.raises(ValueError, match="holds no completions; .* samples.every"):
+        write_page(tmp_path, tmp_path / "page.html")
+    folder = tmp_path / "samples" / "training"
+    folder.mkdir(parents=True)
+    (folder / "00000001.jsonl").write_text(json.dumps(ROW) + "\n{\n")
+    with pytest.raises(ValueError, match="00000001.jsonl: line 2 is damaged"):
+        write_page(tmp_path, tmp_path / "page.html")
+    (folder / "00000001.jsonl").write_text(json.dumps(ROW) + "\n")
+    assert write_page(tmp_path, tmp_path / "page.html") == 1 and (tmp_path / "page.html").is_file()

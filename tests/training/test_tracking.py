@@ -1,0 +1,103 @@
+"""Trackers: modules of wandb's shape get what metrics.jsonl has; what they do wrong stops nothing."""
+
+import importlib.util
+import logging
+import sys
+import time
+from types import ModuleType
+
+import pytest
+
+from recjax.training import tracking
+from tests.training.tiny_run import train
+
+SHORT = ["training.steps=3", "evaluation.every=0", "evaluation.problems=4"]
+
+
+class FakeRun:
+    """What a module's init returns."""
+
+    def __init__(self, module: "Fake"):
+        self.module = module
+
+    def log(self, row: dict, step: int) -> None:
+        """As wandb's."""
+        if self.module.fails_at == step:
+            raise ConnectionError("the tracker is down")
+        time.sleep(self.module.seconds)
+        self.module.logged.append((step, row))
+
+    def finish(self) -> None:
+        """As wandb's."""
+        self.module.finished = True
+
+
+class Fake(ModuleType):
+    """A module of wandb's shape that keeps what it is given."""
+
+    def __init__(self, fails_at: int | None = None, seconds: float = 0.0):
+        super().__init__("wandb")
+        self.fails_at, self.seconds = fails_at, seconds
+        self.logged, self.finished, self.options = [], False, None
+        self.Image, self.Table = lambda path: ("image", path), lambda dataframe: ("table", dataframe)
+
+    def init(self, **options) -> FakeRun:
+        """As wandb's."""
+        self.options = options
+        if self.fails_at == -1:
+            raise SystemExit(1)
+        return FakeRun(self)
+
+
+def tracked(tiny, monkeypatch, module) -> list[dict]:
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return train(tiny("run", *SHORT, "tracking.wandb={project: sums, tags: [one]}"))
+
+
+def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypatch):
+    module = Fake()
+    rows = tracked(tiny, monkeypatch, module)
+    assert module.options["project"] == "sums" and module.options["tags"] == ["one"] and module.options["name"] == "run"
+    assert module.options["config"]["training"]["steps"] == 3 and module.finished
+    *numbers, (last, results) = module.logged
+    assert [step for step, _ in numbers] == [row["step"] for row in rows] == [0, 1, 2, 3] and last == 3
+    for (_, logged), row in zip(numbers, rows, strict=True):
+        assert logged == {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+    assert results["figures/training"][0] == "image" and results["figures/training"][1].endswith("training.png")
+    assert list(results["samples"][1]["question"])[:1] and len(results["samples"][1]) == 4
+
+
+@pytest.mark.parametrize("fails_at", [-1, 0, 2, 3])
+def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tiny, monkeypatch, caplog, fails_at):
+    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
+    rows = tracked(tiny, monkeypatch, Fake(fails_at))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    said = [record.getMessage() for record in caplog.records if "tracking.wandb" in record.getMessage()]
+    assert len(said) == 1 and "gets no more of this run" in said[0] and "metrics.jsonl has all" in said[0]
+
+
+def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
+    monkeypatch.setattr(tracking, "LAST_SECONDS", 0.1)
+    assert len(tracked(tiny, monkeypatch, Fake(seconds=5.0))) == 4
+    assert "it has not taken the rest in 0.1 s" in caplog.text
+
+
+def test_a_module_that_is_missing_is_an_error_before_work(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="tracking.wandb: .*; pip install wandb, or remove the block"):
+        train(tiny("run", *SHORT, "tracking.wandb={project: sums}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_modules_themselves(tiny, tmp_path, monkeypatch, caplog, name):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}")
+    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    train(tiny("run", *SHORT, f"tracking.{name}={{project: sums}}"))
+    assert f"tracking.{name}" not in caplog.text
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb" if name == "wandb" else "trackio/sums.db"))
