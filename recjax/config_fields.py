@@ -11,6 +11,7 @@ from recjax.algorithms.options import require
 
 # Beyond these scores divided by the temperature are infinite, or all the same.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+_LARGEST = 1e20  # larger ones soon overflow float32
 
 _LIMITS = {
     "low": ("a finite number, {} or more", operator.ge),
@@ -47,6 +48,7 @@ def check_numbers(block: Any, prefix: str = "") -> None:
             require(finite, key, value, f"must be a {'64-bit' if is_whole else 'finite'} number")
             words = ", ".join(text.format(limit) for text, _, limit in limits)
             require(all(holds(value, limit) for _, holds, limit in limits), key, value, f"must be {words}")
+            require(not math.isfinite(value) or abs(value) < _LARGEST, key, value, f"must be below {_LARGEST:g}")
 
 
 def block_of(annotation: Any) -> type | None:

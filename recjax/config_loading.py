@@ -40,7 +40,7 @@ def _check_keys(values: Any, source: str, block: type = Config, prefix: str = ""
 
 
 def _check_texts(value: Any, annotation: Any, place: str) -> None:
-    """Refuses `${…}`, which would be replaced, and anything but text where text is taken, as a text of it."""
+    """Refuses `${…}`, lists in lists, and anything but text where text is taken, as OmegaConf would take them."""
     parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if str in parts and value is not None and not isinstance(value, str):
         require(False, place, value, "takes text; put it in quotes, within others on a command line")
@@ -50,6 +50,8 @@ def _check_texts(value: Any, annotation: Any, place: str) -> None:
     elif isinstance(value, list):
         of = next((typing.get_args(part)[0] for part in parts if typing.get_origin(part) is list), None)
         for each in value:
+            # OmegaConf takes a list or mapping in place of each number or text.
+            require(of is None or not isinstance(each, list | dict), place, value, "holds a list in a list; flatten it")
             _check_texts(each, of, place)
     elif isinstance(value, str):
         remedy = "write the value itself, or \\${ where these characters are meant"

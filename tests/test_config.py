@@ -141,6 +141,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("training.profile_steps=[3, 1201]", ["training.profile_steps = [3, 1201]", "training.steps = 1200"]),
         ("training.profile_steps=[3]", ["training.profile_steps = [3]", "takes [first, last]"]),
         ("training.profile_steps=3", ["training.profile_steps", "3", "list"]),
+        ("training.profile_steps=[[1], [2]]", ["training.profile_steps = [[1], [2]]", "list in a list"]),
         ("training.profile_steps=[a, b]", ["training.profile_steps", "'a'", "Integer"]),
         ("model.attention=flash", ["model.attention = 'flash'", "auto, plain, cudnn, splash"]),
         ("model.remat=true", ["model.remat = True", "none, dots, full", "true is now full"]),
