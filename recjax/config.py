@@ -207,7 +207,7 @@ class EvaluationConfig:
     """Sampled accuracy on held-out problems."""
 
     every: int = at_least(0, 50)  # optimiser steps between evaluations; 0: before and after training only
-    problems: int = at_least(1, 256)  # held-out ones
+    problems: int = at_least(1, 256)  # held-out ones, of those that the seed holds out
     samples: int = at_least(1, 1)  # completions of each problem
     initial_kl: bool = False  # KL to the initial policy as well, at the cost of one more forward pass
     temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)  # 0: greedy
