@@ -101,7 +101,7 @@ def sample_batch(
     with run.phases.phase("sample"):
         params = combine(behaviour_params, run.frozen)
         if run.agents:
-            key = _batch_key(config.seed, number)
+            key = batch_key(config.seed, number)
             return run.agents.sample_groups(
                 run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
             )
@@ -113,7 +113,8 @@ def sample_batch(
         return groups, submit(groups, prompts, run.grading)
 
 
-def _batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
+def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
+    """From which the completions of a batch have their random numbers; batches count from 1."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
 
 
@@ -124,7 +125,7 @@ def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches b
     They are made together as the host would otherwise wait for them, behind the update that is under way, each time.
     """
     numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
-    return row_keys(jax.vmap(functools.partial(_batch_key, seed))(numbers), rows)
+    return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
 
 
 def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
