@@ -209,6 +209,6 @@ class ExperienceConfig:
         limits = {"regime.max_staleness": regime.max_staleness}
         limits |= {"experience.replay.max_staleness": self.replay.max_staleness} if self.replay else {}
         for key, limit in limits.items():
-            remedy = f"must be at least training.checkpoint_every - 1 = {checkpoint_every - 1}, as a server that follows"
-            remedy += " the run samples with its checkpoints; raise it, or write them more often"
+            remedy = f"must be at least training.checkpoint_every - 1 = {checkpoint_every - 1}, as a server that"
+            remedy += " follows the run samples with its checkpoints; raise it, or write them more often"
             require(limit is None or limit >= checkpoint_every - 1, key, limit, remedy)

@@ -1,4 +1,4 @@
-"""Which completions of a followed store have been taken from it: what a checkpoint holds, so that none is taken twice."""
+"""Which completions of a followed store were taken from it: what a checkpoint holds, so that none is taken twice."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
