@@ -57,7 +57,7 @@ def ask(client: openai.OpenAI, model: str, thumbs: Thumbs, until: float, scores:
         if len(thumbs) > MOST_WAITING:
             time.sleep(0.05)
             continue
-        a, b = random.randint(10, 99), random.randint(10, 99)
+        a, b = random.randint(1, 20), random.randint(1, 20)
         try:
             reply = client.completions.create(model=model, prompt=f"{a}+{b}=", n=8, max_tokens=6)
         except openai.APIConnectionError:

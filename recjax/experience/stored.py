@@ -156,7 +156,8 @@ def as_trained(row: Completion, success: float, version: int | None) -> Completi
         # As rewards are read that come from this run.
         parts = row.grade.reward_parts or {}
         accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.grade.reward >= success
-    return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version)
+    runs = row.version_runs if version == row.policy_version else ()
+    return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)
 
 
 def _left_out(groups: list[Group]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch
 from recjax.experience.following import UNUSABLE, Found
-from recjax.experience.group import Group, completion_ids
+from recjax.experience.group import Group, completion_ids, token_staleness
 from recjax.experience.queue import Queue, Settings
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
@@ -94,12 +94,17 @@ def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
     )
 
 
-def metrics(run: Run, queue: Queue) -> dict[str, float]:
-    """What a step logs of the store that it follows."""
-    last = run.follower.last
+def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+    """What a step logs of the store that it follows.
+
+    Args:
+        groups: that it trains on.
+    """
+    last, of_tokens = run.follower.last, token_staleness(groups, step)
     groups, completions, pending = last.waiting
     return {
-        **{f"experience/left_out/{reason}": queue.left.get(reason, 0) for reason in UNUSABLE},
+        **{f"experience/left_out/{reason}": queue.left.get(reason, 0) for reason in (*UNUSABLE, queues.STALE_TOKENS)},
+        **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
         "follow/waited_seconds": run.follower.waited_seconds,
         "follow/rewarded_groups": len(last.candidates),
         "follow/waiting_groups": groups,

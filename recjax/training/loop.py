@@ -135,7 +135,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
-                **rounds.queue_metrics(run, state.queue, groups),
+                **rounds.queue_metrics(run, state.queue, groups, step),
                 "learning_rate": learning_rates[step - 1],
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,

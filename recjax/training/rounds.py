@@ -187,12 +187,12 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
     return queue
 
 
-def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
+def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict:
     """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
     config = run.config
     logged = {}
     if run.follower:
-        logged |= following.metrics(run, queue)
+        logged |= following.metrics(run, queue, groups, step)
     elif run.own[0]:
         reasons = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
         logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in reasons}

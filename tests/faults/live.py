@@ -53,7 +53,9 @@ def kills_of_both(place: Place, count: int, seed: int) -> Iterator[Outcome]:
         both.start("server"), both.start("trainer")
         load.begin(lambda: both.address)
         while len(killed) < count:
-            time.sleep(chance.uniform(0.2, 6.0))
+            if chance.random() < 0.8:  # otherwise it may come while they start
+                both.wait_for(2)
+            time.sleep(chance.uniform(0.0, 3.0))
             which = chance.choice([("server",), ("trainer",), ("server", "trainer")])
             both.check_alive()
             for name in which:
@@ -62,13 +64,7 @@ def kills_of_both(place: Place, count: int, seed: int) -> Iterator[Outcome]:
                 both.start(name)
             killed.append(" and ".join(which))
         # Both have to go on from there.
-        before = both.steps()
-        deadline = time.monotonic() + SECONDS
-        while both.steps() < before + 6 and time.monotonic() < deadline:
-            both.check_alive()
-            time.sleep(0.2)
-        if both.steps() < before + 6:
-            raise AssertionError(f"the run stands still at step {before}: {both.said('trainer')[-300:]}")
+        both.wait_for(6)
         load.end()
         both.end("trainer"), both.end("server")
         wrong = _wrong(both, load)
@@ -98,6 +94,7 @@ class _Both:
             "server": (_serve, [f"--follow={self.output}", f"--record={self.store}", *SERVES]),
             "trainer": (_train, [self._place.config, *self.options]),
         }[name]
+        log.touch()
         process = self._place.forks.Process(target=target, args=(arguments, str(log), str(self._place.folder)))
         process.start()
         self._processes[name] = process, log
@@ -119,6 +116,15 @@ class _Both:
     def check_alive(self) -> None:
         for name, (process, _) in self._processes.items():
             assert process.is_alive(), f"the {name} has ended with {process.exitcode}: {self.said(name)[-500:]}"
+
+    def wait_for(self, steps: int) -> None:
+        """Returns when the server answers and the run has made so many more steps."""
+        before, deadline = None, time.monotonic() + SECONDS
+        while before is None or self.steps() < before + steps:
+            assert time.monotonic() < deadline, f"the run stands still: {self.said('trainer')[-300:]}"
+            self.check_alive()
+            before = self.steps() if before is None and self.address else before
+            time.sleep(0.05)
 
     def said(self, name: str) -> str:
         log = sorted(self._folder.glob(f"{name}*.log"), key=lambda path: int(re.sub(r"\D", "", path.stem)))[-1]
@@ -172,7 +178,12 @@ class _Load:
     def _talk(self, client: httpx.Client, chance: random.Random, waiting: list[tuple[str, float]]) -> None:
         while not self._ended.is_set():
             prompt = f"{chance.randint(1, 9)}+{chance.randint(1, 9)}="
-            reply = client.post("/v1/completions", json={"prompt": prompt, "n": 4, "return_token_ids": True}).json()
+            asked = {"prompt": prompt, "n": 4, "max_tokens": 3, "return_token_ids": True}
+            answer = client.post("/v1/completions", json=asked)
+            if answer.status_code != 200:
+                self.wrong.append(answer.text)
+                return
+            reply = answer.json()
             self.answered[reply["id"]] = reply
             waiting += [(f"{reply['id']}/{place}", chance.choice([0.0, 0.5, 1.0])) for place in range(4)]
             while len(waiting) > 16:  # most of them while the rows are in the store
@@ -187,7 +198,7 @@ class _Load:
 def _wrong(both: _Both, load: _Load) -> str:
     """What is on disk otherwise than it should be; empty where nothing is."""
     if load.wrong:
-        return f"a reward was refused: {load.wrong[0]}"
+        return f"a request was refused: {load.wrong[0]}"
     rows = {row.id: row for row in store.read(both.store)}
     for name, reply in load.answered.items():
         for place, choice in enumerate(reply["choices"]):
@@ -201,7 +212,7 @@ def _wrong(both: _Both, load: _Load) -> str:
     steps, trained = both.steps(), Counter()
     for step in range(1, steps + 1):
         kept = _kept(both.output, step)
-        trained += Counter(kept)
+        trained.update(kept.keys())
         if len(kept) != 16:
             return f"step {step} has trained on {len(kept)} completions, not 16"
         if unknown := [name for name, reward in kept.items() if rows[name].reward != reward]:
@@ -240,7 +251,7 @@ def _said_to(log: str, folder: str) -> None:
     """What a process says from now on goes to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ["RECJAX_CACHE"] = f"{folder}/cache"
     jax.config.update("jax_compilation_cache_dir", f"{folder}/jax")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 
 from recjax.experience import store
+from recjax.experience.group import runs_of, token_staleness
+from recjax.experience.rows import groups_of
 from recjax.models.decoder import init_params
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights
@@ -39,6 +41,12 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
     rows = {row.id: row for row in store.read(tmp_path)}
     assert json.loads(rows[f"{after['id']}/0"].metadata)["run"] == "the run"
     assert [rows[f"{reply['id']}/{place}"].policy_version for place in range(4)] == [3] * 4
+    runs = [json.loads(rows[f"{reply['id']}/{place}"].metadata).get("token_versions") for place in range(4)]
+    assert runs == [[list(run) for run in runs_of(np.array(each))] or None for each in found] and any(runs)
+    swapped = next(one for one in groups_of(rows.values())[0].completions if one.version_runs)
+    group = groups_of(rows.values())[0]._replace(completions=(swapped,))
+    (_, before), (_, since) = swapped.version_runs
+    assert token_staleness([group], 11) == (7 * before + 3 * since) / (before + since)
     fresh = serve(tmp_path / "fresh", params=init_params(SHAPE, jax.random.key(1)))
     with fresh as client:  # what came after is what these weights alone sample
         again = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
