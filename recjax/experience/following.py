@@ -8,15 +8,14 @@ in the queue.
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from recjax.config import Config
 from recjax.experience import ledger, store
 from recjax.experience.followed import Followed
-from recjax.experience.group import Group, oldest_version
+from recjax.experience.group import Group
 from recjax.experience.rows import group_of
 from recjax.experience.store import Experience
 from recjax.experience.stored import as_trained
@@ -31,9 +30,9 @@ UNUSABLE = ("no_tokens", "no_logprobs", "other_sampling", "too_long")
 
 
 class Candidate(NamedTuple):
-    """A group that can be trained on, without the completions that its deadline left, whose ids are beside it."""
+    """A group that can be trained on: ids of its completions, and of those that it goes without at its deadline."""
 
-    group: Group
+    ids: tuple[str, ...]
     unrewarded: tuple[str, ...]
 
 
@@ -56,11 +55,24 @@ class Found(NamedTuple):
     waiting: tuple[int, int, int]
 
 
+class _Waiting(NamedTuple):
+    """A completion that was not taken: its rows with tokens, what those of a group have in common, and its policy
+    version, if that counts this run's updates."""
+
+    rows: list[Experience]
+    key: str
+    version: int | None
+
+    @property
+    def has_reward(self) -> bool:
+        return self.rows[0].reward is not None
+
+
 class _Part(NamedTuple):
     """A part as it was read: what tells it from its next state, the id of its first row, and its completions.
 
     Attributes:
-        completions: the rows of each that may be trained on, with tokens, by its id.
+        completions: those that may be trained on, by id.
         ids: of all completions.
         rewarded: ids of those that have a reward.
         unusable: ids of those that cannot be trained on, and why.
@@ -68,7 +80,7 @@ class _Part(NamedTuple):
 
     stamp: tuple[int, int, int]
     first: str
-    completions: dict[str, list[Experience]]
+    completions: dict[str, _Waiting]
     ids: frozenset[str]
     rewarded: frozenset[str]
     unusable: dict[str, str]
@@ -94,6 +106,7 @@ class Follower:
         self._config, self._policy, self._run = config, policy, run
         self._deadline = experience.deadline_seconds and timedelta(seconds=experience.deadline_seconds)
         self._parts: dict[Path, _Part] = {}
+        self._left: dict[str, _Waiting] = {}
         self._failed: dict[Path | None, tuple[int, ...] | str] = {}
         self._warned: set[str] = set()
         self.waited_seconds: float = 0.0
@@ -111,80 +124,86 @@ class Follower:
         left, late, unusable = {}, set(), {}
         for part in self._parts.values():
             late |= followed.unrewarded & part.rewarded
-            left |= {name: rows for name, rows in part.completions.items() if not followed.has(part.first, name)}
+            left |= {name: one for name, one in part.completions.items() if not followed.has(part.first, name)}
             unusable |= {name: why for name, why in part.unusable.items() if not followed.has(part.first, name)}
-        groups: dict[str, list[str]] = {}
-        for name, rows in left.items():
-            groups.setdefault(self._key(rows[0]), []).append(name)
+        self._left, groups = left, {}
+        for name, one in left.items():
+            groups.setdefault(one.key, []).append(name)
         candidates, unrewarded, without_reward, waiting = [], [], 0, [0, 0, 0]
         for names in groups.values():
             ready, given_up, still = self._divided({name: left[name] for name in names})
-            candidates += [Candidate(self._group(one, left, step), without) for one, without in ready]
+            candidates += ready
             unrewarded, without_reward = unrewarded + given_up, without_reward + (len(given_up) == len(names))
-            pending = sum(left[name][0].reward is None for name in still)
+            pending = sum(not left[name].has_reward for name in still)
             waiting = [waiting[0] + bool(still), waiting[1] + len(still), waiting[2] + pending]
-        candidates.sort(key=lambda one: oldest_version(one.group) or 0)
+        candidates.sort(key=lambda one: min(self._version(left[name], step) or 0 for name in one.ids))
         return Found(candidates, unusable, tuple(unrewarded), without_reward, frozenset(late), tuple(waiting))
 
     def compacted(self, followed: Followed) -> Followed:
         """The same in fewer words; completions that were taken are forgotten here."""
         followed = followed.compacted({part.first: part.ids for part in self._parts.values()})
         for path, part in self._parts.items():
-            kept = {name: rows for name, rows in part.completions.items() if not followed.has(part.first, name)}
+            kept = {name: one for name, one in part.completions.items() if not followed.has(part.first, name)}
             self._parts[path] = part._replace(completions=kept)
             if part.first in followed.parts:
                 self._parts[path] = part._replace(completions={}, ids=frozenset(), unusable={})
         return followed
 
+    def group(self, candidate: Candidate, step: int) -> Group:
+        """A group of what was found last.
+
+        Args:
+            step: that is trained next.
+        """
+        success, chosen = self._config.task.success, [self._left[name] for name in candidate.ids]
+        group = group_of(chosen[0].rows[0].group_id, [row for one in chosen for row in one.rows])
+        versions = [self._version(one, step) for one in chosen]
+        completions = map(as_trained, group.completions, [success] * len(chosen), versions)
+        return group._replace(completions=tuple(completions))
+
     # --- Groups.
 
-    def _key(self, row: Experience) -> str:
-        """What completions of one group have in common."""
-        by = self._config.experience.group_by
-        if by == "prompt":
-            return f"prompt {hashlib.sha256(row.prompt_tokens.tobytes()).hexdigest()}"
-        value = _metadata(row).get(by.removeprefix("metadata.")) if by != "group" else None
-        return f"group {row.group_id}" if value is None else f"value {json.dumps(value, sort_keys=True)}"
-
-    def _divided(
-        self, completions: dict[str, list[Experience]]
-    ) -> tuple[list[tuple[list[str], tuple[str, ...]]], list[str], list[str]]:
-        """Completions that belong together: groups to train on, each with the ids that its deadline leaves; those that
-        are left at their deadline without a group; and those that wait."""
-        rewarded = [name for name, rows in completions.items() if rows[0].reward is not None]
-        pending = [name for name, rows in completions.items() if rows[0].reward is None]
-        over = [name for name in pending if self._is_over(completions[name][0])]
-        still = [name for name in pending if name not in over]
+    def _divided(self, completions: dict[str, _Waiting]) -> tuple[list[Candidate], list[str], list[str]]:
+        """Completions that belong together: groups to train on, ids that are left at their deadline without a group,
+        and ids that wait."""
+        rewarded = [name for name, one in completions.items() if one.has_reward]
+        pending = [name for name, one in completions.items() if not one.has_reward]
+        over = [name for name in pending if self._is_over(completions[name])]
         if self._config.experience.group_by == "group":
             if rewarded and len(over) == len(pending):
-                return [(rewarded, tuple(over))], [], []
-            return [], [] if rewarded else over, [*rewarded, *(pending if rewarded else still)]
+                return [Candidate(tuple(rewarded), tuple(over))], [], []
+            if rewarded:
+                return [], [], [*rewarded, *pending]
         size, ready = self._config.rollout.group_size, []
         while len(rewarded) >= size:
-            ready.append((rewarded[:size], ()))
+            ready.append(Candidate(tuple(rewarded[:size]), ()))
             rewarded = rewarded[size:]
-        if any(self._is_over(completions[name][0]) for name in rewarded):
-            ready.append((rewarded, ()))
+        if any(self._is_over(completions[name]) for name in rewarded):
+            ready.append(Candidate(tuple(rewarded), ()))
             rewarded = []
-        return ready, over, [*rewarded, *still]
+        return ready, over, [*rewarded, *(name for name in pending if name not in over)]
 
-    def _is_over(self, row: Experience) -> bool:
-        return self._deadline is not None and datetime.now(UTC) - row.time >= self._deadline
+    def _is_over(self, one: _Waiting) -> bool:
+        return self._deadline is not None and datetime.now(UTC) - one.rows[0].time >= self._deadline
 
-    def _group(self, names: Sequence[str], completions: dict[str, list[Experience]], step: int) -> Group:
-        success, firsts = self._config.task.success, [completions[name][0] for name in names]
-        group = group_of(firsts[0].group_id, [row for name in names for row in completions[name]])
-        rows = zip(group.completions, firsts, strict=True)
-        trained = tuple(as_trained(one, success, self._version(row, step)) for one, row in rows)
-        return group._replace(completions=trained)
-
-    def _version(self, row: Experience, step: int) -> int | None:
-        """The policy version, where it counts this run's updates: of no other can staleness be told.
+    def _version(self, one: _Waiting, step: int) -> int | None:
+        """The policy version, where staleness can be told of it.
 
         A version that the run has not reached is of a checkpoint that was damaged since, from before which it went on.
         """
-        known = _metadata(row).get("run") == self._run and row.policy_version is not None and row.policy_version < step
-        return row.policy_version if known or row.policy_version == 0 else None
+        return one.version if one.version is not None and one.version < step else None
+
+    def _waiting(self, rows: list[Experience]) -> _Waiting:
+        row, by = rows[0], self._config.experience.group_by
+        said = json.loads(row.metadata) if row.metadata else {}
+        value, key = said.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None, row.group_id
+        if by == "prompt":
+            key = f"prompt {hashlib.sha256(row.prompt_tokens.tobytes()).hexdigest()}"
+        elif value is not None:
+            key = f"value {json.dumps(value, sort_keys=True)}"
+        # Of another run's updates no staleness comes; a version 0 is taken for this run's initial policy.
+        is_known = row.policy_version == 0 or said.get("run") == self._run
+        return _Waiting(rows, key, row.policy_version if is_known else None)
 
     # --- Parts.
 
@@ -229,7 +248,7 @@ class Follower:
                 continue
             own, why, words = self._usable(own)
             if why is None:
-                usable[name] = own
+                usable[name] = self._waiting(own)
                 continue
             unusable[name] = why
             if why not in self._warned:
@@ -260,7 +279,3 @@ class Follower:
             words = f"{place} was sampled with temperature, top_k, top_p = {was}, and rollout has {takes}"
             return rows, "other_sampling", f"{words}: its log-probs are of another distribution"
         return rows, None, ""
-
-
-def _metadata(row: Experience) -> dict[str, Any]:
-    return json.loads(row.metadata) if row.metadata else {}

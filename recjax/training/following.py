@@ -1,5 +1,6 @@
 """Groups of a store that is followed: a step waits until there are enough, and takes each once."""
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -10,9 +11,9 @@ import numpy as np
 
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch
-from recjax.experience.following import UNUSABLE, Found
-from recjax.experience.group import Group, completion_ids, token_staleness
-from recjax.experience.queue import Queue, Settings
+from recjax.experience.following import UNUSABLE, Candidate, Found
+from recjax.experience.group import Group, token_staleness
+from recjax.experience.queue import Queue
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.trainable import combine
@@ -44,11 +45,11 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
             candidates = iter(found.candidates)
             # A buffer takes no more from a store than from the policy; elsewhere nothing is taken before its turn.
             while (room := count - (admitted if settings.replay else len(queue.ready))) > 0:
-                part = [one for one, _ in zip(candidates, range(room), strict=False)]
+                part = list(itertools.islice(candidates, room))
                 if not part:
                     break
                 admitted += len(part)
-                queue = _taken_in(queue, found._replace(candidates=part), step, settings)
+                queue = _taken_in(run, queue, part, step)
             queue = _settled(queue, found)
             queue = queue._replace(followed=run.follower.compacted(queue.followed))
             state = state._replace(queue=queue)
@@ -62,22 +63,23 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
             time.sleep(POLL_SECONDS)
 
 
-def _taken_in(queue: Queue, found: Found, step: int, settings: Settings) -> Queue:
-    """The queue with the candidates, which have left the store by that."""
-    groups, unrewarded = [one.group for one in found.candidates], [name for one in found.candidates for name in one[1]]
-    taken = queue.followed.with_taken([*completion_ids(groups), *unrewarded], unrewarded)
+def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) -> Queue:
+    """The queue with groups that have left the store by that."""
+    unrewarded = [name for one in candidates for name in one.unrewarded]
+    taken = queue.followed.with_taken([*(name for one in candidates for name in one.ids), *unrewarded], unrewarded)
     left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
-    return queues.add_rewarded(queue._replace(followed=taken, left=left), groups, step, settings)
+    groups = [run.follower.group(one, step) for one in candidates]
+    return queues.add_rewarded(queue._replace(followed=taken, left=left), groups, step, run.settings)
 
 
 def _settled(queue: Queue, found: Found) -> Queue:
     """The queue after what cannot be trained on has left the store, counted by reason."""
     counts = Counter(found.unusable.values())
-    counts |= {"rows_without_reward": len(found.unrewarded), "rewards_too_late": len(found.late)}
+    counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
     counts["groups_without_reward"] = found.without_reward
     taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
     taken = taken._replace(unrewarded=taken.unrewarded - found.late)
-    left = {name: queue.left.get(name, 0) + counts[name] for name in {*queue.left, *UNUSABLE}}
+    left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
     return queue._replace(followed=taken, left=left)
 
 

@@ -12,7 +12,6 @@ from recjax.experience import followed, store
 from recjax.experience.feedback import give_rewards
 from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
-from recjax.experience.group import completion_ids
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -43,7 +42,7 @@ def row(number, group=0, **changes):
 
 
 def names(found):
-    return [list(completion_ids([one.group])) for one in found.candidates]
+    return [list(one.ids) for one in found.candidates]
 
 
 def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
@@ -82,8 +81,9 @@ def test_a_session_is_one_completion_of_all_its_rows(tmp_path, following):
     first = row(0, metadata=json.dumps({"run": "this run"}), policy_version=3, trajectory="row 0")
     rows = [first, first._replace(id="row 0+1", completion_mask=np.array([True, False, True]))]
     store.append(tmp_path / "live", rows)
-    (candidate,) = following().found(Followed(), 4).candidates
-    (completion,) = candidate.group.completions
+    reader = following()
+    (candidate,) = reader.found(Followed(), 4).candidates
+    (completion,) = reader.group(candidate, 4).completions
     assert len(completion.further) == 1 and completion.sampled_tokens == 5 and completion.policy_version == 3
 
 
@@ -125,7 +125,8 @@ def test_versions_are_this_runs_and_the_oldest_come_first(tmp_path, following):
     versions = [(4, ours), (2, ours), (9, ours), (2, theirs), (0, theirs)]
     rows = [row(n, n, policy_version=version, metadata=run) for n, (version, run) in enumerate(versions)]
     store.append(tmp_path / "live", rows)
-    groups = [one.group for one in following().found(Followed(), 6).candidates]
+    reader = following()
+    groups = [reader.group(one, 6) for one in reader.found(Followed(), 6).candidates]
     found = [(one.completions[0].id, one.completions[0].policy_version) for one in groups]
     assert found == [("row 2", None), ("row 3", None), ("row 4", 0), ("row 1", 2), ("row 0", 4)]
 

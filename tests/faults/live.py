@@ -244,7 +244,7 @@ def _left(both: _Both) -> set[str]:
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     follower = Follower(config, policy, said["totals"]["run"])
     found = follower.found(from_plain(said["queue"]["followed"]), step + 1)
-    return {one.id for candidate in found.candidates for one in candidate.group.completions}
+    return {name for candidate in found.candidates for name in candidate.ids}
 
 
 def _said_to(log: str, folder: str) -> None:
