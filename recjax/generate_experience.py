@@ -39,7 +39,7 @@ from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
-from recjax.tasks.prompts import batch_indices, encode_problems
+from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, progress_bar
@@ -102,7 +102,8 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
     config, known = untrained(config), store.ids(folder)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
-    problems = without_long_prompts(task, policy.tokenizer, config.rollout).train
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
     with RemoteEngine(address, policy, config.rollout) as engine, Grading(config, task.reward) as grading:
         name = _name(config, f"{engine.model} of a server", 0)
         done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
@@ -110,10 +111,12 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
         count = config.rollout.prompts_per_step
         with progress_bar("generate", steps, initial=steps - len(missing)) as bar:
             for number in missing:
-                asked = [problems[place] for place in batch_indices(len(problems), count, number, config.seed)]
+                asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                answers = engine.answers([problem.prompt for problem in asked], seed)
-                rows = _remote_rows(config, policy, asked, answers, f"{name}/{number:06d}", source or engine.model)
+                answers = engine.answers([problem.prompt for problem in asked.problems], seed)
+                rows = _remote_rows(
+                    config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
+                )
                 rows = _graded(rows, asked, grading, policy)
                 store.append(folder, rows)
                 rewards = [row.reward for row in rows if row.reward is not None]
@@ -154,14 +157,14 @@ def _remote_rows(
     return rows
 
 
-def _graded(rows: list[Experience], problems: list[Problem], grading: Grading, policy: Policy) -> list[Experience]:
-    """The rows, `rollout.group_size` of each problem, with the task's rewards."""
-    own = [problems[place * len(problems) // len(rows)] for place in range(len(rows))]
+def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
+    """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
+    own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
     scores = grading.submit(
-        [row.prompt or row.messages[-1]["content"] for row in rows],
+        own.texts,
         [row.completion for row in rows],
-        [problem.answer for problem in own],
-        [problem.columns for problem in own],
+        own.answers,
+        [problem.columns for problem in own.problems],
         np.array([_length(row, policy) for row in rows]),
     )
     return [

@@ -116,6 +116,20 @@ def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_pa
         np.testing.assert_array_equal(row.behaviour_logprobs, np.full(len(row.completion_tokens), -0.5, np.float32))
 
 
+def test_chats_are_asked_as_chats(config):
+    asked = []
+
+    def answer(path, body):
+        asked.append((path, body))
+        return 200, {"choices": [{"message": {"content": "hello"}, "finish_reason": "length"}] * body["n"]}
+
+    hello = [{"role": "user", "content": "hi"}]
+    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine:
+        assert engine.answers([hello], 7) == [[remote.Answer("hello", truncated=True)] * 2]
+    ((path, body),) = asked
+    assert path == "/v1/chat/completions" and body["messages"] == hello and body["seed"] == 7 and body["logprobs"]
+
+
 def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatch):
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
 

@@ -39,8 +39,6 @@ ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
 LEFT = ("capacity", "stale", "used_up", "no_signal", "no_signal_completions", "no_signal_tokens")
 
-STALE_TOKENS = "stale_tokens"  # sampled ones, of the groups that were too stale; logged where a store is followed
-
 
 class Settings(NamedTuple):
     """What a config says of the way that groups take.
@@ -288,11 +286,7 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
 
 def _kept(queue: Queue, kept: Sequence[Entry], of: Sequence[Entry], reason: str) -> Queue:
     """The queue with `kept` as what is ready, and the others of `of` counted under `reason`."""
-    left = queue.left | {reason: queue.left[reason] + len(of) - len(kept)}
-    if reason == "stale" and len(kept) < len(of):
-        tokens = [sum(one.sampled_tokens for entry in some for one in entry.group.completions) for some in (of, kept)]
-        left[STALE_TOKENS] = left.get(STALE_TOKENS, 0) + tokens[0] - tokens[1]
-    return queue._replace(ready=tuple(kept), left=left)
+    return queue._replace(ready=tuple(kept), left=queue.left | {reason: queue.left[reason] + len(of) - len(kept)})
 
 
 def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> tuple[Queue, list[Group] | None]:

@@ -117,13 +117,16 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behaviour_logprobs)
             for other in others
         ),
-        version_runs=_version_runs(row, sum(int(one.completion_mask.sum()) for one in rows)),
+        version_runs=_version_runs(rows),
     )
 
 
-def _version_runs(row: Experience, tokens: int) -> tuple[tuple[int, int], ...]:
-    """What a row's metadata says of its tokens' versions; nothing where somebody else has written it."""
-    runs = json.loads(row.metadata).get(_VERSIONS, ()) if row.metadata else ()
+def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
+    """What metadata says of the versions of a completion's tokens; nothing where somebody else has written it."""
+    runs = json.loads(rows[0].metadata).get(_VERSIONS) if rows[0].metadata else None
+    if runs is None or any(row.completion_mask is None for row in rows):
+        return ()
+    tokens = sum(int(row.completion_mask.sum()) for row in rows)
     are_runs = isinstance(runs, list) and all(
         isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs
     )
