@@ -118,14 +118,14 @@ class RegimeConfig:
 
     def check(self, replay: ReplayConfig | None, follows: bool) -> None:
         """Refuses settings that the mode does not read, and a bound of staleness that no batch could keep."""
-        follows = follows and self.mode == "sync"  # which the mode's own check refuses otherwise
         if self.offline:
             remedy = "is not read when regime.offline is true, where the sampler never gets new weights;"
             require_defaults("regime", self, ("sync_interval", "sync_offset"), f"{remedy} remove one of them")
         if self.mode == "sync":
             remedy = "is read with regime.mode = async alone; set that, or remove it"
-            unread = ("generators", "address", "generator_seconds", *(() if follows else ("max_staleness",)))
-            require_defaults("regime", self, unread, remedy)
+            require_defaults("regime", self, ("generators", "address", "generator_seconds"), remedy)
+            remedy = "is read with regime.mode = async and experience.follow; set one of these, or remove it"
+            require(follows or self.max_staleness is None, "regime.max_staleness", self.max_staleness, remedy)
             return
         remedy = "has no meaning with regime.mode = async, where generators take new weights; remove one of them"
         require(not self.offline, "regime.offline", self.offline, remedy)

@@ -224,9 +224,10 @@ class RemoteEngine:
         if text is None:
             return True
         ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
-        read, said = (one.strip().rstrip("\ufffd") for one in (tokenizer.decode(ended, skip_special_tokens=True), text))
-        # Servers leave a stop string out of the text.
-        return read.startswith(said) if self._rollout.stop else read == said
+        said = text.strip().rstrip("\ufffd")
+        # Some servers write special tokens out; all leave a stop string out of the text.
+        read = [tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)]
+        return any(one.startswith(said) if self._rollout.stop else one == said for one in read)
 
     def _logprobs(self, reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
         """Those of the distribution that sampled the tokens; None where it is not certain that they are."""

@@ -7,6 +7,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from recjax.experience import store
@@ -125,3 +126,24 @@ def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, 
     follows = train(tiny("follows", *OPTIONS, *options))
     for name in ("loss", "gradient_norm", "reward", "accuracy", "ratio/max", "completion_length", "staleness"):
         assert without_times(follows)[1][name] == pytest.approx(at_rest[1][name], rel=1e-4, abs=1e-6), name
+
+
+def test_sessions_of_several_rows_and_texts_of_others_are_trained_on(tiny, sampled, tmp_path):
+    rows = batch(sampled, 0)
+    sessions = [row._replace(trajectory=row.id) for row in rows[:8]]
+    further = [
+        row._replace(id=f"{row.id}+1", completion_mask=np.arange(len(row.completion_tokens)) != 1) for row in sessions
+    ]
+    none = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
+    unknown = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    texts = [row._replace(**none, **unknown) for row in rows[8:]]
+    folder = tmp_path / "live"
+    store.append(folder, [row for pair in zip(sessions, further, strict=True) for row in pair])
+    store.append(folder, [row for row in texts if row.completion or not row.truncated])
+    options = ["training.steps=1", f"experience.store={folder}", "experience.missing_logprobs=current"]
+    metrics = train(tiny("follows", *OPTIONS, *options))[1]
+    sampled_tokens = sum(int(row.completion_mask.sum()) for row in (*sessions, *further))
+    sampled_tokens += sum(len(row.completion_tokens) for row in rows[8:])
+    assert metrics["gradient_norm"] > 0 and metrics["completion_length"] == pytest.approx(sampled_tokens / 16)
+    assert metrics["ratio/max"] == pytest.approx(1, abs=1e-3)
+    assert metrics["staleness_rows"] == {"0": 8}
