@@ -221,9 +221,11 @@ def _wrong(both: _Both, load: _Load) -> str:
         return f"{len(twice)} completions were trained on twice, such as {twice[0]}"
     whole = Counter(row.group_id for row in rows.values() if row.reward is not None)
     whole = {row.id for row in rows.values() if whole[row.group_id] == 4}
-    left = _left(both)
-    if trained.keys() & left or trained.keys() | left != whole:
-        return f"{len(trained)} completions were trained on and {len(left)} left; {len(whole)} have their rewards"
+    left, taken, held = _left(both)
+    if taken & left or taken | left != whole:
+        return f"{len(taken)} completions were taken and {len(left)} left; {len(whole)} have their rewards"
+    if not trained.keys() <= taken or len(taken) - len(trained) != 4 * held:
+        return f"{len(taken)} completions were taken, {len(trained)} trained on, and {held} groups are in the queue"
     return ""
 
 
@@ -234,8 +236,9 @@ def _kept(output: Path, step: int) -> dict[str, float]:
     return {row["id"]: row["reward"] for row in rows}
 
 
-def _left(both: _Both) -> set[str]:
-    """Completions that a run which goes on from the newest checkpoint would train on."""
+def _left(both: _Both) -> tuple[set[str], set[str], int]:
+    """By the newest checkpoint: completions that are left to train on, those that were taken from the store, and how
+    many groups of these are in the queue, since the run was ended while it waited for more."""
     step, _ = newest_whole(both.output / "checkpoints")
     said = progress(both.output / "checkpoints", step)
     assert step == both.steps(), f"the checkpoint is of step {step}, and the last row of {both.steps()}"
@@ -243,8 +246,13 @@ def _left(both: _Both) -> set[str]:
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     follower = Follower(config, policy, said["totals"]["run"])
-    found = follower.found(from_plain(said["queue"]["followed"]), step + 1)
-    return {name for candidate in found.candidates for name in candidate.ids}
+    followed = from_plain(said["queue"]["followed"])
+    found, taken = follower.found(followed, step + 1), set()
+    for part in store.part_files(both.store):
+        first, *others = store.read_columns(part, ["id"])["id"].to_pylist()
+        taken |= {name for name in (first, *others) if followed.has(first, name)}
+    left = {name for candidate in found.candidates for name in candidate.ids}
+    return left, taken, len(said["queue"]["groups"])
 
 
 def _said_to(log: str, folder: str) -> None:
