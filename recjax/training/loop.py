@@ -167,7 +167,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
-def next_groups(run: Run, state: State, step: int, stopping: Sequence[int]) -> tuple[State, list[Group] | None]:
+def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
     """The groups that a step trains on, and the state after the rounds that it took to have them.
 
     Args:
