@@ -206,11 +206,10 @@ def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_pat
             assert served_version(client, 3) == 3
             train(load_config(run[1], [f"output={tmp_path / 'run'}", "training.steps=6"]))
             assert served_version(client, 6) == 6
-            newest = next((tmp_path / "run" / "checkpoints" / "6" / "state").rglob("*manifest*"))
             (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "aside")
             assert served_version(client, 3) == 3  # the run goes on from there, and so does the server
-            newest = tmp_path / "aside" / newest.relative_to(tmp_path / "run" / "checkpoints" / "6")
-            newest.write_bytes(newest.read_bytes() + b" ")
+            said = tmp_path / "aside" / "progress" / "metadata"
+            said.write_bytes(said.read_bytes() + b" ")  # can be read, and is not as it was written
             (tmp_path / "aside").rename(tmp_path / "run" / "checkpoints" / "6")
             time.sleep(3)
             assert post(client, TEXT, prompt="1+2=", max_tokens=2)["policy_version"] == 3  # it is damaged
