@@ -31,7 +31,7 @@ from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.tasks.prompts import Prompts, batch_indices
-from recjax.training import schedule
+from recjax.training import following, schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
 
@@ -188,11 +188,13 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
     return queue
 
 
-def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
+def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict:
     """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
     config = run.config
     logged = {}
-    if run.own[0]:
+    if run.follower:
+        logged |= following.metrics(run, queue, groups, step)
+    elif run.own[0]:
         reasons = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
         logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in reasons}
     if run.agents:
@@ -200,7 +202,7 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
     if config.experience or run.generators:
         rows = Counter(completion.source for group in groups for completion in group.completions)
         logged["source_rows"] = dict(rows)
-    if run.generators or (config.experience and not config.experience.store):
+    if run.generators or run.follower or (config.experience and not config.experience.store):
         logged |= queues.counts(queue)
     if run.generators:
         waited, restarts = run.generators.waited_seconds, run.generators.restarts
