@@ -173,7 +173,7 @@ class OneProgram:
         mask = jnp.arange(tokens.shape[1]) < counts[:, None]
         asked = seed.held_out, jnp.ones(seed.held_out.shape, bool), jnp.where(mask, tokens, 0), mask
         decoder, distribution = self._recipe.decoder, {"sampling": self._recipe.sampling, "chunk": self._recipe.chunk}
-        initial, _ = completion_logprobs(decoder, params_for(decoder, seed.params), *asked, **distribution)
+        initial, _ = completion_logprobs(decoder, seed.params, *asked, **distribution)
         return {
             "evaluation/accuracy": self._rewards(tokens, counts, jnp.repeat(seed.held_out_answers, samples)).mean(),
             "evaluation/initial_kl": jnp.where(mask, logprobs - initial, 0.0).sum() / mask.sum(),
