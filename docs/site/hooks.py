@@ -1,4 +1,4 @@
-"""The site's own steps: the README is its first page, the notebook one of its pages, links into the code lead to copies."""
+"""The site: the README is its first page, the notebook one of its pages, and links into the code lead to copies."""
 
 import base64
 import json
@@ -17,7 +17,9 @@ def on_files(files, config):
     """Adds the README, the notebook, and every file of the repository that a page links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = re.sub(r"\]\(docs/", "](", readme).replace("](SECURITY.md", "](../SECURITY.md")
-    readme = readme.replace(f"]({NOTEBOOK}", f"]({NOTEBOOK}".replace(".ipynb", ".md"))
+    readme = readme.replace("](CONTRIBUTING.md", "](contributing.md").replace(
+        f"]({NOTEBOOK}", f"]({NOTEBOOK}".replace(".ipynb", ".md")
+    )
     files.append(File.generated(config, "index.md", content=readme))
     for name, title in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
         files.append(File.generated(config, title, content=(ROOT / name).read_text(encoding="utf-8")))
