@@ -84,7 +84,7 @@ class ModelConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                require(False, "model.freeze", pattern, f"is no regular expression ({error}); mend the pattern")
+                require(False, "model.freeze", pattern, f"is not a regular expression ({error}); correct the pattern")
         if self.lora:
             remedy = f"takes some of {', '.join(typing.get_args(Projection))}"
             require(bool(self.lora.targets), "model.lora.targets", self.lora.targets, remedy)

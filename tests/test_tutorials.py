@@ -20,7 +20,7 @@ PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md")) + [ROOT / "docs" / "s
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A worse base policy will do to see that a page works.
 SHORTER = {"warm_start: {steps: 400,": "warm_start: {steps: 40,"}
-_SAMPLE = re.compile(r"│ \d+\+\d+=")  # the answer of such a policy may be anything
+_SAMPLE = re.compile(r"│ \d+ ?[+*] ?\d+ ?=")  # the answer of such a policy may be anything
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
