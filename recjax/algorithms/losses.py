@@ -178,7 +178,8 @@ def token_terms(
 ) -> TokenTerms:
     """Ratio, advantages, clip and weights of each token; constants.
 
-    Args: those of `token_loss`.
+    Arguments are those of `token_loss`.
+
     Raises:
         ValueError: an input that the algorithm needs is None.
 
@@ -355,8 +356,9 @@ def loss(
 ) -> SumAndCount:
     """The loss of any micro-batch, as a sum and a count; add both over micro-batches and devices, then divide once.
 
-    Args: those of `token_loss`. Rows of a trajectory, and for the pairwise objective those of a group, must be
+    Arguments are those of `token_loss`. Rows of a trajectory, and for the pairwise objective those of a group, must be
     in the same micro-batch.
+
     Returns:
         Sum and count under the algorithm's reduction (for the pairwise objective, over groups). Both are 0 where no row
         is kept.
