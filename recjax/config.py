@@ -215,7 +215,7 @@ class EvaluationConfig:
     """Sampled accuracy on held-out problems."""
 
     every: int = at_least(0, 50)  # optimiser steps between evaluations; 0: before and after training only
-    problems: int = at_least(1, 256)  # number of held-out problems
+    problems: int = at_least(1, 256)  # number of held-out problems that are asked
     samples: int = at_least(1, 1)  # completions of each problem
     initial_kl: bool = False  # also log the KL to the initial policy, which costs one more forward pass
     temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)  # temperature of sampling; 0: greedy

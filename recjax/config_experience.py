@@ -149,6 +149,7 @@ class ExperienceConfig:
     replay: ReplayConfig | None = None
     refill: RefillConfig | None = None
     missing_logprobs: MissingLogprobs = "error"  # what replaces behaviour log-probs that a store lacks
+    regrade: bool = False  # grade a store's completions by this run's reward, in place of their own rewards
     record: bool = False  # keep what the policy samples in the run's folder, as a store
 
     def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:
@@ -163,7 +164,7 @@ class ExperienceConfig:
             require_defaults("regime", regime, tuple(vars(regime)), remedy)
         elif not self.mix:
             remedy = "is read with experience.store and experience.mix alone; remove it"
-            require_defaults("experience", self, ("missing_logprobs",), remedy)
+            require_defaults("experience", self, ("missing_logprobs", "regrade"), remedy)
         sampled = rollout.prompts_per_step
         if self.mix:
             self.mix.check(rollout)

@@ -28,7 +28,7 @@ class FileTask:
     """Problems of the user's own: JSON Lines or Parquet."""
 
     train: str = omegaconf.MISSING  # .jsonl or .parquet file to train on
-    evaluation: str | None = None  # file to evaluate on; null: evaluation.problems of the train file are held out
+    evaluation: str | None = None  # file to evaluate on; null: a third of train, at most 1,024, is held out
     prompt_column: str = "prompt"  # column of prompts: text, or lists of messages
     answer_column: str = "answer"  # the column that the reward compares completions with
     difficulty_column: str | None = None  # column of a label; evaluation reports accuracy for each label
@@ -41,7 +41,7 @@ class Gsm8kTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "openai/gsm8k"
-    evaluation: str | None = "openai/gsm8k"  # as train, for evaluation; null: problems of train are held out
+    evaluation: str | None = "openai/gsm8k"  # as train; null: a third of train, at most 1,024, is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MathTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "DigitalLearningGmbH/MATH-lighteval"
-    # As train, for evaluation; null: problems of train are held out.
+    # As train; null: a third of train, at most 1,024, is held out.
     evaluation: str | None = "HuggingFaceH4/MATH-500"
 
 
@@ -60,7 +60,7 @@ class GuruMathTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "LLM360/guru-RL-92k"
-    evaluation: str | None = "LLM360/guru-RL-92k"  # as train, for evaluation; null: problems of train are held out
+    evaluation: str | None = "LLM360/guru-RL-92k"  # as train; null: a third of train, at most 1,024, is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ToolAceTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "Team-ACE/ToolACE"
-    evaluation: str | None = None  # as train, for evaluation; null: problems of train are held out
+    evaluation: str | None = None  # as train; null: a third of train, at most 1,024, is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ReasoningGymTask:
 
     name: str = omegaconf.MISSING  # the generator, such as letter_counting
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the generator
-    problems: int = at_least(1, 1000)  # problems to train on; evaluation.problems more are held out
+    problems: int = at_least(1, 1000)  # problems to train on; half as many more, at most 1,024, are held out
     template: str = "{question}"  # the prompt
     examples: int = at_least(0, 0)  # solved problems of the same generator before each question
     chat: bool = True  # prompts as chats, examples as earlier turns; false: plain text, examples on the lines before

@@ -172,7 +172,7 @@ def test_adapters_are_evaluated_and_the_run_alone_describes_its_model(finished, 
 def test_problems_that_a_run_trains_on_are_counted(finished):
     _, config = finished
     assert seen_in_training(config(), load_task(config()).evaluation) == 0
-    assert seen_in_training(config(), load_task(config("evaluation.problems=30")).evaluation) == 20
+    assert 0 < seen_in_training(config(), load_task(config("seed=1")).evaluation) <= 10
     gone = config("task.arithmetic=null", "task.file={train: nowhere.jsonl}")
     assert seen_in_training(gone, load_task(config()).evaluation) is None
 

@@ -110,11 +110,11 @@ def test_parquet_parts_that_a_row_lacks_are_no_parts(tmp_path):
 
 def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_path):
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
-    row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [4, 1], "logprobs": [-0.5, -0.25]}
+    row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [3, 0], "logprobs": [-0.5, -0.25]}
     files, columns = [write(tmp_path / "a.jsonl", [row])], Columns()
     import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7))
     (stored,) = store.read(tmp_path / "s")
-    assert stored.completion_tokens.tolist() == [4, 1] and stored.completion_mask.all()
+    assert stored.completion_tokens.tolist() == [3, 0] and stored.completion_mask.all()
     assert stored.behaviour_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
     assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
     assert (stored.temperature, stored.top_k, stored.top_p) == (0.7, 0, 1.0)
@@ -122,10 +122,10 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
         import_files(files, tmp_path / "t", columns)
     with pytest.raises(ValueError, match="line 1: logprobs: .*give its --temperature"):
         import_files(files, tmp_path / "t", columns, None, str(tmp_path / "model"))
-    beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [4, 6]}])
-    with pytest.raises(ValueError, match="line 1: a token id is 6 or more"):
+    beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [3, 5]}])
+    with pytest.raises(ValueError, match="line 1: a token id is 5 or more"):
         import_files([beyond], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
-    other = write(tmp_path / "d.jsonl", [row, {**row, "tokens": [2, 1]}])
+    other = write(tmp_path / "d.jsonl", [row, {**row, "tokens": [1, 0]}])
     with pytest.raises(ValueError, match="line 2: tokens decode to '1.*', but the text is '2'; give the tokens"):
         import_files([other], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
     plain = write(tmp_path / "c.jsonl", PLAIN)
@@ -155,8 +155,8 @@ BAD = {
     "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
     "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
     "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "logprobs: .*need the ids"),
-    "log-probs short": ({**PLAIN[0], "tokens": [4, 1], "logprobs": [-1.0]}, "behaviour_logprobs: .*as long as"),
-    "log-probs positive": ({**PLAIN[0], "tokens": [4], "logprobs": [1.0]}, "behaviour_logprobs: .*at most 0"),
+    "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behaviour_logprobs: .*as long as"),
+    "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behaviour_logprobs: .*at most 0"),
     "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
     "no tokens": ({**PLAIN[0], "tokens": []}, "completion_tokens: .*no token"),
     "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "beyond the vocabulary"),
@@ -167,7 +167,7 @@ BAD = {
 def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
     row, reason = BAD[name]
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
-    good = {**PLAIN[0], "tokens": [4, 1], "logprobs": [-1.0, -1.0]}
+    good = {**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0, -1.0]}
     path = write(tmp_path / "bad.jsonl", [good, "", row, good])
     with pytest.raises(ValueError, match=f"bad.jsonl: line 3: .*{reason}"):
         import_files([path], tmp_path / "s", Columns(), None, str(tmp_path / "model"), Sampling())

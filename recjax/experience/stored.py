@@ -2,11 +2,12 @@
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from recjax.config import Config, MixConfig
 from recjax.experience.batch import Shape, pad, shape_of
-from recjax.experience.group import Completion, Group, is_whole
+from recjax.experience.group import Completion, Grade, Group, is_whole
 from recjax.experience.sources import by_prompt, check_logprobs, load_groups, with_logprobs
 from recjax.hub.policy import Policy
 from recjax.tasks.prompts import Prompts
@@ -35,6 +36,8 @@ def stored_per_batch(config: Config) -> int:
 def load_stored(config: Config, policy: Policy) -> Stored:
     """The whole groups of `experience.store` or of `experience.mix.store`, checked for what training reads.
 
+    With `experience.regrade` all groups, each completion with reward 0 until `with_rewards` gives it its own.
+
     Raises:
         ValueError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
     """
@@ -42,6 +45,8 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
     try:
         everything = load_groups(store, policy)
+        if config.experience.regrade:
+            everything = list(map(_with_no_reward, everything))
         whole = [_as_trained(group, config.task.success) for group in everything if is_whole(group)]
         if not whole:
             raise ValueError(
@@ -61,14 +66,39 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         raise ValueError(f"{key} = {store!r}: {error}") from error
     missing = config.experience.missing_logprobs
     check_logprobs(whole, config.algorithm.build(), config.rollout.sampling(), missing)
-    stored = Stored(whole, shape, _left_out(everything), _digest(whole))
     sizes = [len(group.completions) for group in whole]
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
-    _warn_of_little_to_compare(store, whole, config)
+    stored = Stored(whole, shape, _left_out(everything), _digest(whole))
+    if not config.experience.regrade:
+        _warn_of_little_to_compare(store, whole, config)
     if any(stored.left_out.values()):
         counts = ", ".join(f"{count} {name}" for name, count in stored.left_out.items())
         logger.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
     return stored
+
+
+def with_rewards(stored: Stored, grades: Mapping[str, Grade], config: Config) -> Stored:
+    """The same with other grades, by completion id; completions that got no reward are left out.
+
+    Raises:
+        ValueError: too few groups have a reward.
+    """
+    groups, without = [], 0
+    for group in stored.groups:
+        rows = [row._replace(grade=grades[row.id]) for row in group.completions]
+        rewarded = tuple(row for row in rows if row.grade.reward is not None)
+        without += len(rows) - len(rewarded)
+        groups += [group._replace(completions=rewarded)] if rewarded else []
+    store = config.experience.store or config.experience.mix.store
+    if without:
+        logger.warning("%s: the reward function gave none to %d completions, which are left out", store, without)
+    if len(groups) < stored_per_batch(config):
+        raise ValueError(
+            f"experience.regrade: {len(groups)} groups of {store!r} got rewards, fewer than the"
+            f" {stored_per_batch(config)} that each batch takes from there; see the reward function"
+        )
+    _warn_of_little_to_compare(store, groups, config)
+    return stored._replace(groups=groups, digest=_digest(groups))
 
 
 def _warn_of_little_to_compare(store: str, groups: list[Group], config: Config) -> None:
@@ -135,6 +165,10 @@ def with_logprobs_of_now(
     if config.experience.missing_logprobs != "current":
         return groups
     return with_logprobs(groups, shape, policy, params, config.rollout.sampling(), config.model.logprob_chunk)
+
+
+def _with_no_reward(group: Group) -> Group:
+    return group._replace(completions=tuple(row._replace(grade=Grade(0.0)) for row in group.completions))
 
 
 def _as_trained(group: Group, success: float) -> Group:

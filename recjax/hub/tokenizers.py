@@ -33,12 +33,14 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """The built-in tokenizer: one token a character, after `<pad>` (id 0) and `<eos>` (id 1).
+    """The built-in tokenizer: one token a character, after `<eos>` (id 0).
+
+    It has no token for padding, which a policy could sample; whoever pads, pads with `<eos>`.
 
     Decoding gives the encoded text back exactly, spaces and line ends included.
 
     Args:
-        characters: the alphabet, in the order of its ids (from 2 on).
+        characters: the alphabet, in the order of its ids (from 1 on).
     Raises:
         ValueError: `characters` is empty or names a character twice.
     """
@@ -47,12 +49,12 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         raise ValueError(
             f"characters {characters!r} must name each character of the alphabet once; repeated: {repeated}"
         )
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters])}
+    vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, pad_token="<eos>", eos_token="<eos>", clean_up_tokenization_spaces=False
     )
 
 

@@ -35,24 +35,22 @@ _LIMIT = 1_000_000  # problems of one seed: the package numbers them on from the
 _LABELS = 12  # difficulties of one task at most
 
 
-def gym_problems(
-    config: ReasoningGymTask, held_out: int, seed: int, system_prompt: str = SYSTEM_PROMPT
-) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on, fewer than asked for where the generator repeats itself, and `held_out` others.
+def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+    """`count` problems; fewer where the generator repeats itself.
 
     Raises:
         ValueError: the package is missing, has no such generator, or the generator refuses its options or has too few
             different questions.
     """
     check_gym(config.name, config.options, config.template)
-    asked = held_out + config.examples + config.problems
+    asked = config.examples + count
     if asked > _LIMIT:
         raise ValueError(f"task.reasoning_gym.problems = {config.problems}: with those held out at most {_LIMIT}")
     entries = _generated(config, asked, seed * _LIMIT)
-    if len(entries) <= held_out + config.examples:
+    if len(entries) <= config.examples:
         raise ValueError(
-            f"evaluation.problems = {held_out}: task.reasoning_gym {config.name!r} gives {len(entries)} different"
-            f" questions in {asked}; hold out fewer"
+            f"task.reasoning_gym.examples = {config.examples}: {config.name!r} gives {len(entries)} different questions"
+            f" in {asked}; show fewer"
         )
     if len(entries) < asked:
         logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), asked)
@@ -64,7 +62,7 @@ def gym_problems(
         columns = {"generator": config.name, "options": dict(config.options), "entry": entry}
         prompt = _prompt(config, shots, entry, system_prompt)
         problems.append(Problem(prompt, entry["answer"] or "", columns=columns, difficulty=label))
-    return problems[held_out:], problems[:held_out]
+    return problems
 
 
 def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+from collections import Counter
 
 import numpy as np
 
@@ -18,12 +19,17 @@ from recjax.tasks.reading import read_split
 
 logger = logging.getLogger(__name__)
 
+MOST_HELD_OUT = 1024  # problems, of a task without an evaluation set
+
 # Tasks whose data the Hugging Face hub has: each file says where a repository has them, and how rows become problems.
 _HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
 
 
 def load_task(config: Config) -> Task:
-    """Problems and reward; `evaluation.problems` are held out where the task has no evaluation set of its own.
+    """Problems and reward; the first `evaluation.problems` of those that are held out.
+
+    Where the task has no evaluation set, a third of its problems is held out, at most 1,024. The seed alone says
+    which, so that runs with more and with fewer of them evaluated train on the same problems.
 
     Raises:
         ValueError: bad data, or too little of it.
@@ -40,6 +46,7 @@ def load_task(config: Config) -> Task:
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
     train, evaluation = _problems(config)
     held_out = set().union(*map(_origins, evaluation))
+    evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if len(kept) < len(train):
         logger.info("%d train problems are left out, because they are held out for evaluation", len(train) - len(kept))
@@ -55,12 +62,14 @@ def load_task(config: Config) -> Task:
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Problems to train on and problems held out."""
-    name, count = config.task.chosen(), config.evaluation.problems
+    name, asked = config.task.chosen(), config.evaluation.problems
     task, system_prompt = getattr(config.task, name), config.task.system_prompt
     if name == "arithmetic":
-        return _hold_out(arithmetic_problems(task, config.seed), count)
+        return _hold_out(arithmetic_problems(task, config.seed), asked)
     if name == "reasoning_gym":
-        return gym.gym_problems(task, count, config.seed, gym.SYSTEM_PROMPT if system_prompt is None else system_prompt)
+        system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
+        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # a third of these is held out
+        return _hold_out(gym.gym_problems(task, count, config.seed, system_prompt), asked)
     if name == "file":
         train = file_problems(task.train, task, system_prompt)
         evaluation = task.evaluation and file_problems(task.evaluation, task, system_prompt)
@@ -71,18 +80,36 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         held_out = task.evaluation and read_split(task.evaluation, hub.EVALUATION, "test", f"task.{name}.evaluation")
         train, evaluation = hub.problems(rows, system_prompt), hub.problems(held_out or [], system_prompt)
     if evaluation:
-        return train, evaluation[:count]
+        return train, evaluation
     order = np.random.default_rng([config.seed, 0]).permutation(len(train))
-    return _hold_out([train[index] for index in order], count)
+    return _hold_out([train[index] for index in order], asked)
 
 
 def _origins(problem: Problem) -> set[str]:
     """What a train and a held-out problem must not share: the prompt, and a conversation whose later turns quote it."""
     conversation = problem.columns.get(toolace.CONVERSATION)
-    return {json.dumps(problem.prompt, sort_keys=True), *([conversation] if conversation else [])}
+    return {_prompt_of(problem), *([conversation] if conversation else [])}
 
 
-def _hold_out(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
-    if count >= len(problems):
-        raise ValueError(f"evaluation.problems = {count}: the task has {len(problems)} problems in all; hold out fewer")
-    return problems[count:], problems[:count]
+def _prompt_of(problem: Problem) -> str:
+    return json.dumps(problem.prompt, sort_keys=True)
+
+
+def _hold_out(problems: list[Problem], asked: int) -> tuple[list[Problem], list[Problem]]:
+    """The rest, and the first of the problems; all with one prompt or of one conversation on the same side."""
+    keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
+    most, chosen, count = min(len(problems) // 3, MOST_HELD_OUT), set(), 0
+    for key, size in Counter(keys).items():
+        if count + size <= most:
+            chosen.add(key)
+            count += size
+    if asked > count:
+        raise ValueError(
+            f"evaluation.problems = {asked}: of the task's {len(problems)} problems {count} are held out, a third and"
+            f" at most {MOST_HELD_OUT}; evaluate on at most {count}, or give the task evaluation data of its own"
+        )
+    train, held_out = (
+        [problem for problem, key in zip(problems, keys, strict=True) if (key in chosen) is side]
+        for side in (False, True)
+    )
+    return train, held_out

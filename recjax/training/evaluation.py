@@ -176,6 +176,19 @@ def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) 
     return float((batch.behaviour_logprobs - on_host(logprobs))[mask].sum()), int(mask.sum())
 
 
+def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:
+    """The first completions, with question, true answer and reward; what they say stands indented, as it is."""
+
+    def indented(text: str) -> str:
+        return "".join(f"    {line}\n" for line in text.splitlines() or [""])
+
+    return "\n".join(
+        f"**{place}. reward {sample['reward']}**, answer {sample['answer']}\n\n"
+        f"{indented(sample['question'])}\n{indented(sample['completion'])}"
+        for place, sample in enumerate(evaluation.samples[:count], 1)
+    )
+
+
 def write_samples(path: Path, evaluation: Evaluation) -> None:
     """One JSON line a completion."""
     with writing(path):

@@ -17,6 +17,7 @@ from recjax import hosts
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.diagnostics import staleness
 from recjax.config import Config
+from recjax.config_loading import to_yaml
 from recjax.console import under_way
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
@@ -27,7 +28,7 @@ from recjax.models.trainable import combine
 from recjax.plots.training import draw_experience, draw_training
 from recjax.training import checkpoint, kept_samples, rounds, run_lock
 from recjax.training.deferred_metrics import DeferredMetrics
-from recjax.training.evaluation import evaluate, write_samples
+from recjax.training.evaluation import evaluate, samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
 from recjax.training.packing import packed_batch, padding_waste
@@ -84,8 +85,9 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         writer = MetricsWriter(output, state.step if resumed else -1, state.totals["metrics"], tracking)
         stack.enter_context(contextlib.closing(writer))
         if not resumed:
+            writer.write_text(0, "config", f"```yaml\n{to_yaml(config)}```")
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
-                evaluated = _evaluated(run, state, "before")
+                evaluated = _evaluated(run, state, "before", writer)
             writer.write({"step": 0, **evaluated, **_left_out(run)})
             state = _saved(run, state, manager, writer)
         bar = stack.enter_context(progress_bar(config.algorithm.preset, last, initial=state.step))
@@ -137,7 +139,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             }
             evaluates = step == last or (config.evaluation.every and step % config.evaluation.every == 0)
             if evaluates:
-                row = metrics.read(row) | _evaluated(run, state, "after" if step == last else "latest")
+                row = metrics.read(row) | _evaluated(run, state, "after" if step == last else "latest", writer)
             # A row that is still to be read has its own update's dispatch in these, and the updates before it whole.
             row["tokens_per_second"] = tokens / run.phases.loop_seconds
             row["wall_seconds"] = run.phases.wall_seconds
@@ -216,7 +218,7 @@ def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) 
         kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, run.config.samples)
 
 
-def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
+def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
     """What an evaluation of the trained policy logs; its completions become the run's samples of that name."""
     initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
     with run.phases.phase("evaluate"):
@@ -224,6 +226,7 @@ def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:
         result = evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents)
         if hosts.is_first():
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
+            writer.write_text(state.step, "samples", samples_as_markdown(result))
     measured = {"accuracy": result.accuracy, "reward": result.reward, "initial_kl": result.initial_kl}
     return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 

@@ -20,7 +20,7 @@ from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.manifest import digest
-from recjax.training.scalar_events import ScalarEvents
+from recjax.training.tensorboard_events import TensorBoardEvents
 from recjax.training.tracking import Tracking
 from recjax.whole_files import write_whole, writing
 
@@ -52,7 +52,7 @@ class MetricsWriter:
         write_whole(self._path, kept)
         self._size, self._digest = len(kept), xxhash.xxh3_128(kept)
         self._file = self._path.open("a", encoding="utf-8")
-        self._tensorboard = ScalarEvents(output / "tensorboard", first_step=keep_through + 1)
+        self._tensorboard = TensorBoardEvents(output / "tensorboard", first_step=keep_through + 1)
 
     @property
     def written(self) -> Written | None:
@@ -73,6 +73,11 @@ class MetricsWriter:
         self._tensorboard.write(row["step"], numbers)
         if self._tracking:
             self._tracking.log(row)
+
+    def write_text(self, step: int, name: str, markdown: str) -> None:
+        """Adds a text to TensorBoard's files alone."""
+        if self._tensorboard is not None:
+            self._tensorboard.write_text(step, name, markdown)
 
     def close(self) -> None:
         """Closes both files."""

@@ -14,6 +14,7 @@ from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params
 from recjax.models.trainable import in_compute_dtype, split
 from recjax.training import checkpoint
+from recjax.training.regrading import regraded
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.update import TrainState, recipe_of
@@ -31,6 +32,8 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     """
     run, params = prepare(config)
     output = open_run_folder(config, overwrite)
+    if config.experience and config.experience.regrade:
+        run = regraded(run)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)

@@ -124,10 +124,10 @@ def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
     assert type(model).__name__ == "LlamaForCausalLM"
     np.testing.assert_allclose(scores, our_logits(config, params, TOKENS % config.vocab_size), atol=1e-4)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([1, 12], 0)
-    assert (model.config.eos_token_id, model.config.bos_token_id) == (1, None)
+    assert (model.config.eos_token_id, model.config.bos_token_id) == (0, None)
     tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer("1 + 1=")["input_ids"] == character_tokenizer("0123456789+= ")("1 + 1=")["input_ids"]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
 
 
 def test_what_llama_cannot_say_is_refused(tmp_path):
@@ -148,8 +148,8 @@ def test_weights_get_the_dtype_asked_for_and_keep_it(small, tmp_path, dtype, cod
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
     assert written_tensors(tmp_path / "once")[1] == {code}
     assert str(torch_model(tmp_path / "once").dtype) == f"torch.{dtype}"
-    logits = torch_logits(tmp_path / "once", TOKENS % 15)[1]
-    np.testing.assert_allclose(our_logits(config, rounded, TOKENS % 15), logits, atol=1e-4)
+    logits = torch_logits(tmp_path / "once", TOKENS % config.vocab_size)[1]
+    np.testing.assert_allclose(our_logits(config, rounded, TOKENS % config.vocab_size), logits, atol=1e-4)
 
 
 def test_shards_hold_what_one_file_holds(small, tmp_path):
@@ -168,7 +168,9 @@ def test_shards_hold_what_one_file_holds(small, tmp_path):
         tensors = load_file(tmp_path / "many" / shard)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 4000
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / "many")[1], params)
-    np.testing.assert_array_equal(*(torch_logits(tmp_path / name, TOKENS % 15)[1] for name in ("one", "many")))
+    np.testing.assert_array_equal(
+        *(torch_logits(tmp_path / name, TOKENS % config.vocab_size)[1] for name in ("one", "many"))
+    )
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in single.values())
 

@@ -50,13 +50,13 @@ TOKENIZER = character_tokenizer(ALPHABET)
 @given(st.text(alphabet=ALPHABET.replace("<", "").replace(">", ""), min_size=1))
 def test_character_tokenizer_gives_the_text_back(text):
     (ids,) = encode_prompts(TOKENIZER, [text])
-    assert ids == [2 + ALPHABET.index(character) for character in text]
+    assert ids == [1 + ALPHABET.index(character) for character in text]
     assert TOKENIZER.decode(ids) == TOKENIZER.decode(ids, skip_special_tokens=True) == text
 
 
 def test_character_tokenizer_special_tokens_and_save(tmp_path):
-    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, len(TOKENIZER)) == (0, 1, 2 + len(ALPHABET))
-    assert TOKENIZER.decode([3, 1, 0], skip_special_tokens=True) == "0"
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, len(TOKENIZER)) == (0, 0, 1 + len(ALPHABET))
+    assert TOKENIZER.decode([2, 0, 0], skip_special_tokens=True) == "0"
     TOKENIZER.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     text = " 1 + 2 .'\n = 3 "

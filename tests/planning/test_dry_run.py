@@ -77,7 +77,7 @@ def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path
     show(config, result)
     printed = capsys.readouterr().out
     assert "holds no tokenizer" in printed and "set rollout.max_prompt_tokens" in printed
-    assert "71 problems to train on" in printed and "in all" not in printed
+    assert "54 problems to train on" in printed and "in all" not in printed
 
 
 def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_turns_of_a_session_are_one_trajectory(tmp_path):
     with serve(tmp_path) as client:
         url, messages, replies = "/sessions/game-1" + CHAT, [{"role": "user", "content": "one"}], []
         for more in ("two", "three", "four"):
-            reply = post(client, url, messages=messages, max_tokens=9, seed=len(replies), return_token_ids=True)
+            reply = post(client, url, messages=messages, max_tokens=45, seed=61 + len(replies), return_token_ids=True)
             replies.append(reply)
             said = reply["choices"][0]["message"]["content"]
             messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": more}]

@@ -102,10 +102,10 @@ def test_gsm8k_is_read_from_a_folder_laid_out_as_on_the_hub(tmp_path):
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet", "somewhere/else.jsonl"])
 def test_files_may_lie_in_the_folder_or_be_named(tmp_path, name):
-    path = write(tmp_path / name, gsm8k_rows(5))
+    path = write(tmp_path / name, gsm8k_rows(8))
     where = path if "/" in name else tmp_path
     task = task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={where}", "task.gsm8k.evaluation=null")
-    assert sorted(problem.answer for problem in [*task.train, *task.evaluation]) == list("12345")
+    assert sorted(problem.answer for problem in [*task.train, *task.evaluation]) == list("12345678")
     assert len(task.evaluation) == 2
 
 
@@ -155,7 +155,13 @@ def test_math_trains_on_solutions_and_is_evaluated_on_answers(tmp_path):
 def test_guru_keeps_the_rows_messages(tmp_path):
     write(tmp_path / "train/math__combined_54.4k.parquet", GURU_ROWS)
     write(tmp_path / "train/logic__ordering.parquet", [{"prompt": "other"}])
-    task = task_of(tmp_path, "task=guru_math", f"task.guru_math.train={tmp_path}", "task.guru_math.evaluation=null")
+    task = task_of(
+        tmp_path,
+        "task=guru_math",
+        f"task.guru_math.train={tmp_path}",
+        "task.guru_math.evaluation=null",
+        "evaluation.problems=1",
+    )
     problems = sorted([*task.train, *task.evaluation], key=lambda problem: problem.answer)
     assert [problem.answer for problem in problems] == ["0", "1", "2", "3"]
     assert [problem.difficulty for problem in problems] == [
@@ -185,11 +191,11 @@ def test_toolace_holds_out_whole_conversations(tmp_path):
     path = write(tmp_path / "data.json", TOOLACE_ROWS * 3)
     rows = [dict(row, system=f"Number {i}. {row['system']}") for i, row in enumerate(TOOLACE_ROWS * 3)]
     write(path, rows)
-    task = task_of(tmp_path, "task=toolace", f"task.toolace.train={tmp_path}")
+    task = task_of(tmp_path, "task=toolace", f"task.toolace.train={tmp_path}", "evaluation.problems=4")
     train, held_out = (
         {problem.prompt[0]["content"] for problem in problems} for problems in (task.train, task.evaluation)
     )
-    assert len(task.evaluation) == 2 and len(task.train) == 12 - 2 * len(held_out) and not train & held_out
+    assert len(task.evaluation) == 4 and len(task.train) == 12 - 2 * len(held_out) and not train & held_out
 
 
 @pytest.mark.parametrize(
@@ -311,7 +317,7 @@ def test_a_hub_that_cannot_be_reached_leads_to_a_local_folder(tmp_path, monkeypa
 
 @pytest.mark.parametrize(("prompt", "system"), [("Be brief.", ["Be brief."]), ("", [])])
 def test_a_system_prompt_replaces_the_tasks_own(tmp_path, prompt, system):
-    write(tmp_path / "train.jsonl", gsm8k_rows(5))
+    write(tmp_path / "train.jsonl", gsm8k_rows(8))
     where = ["task=gsm8k", f"task.gsm8k.train={tmp_path}", "task.gsm8k.evaluation=null"]
     for problem in task_of(tmp_path, *where, f"task.system_prompt='{prompt}'").train:
         assert [turn["content"] for turn in problem.prompt if turn["role"] == "system"] == system

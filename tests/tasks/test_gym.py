@@ -16,8 +16,8 @@ from recjax.tasks.grading.gym import grade, parse  # noqa: E402  (imports the pa
 COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "gcd")]}
 
 
-def task(name="chain_sum", problems=30, **changes):
-    return dataclasses.replace(ReasoningGymTask(name, problems=problems), **changes)
+def task(name="chain_sum", **changes):
+    return dataclasses.replace(ReasoningGymTask(name), **changes)
 
 
 @pytest.fixture
@@ -26,39 +26,37 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr("recjax.tasks.gym._in_a_process", _make)
 
 
-def test_problems_are_the_same_every_time_and_held_out_ones_are_not_trained_on():
+def test_problems_are_the_same_every_time_and_none_comes_twice():
     config = task("ransom_note", options={"max_note_length": 3})  # walks through sets
-    train, held_out = gym_problems(config, 20, seed=0)
-    assert gym_problems(config, 20, seed=0) == (train, held_out)
-    other, _ = gym_problems(config, 20, seed=1)
-    questions = [json.dumps(problem.prompt) for problem in [*held_out, *train]]
-    assert len(held_out) == 20 and len(set(questions)) == len(questions) == 50
+    problems = gym_problems(config, 50, seed=0)
+    assert gym_problems(config, 50, seed=0) == problems
+    other = gym_problems(config, 50, seed=1)
+    questions = [json.dumps(problem.prompt) for problem in problems]
+    assert len(set(questions)) == len(questions) == 50
     assert not {json.dumps(problem.prompt) for problem in other} & set(questions)
 
 
 def test_questions_that_come_again_are_left_out(in_this_process):
-    small = task("gcd", 200, options={"max_value": 4})
-    train, held_out = gym_problems(small, 5, seed=0)
-    questions = [problem.prompt[-1]["content"] for problem in [*train, *held_out]]
-    assert len(held_out) == 5 and len(set(questions)) == len(questions) < 200
+    small = task("gcd", options={"max_value": 4})
+    questions = [problem.prompt[-1]["content"] for problem in gym_problems(small, 205, seed=0)]
+    assert len(set(questions)) == len(questions) < 200
     made = gym.create_dataset("gcd", size=205, seed=0, max_value=4)
-    first = list(dict.fromkeys(made[index]["question"] for index in range(205)))
-    assert [problem.prompt[-1]["content"] for problem in [*held_out, *train]] == first
-    with pytest.raises(ValueError, match=r"evaluation.problems = 100: .*'gcd' gives \d+ different"):
-        gym_problems(small, 100, seed=0)
+    assert questions == list(dict.fromkeys(made[index]["question"] for index in range(205)))
+    with pytest.raises(ValueError, match=r"examples = 100: 'gcd' gives \d+ different"):
+        gym_problems(task("gcd", options={"max_value": 4}, examples=100), 10, seed=0)
 
 
 def test_chats_and_plain_prompts_show_solved_examples(in_this_process):
-    chats, held_out = gym_problems(task("gcd", examples=2, template="Q: {question}"), 2, seed=0)
+    chats = gym_problems(task("gcd", examples=2, template="Q: {question}"), 32, seed=0)
     assert [turn["role"] for turn in chats[0].prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert chats[0].prompt[0]["content"] == SYSTEM_PROMPT and chats[0].prompt[1]["content"].startswith("Q: Find")
-    plain, _ = gym_problems(task("gcd", examples=2, template="{question} =", chat=False), 2, seed=0)
+    plain = gym_problems(task("gcd", examples=2, template="{question} =", chat=False), 32, seed=0)
     shown = [turn["content"] for turn in chats[0].prompt[1:]]
     for place in (0, 2):
         question, answer = shown[place].removeprefix("Q: "), shown[place + 1]
         assert f"{question} = {parse(answer)}\n" in plain[0].prompt
     assert plain[0].prompt.endswith(shown[-1].removeprefix("Q: ") + " =")
-    assert not {shown[0], shown[2]} & {problem.prompt[-1]["content"] for problem in [*chats, *held_out]}
+    assert not {shown[0], shown[2]} & {problem.prompt[-1]["content"] for problem in chats}
 
 
 def test_examples_need_answers(in_this_process):
@@ -67,17 +65,17 @@ def test_examples_need_answers(in_this_process):
 
 
 def test_difficulty_is_what_tells_problems_apart(in_this_process):
-    train, _ = gym_problems(task(options={"min_terms": 2, "max_terms": 3, "max_digits": 1}), 5, seed=0)
+    train = gym_problems(task(options={"min_terms": 2, "max_terms": 3, "max_digits": 1}), 35, seed=0)
     for problem in train:
         assert problem.difficulty == f"num_terms {problem.columns['entry']['metadata']['num_terms']}"
-    train, _ = gym_problems(task(problems=100), 5, seed=0)
+    train = gym_problems(task(), 105, seed=0)
     assert {problem.difficulty for problem in train} == {f"num_terms {terms}" for terms in range(2, 7)}
-    train, _ = gym_problems(task("count_bits"), 5, seed=0)
+    train = gym_problems(task("count_bits"), 35, seed=0)
     assert {problem.difficulty for problem in train} == {None}
 
 
 def test_a_composite_is_scored_by_its_parts(in_this_process):
-    train, _ = gym_problems(task("composite", options=COMPOSITE), 5, seed=0)
+    train = gym_problems(task("composite", options=COMPOSITE), 35, seed=0)
     labels = {problem.difficulty.split(", ")[0] for problem in train}
     assert labels == {"source_dataset chain_sum", "source_dataset gcd"}
     assert all(grade(problem.answer, problem.answer, problem.columns)["accuracy"] == 1 for problem in train)
@@ -113,7 +111,7 @@ def test_parse(completion, answer):
 
 
 def test_half_a_score_is_not_accurate(in_this_process):
-    (problem, *_), _ = gym_problems(task("gcd"), 2, seed=0)
+    problem, *_ = gym_problems(task("gcd"), 2, seed=0)
     parts = grade(f"the answer is {problem.answer}", problem.answer, problem.columns)
     assert parts["accuracy"] == 0 and 0 < parts["score"] < 1
 

@@ -163,7 +163,7 @@ def test_a_question_that_is_held_out_is_not_trained_on(tmp_path):
     train, held_out = (
         {problem.prompt[0]["content"] for problem in problems} for problems in (task.train, task.evaluation)
     )
-    assert train and held_out and not train & held_out
+    assert len(train) == 4 and len(held_out) == 1 and not train & held_out
 
 
 def file_config(tmp_path, rows, *overrides):
@@ -180,16 +180,18 @@ def test_evaluation_problems_are_held_out(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(
         f"output: x\nmodel: {{decoder: {{}}}}\ntask: {{file: {{train: {write_jsonl(tmp_path / 'a.jsonl', rows)}}}}}\n"
-        "evaluation: {problems: 10}\n"
+        "evaluation: {problems: 13}\n"
     )
     task = load_task(load_config(config))
     train, held_out = ({problem.prompt for problem in problems} for problems in (task.train, task.evaluation))
-    assert (len(train), len(held_out), train & held_out) == (30, 10, set())
+    assert (len(train), len(held_out), train & held_out) == (27, 13, set())
     assert held_out != {f"question {i}" for i in range(10)}  # not simply the first rows
-    with pytest.raises(ValueError, match=r"evaluation.problems = 40"):
-        load_task(load_config(config, ["evaluation.problems=40"]))
-    with pytest.raises(ValueError, match=r"rollout.prompts_per_step = 31"):
-        load_task(load_config(config, ["rollout.prompts_per_step=31"]))
+    fewer = load_task(load_config(config, ["evaluation.problems=3"]))
+    assert (fewer.train, fewer.evaluation) == (task.train, task.evaluation[:3])
+    with pytest.raises(ValueError, match=r"evaluation.problems = 14: of the task's 40 problems 13 are held out"):
+        load_task(load_config(config, ["evaluation.problems=14"]))
+    with pytest.raises(ValueError, match=r"rollout.prompts_per_step = 28"):
+        load_task(load_config(config, ["rollout.prompts_per_step=28"]))
 
 
 def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_the_task():

@@ -250,7 +250,9 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
         }
         assert len(samples) == 10 and samples[0].keys() == columns
     assert (output / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert list((output / "tensorboard").glob("events*")) and list((output / "checkpoints").iterdir())
+    (events,) = (output / "tensorboard").glob("events*")
+    assert all(tag in events.read_bytes() for tag in (b"config/text_summary", b"samples/text_summary"))
+    assert list((output / "checkpoints").iterdir())
     assert load_config(output / "config.yaml") == config
 
 

@@ -18,7 +18,7 @@ from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
 from recjax.import_experience import import_files
 from recjax.planning.dry_run import dry_run, show
-from recjax.training import loop, rounds
+from recjax.training import loop, regrading, rounds
 from recjax.training.metrics import batch_metrics, read_metrics
 from recjax.training.run import State, prepare
 from tests.experience.rows import make_row, text_row
@@ -66,6 +66,40 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, drawn, monkeypatch):
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
     assert without_store_keys(from_store) == without_store_keys(offline)
     assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
+
+
+def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp_path, monkeypatch):
+    rows = store.read(drawn)
+    # Some wait for rewards, and some have others' of another scale.
+    strange = [row._replace(reward=(None, 7.0)[place % 2], reward_parts=None) for place, row in enumerate(rows)]
+    store.append(tmp_path / "strange", strange)
+    assert len({row.reward for row in rows}) > 1
+    expected = train(tiny("own", f"experience.store={drawn}"))
+    options = [f"experience.store={tmp_path / 'strange'}", "experience.regrade=true"]
+    assert without_store_keys(train(tiny("again", *options))) == without_store_keys(expected)
+    # A run that goes on does not ask for rewards again, and takes no others.
+    output = Path(tiny("again", *options).output)
+    shutil.rmtree(output / "checkpoints" / str(STEPS))
+    monkeypatch.setattr(regrading, "_made", None)
+    assert without_store_keys(train(tiny("again", *options))) == without_store_keys(expected)
+    shutil.rmtree(output / "checkpoints" / str(STEPS))
+    grades = output / "regraded.jsonl"
+    grades.write_text(grades.read_text().replace(", 1.0, ", ", 0.5, "))
+    with pytest.raises(ValueError, match="is not what it was when this run began"):
+        train(tiny("again", *options))
+    grades.write_text(grades.read_text()[:-40])
+    with pytest.raises(ValueError, match="regraded.jsonl: not the grades that this run made"):
+        train(tiny("again", *options))
+
+
+def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_again(tiny, drawn, tmp_path):
+    rows = [
+        row._replace(prompt="11+1=", answer=None, prompt_tokens=None, tokenizer=None) for row in bare(store.read(drawn))
+    ]
+    store.append(tmp_path / "others", [row._replace(group_id="g") for row in rows[:4]])
+    options = [f"experience.store={tmp_path / 'others'}", "experience.regrade=true", "rollout.prompts_per_step=1"]
+    with pytest.raises(ValueError, match=r"experience.regrade: group 'g' asks '11\+1='.*no answer to it"):
+        train(tiny("unknown", *options, "experience.missing_logprobs=initial"))
 
 
 def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):

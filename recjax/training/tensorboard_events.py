@@ -1,4 +1,4 @@
-"""TensorBoard's files of scalars, written at once by whoever calls.
+"""TensorBoard's files of scalars and texts, written at once by whoever calls.
 
 tensorboardX's own SummaryWriter leaves that to a thread: a full disk ends the thread, and then the run waits for ever.
 """
@@ -10,14 +10,15 @@ from pathlib import Path
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import text
 
 from recjax.whole_files import writing
 
 FLUSH_SECONDS = 30.0
 
 
-class ScalarEvents:
-    """One file of scalars by step, in a folder with those of the run's earlier parts."""
+class TensorBoardEvents:
+    """One file of scalars and texts by step, in a folder with those of the run's earlier parts."""
 
     def __init__(self, folder: Path, first_step: int):
         """Makes the file; what earlier files say of steps from `first_step` on does not count any more.
@@ -40,8 +41,19 @@ class ScalarEvents:
             ValueError: they cannot be written.
         """
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(step, Summary(value=values))
+
+    def write_text(self, step: int, name: str, markdown: str) -> None:
+        """Adds a text of a step.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        self._add(step, text(name, markdown))
+
+    def _add(self, step: int, summary: Summary) -> None:
         with writing(self._folder):
-            self._file.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+            self._file.write_event(Event(step=step, wall_time=time.time(), summary=summary))
             if time.monotonic() > self._flushed + FLUSH_SECONDS:
                 self._file.flush()
                 self._flushed = time.monotonic()
