@@ -64,7 +64,7 @@ def run(command: str, folder: Path, cache: Path, fails: bool = False) -> str:
 
 
 def shape_of(line: str) -> str:
-    """A line without its numbers and with single blanks, as widths follow from numbers; of progress, its first words."""
+    """A line without its numbers and with single blanks, as widths follow from numbers; of progress the start."""
     line = re.sub(r"(: step \d+/\d+, \d+ s), .*", r"\1", line)  # which fields a step shows depends on their values
     return re.sub(r"[\s─━-]+", " ", _NUMBER.sub("0", line)).strip()
 
