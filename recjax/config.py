@@ -300,6 +300,16 @@ class Config:
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
+    @property
+    def follows(self) -> bool:
+        """Whether it trains on a store as that grows."""
+        return self.experience is not None and self.experience.follow
+
+    @property
+    def has_trajectories(self) -> bool:
+        """Whether a row of a batch is a whole sequence, and a completion may have several."""
+        return self.task.agent is not None or self.follows
+
     def prompts_per_micro_batch(self) -> int:
         """Prompts whose groups a gradient is taken of at once, where completions are not packed."""
         return self.training.micro_batch_prompts or self.rollout.prompts_per_step
@@ -322,30 +332,48 @@ def check(config: Config) -> None:
     config.model.check()
     config.task.check()
     config.grading.check(config.task)
-    config.regime.check(config.experience.replay if config.experience else None)
+    config.regime.check(config.experience.replay if config.experience else None, config.follows)
     if config.experience:
         config.experience.check(config.rollout, config.regime)
+    if config.follows:
+        config.experience.check_follows(config.regime, config.training.checkpoint_every)
     overlong, longest = config.task.overlong_tokens, config.rollout.max_completion_tokens
     remedy = f"must be at most rollout.max_completion_tokens = {longest}"
     require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
     config.mesh.check()
     config.training.check(config.rollout)
     _check_algorithm(config)
-    _check_agent(config)
+    _check_trajectories(config)
 
 
-def _check_agent(config: Config) -> None:
-    """Refuses an agent beside what it does not work with, and what it does not read."""
-    agent, context, experience = config.task.agent, config.rollout.max_context_tokens, config.experience
-    remedy = "is of agents; set task.agent, or remove it"
-    require(agent is not None or context is None, "rollout.max_context_tokens", context, remedy)
-    if agent is None:
+def _check_trajectories(config: Config) -> None:
+    """Refuses trajectories, of an agent or a followed store, beside what they do not work with or do not read."""
+    context = config.rollout.max_context_tokens
+    remedy = "is of agents and followed stores; set task.agent or experience.follow, or remove it"
+    require(config.has_trajectories or context is None, "rollout.max_context_tokens", context, remedy)
+    if not config.has_trajectories:
         return
-    remedy = "is needed with task.agent: most tokens of its prompts, its replies and all between them"
+    by = "task.agent" if config.task.agent else "experience.follow"
+    remedy = f"is needed with {by}: most tokens of a trajectory's row, its prompts, replies and all between them"
     require(context is not None, "rollout.max_context_tokens", context, remedy)
     least = config.rollout.max_completion_tokens
     remedy = f"must be above rollout.max_completion_tokens = {least}, the tokens of one reply"
     require(context > least, "rollout.max_context_tokens", context, remedy)
+    if config.task.agent:
+        _check_agent(config)
+    read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
+    algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
+    remedy = "has advantages of tokens, and those of trajectories are of the whole; take another"
+    of_tokens = algorithm.objective is None and read & {*names_read(algorithm.advantage)}
+    require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
+    remedy = f"compares whole groups, which packing does not keep together with {by}; remove it"
+    packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
+    require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
+
+
+def _check_agent(config: Config) -> None:
+    """Refuses an agent beside what it does not work with."""
+    experience = config.experience
     remedy = "does not work with task.agent yet; agents run in the training process, so take sync"
     require(config.regime.mode == "sync", "regime.mode", config.regime.mode, remedy)
     remedy = "does not work with task.agent yet, whose batches are of its own trajectories; remove one of them"
@@ -353,14 +381,6 @@ def _check_agent(config: Config) -> None:
         require(getattr(experience, name) is None, f"experience.{name}", getattr(experience, name), remedy)
     remedy = "is of completions of one turn; remove it, or weigh the part turns in task.reward_weights"
     require(config.task.overlong_tokens is None, "task.overlong_tokens", config.task.overlong_tokens, remedy)
-    read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
-    algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
-    remedy = "has advantages of tokens, and those of trajectories are of the whole; take another"
-    of_tokens = algorithm.objective is None and read & {*names_read(algorithm.advantage)}
-    require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
-    remedy = "compares whole groups, which packing does not keep together with task.agent; remove it"
-    packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
-    require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
 
 
 def _check_algorithm(config: Config) -> None:
@@ -373,5 +393,6 @@ def _check_algorithm(config: Config) -> None:
     remedy = "replaces rewards, and this algorithm's advantage is of their parts; take train or mask"
     penalised = algorithm.reads("reward_parts") and config.task.truncated == "penalise"
     require(not penalised, "task.truncated", config.task.truncated, remedy)
-    if config.rollout.group_size == 1 and not (config.experience and config.experience.store):
+    from_store = config.experience is not None and config.experience.store is not None
+    if config.rollout.group_size == 1 and (config.follows or not from_store):
         config.algorithm.check_singletons()

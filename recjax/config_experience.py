@@ -25,7 +25,8 @@ class RolloutConfig:
     max_prompt_tokens: int | None = at_least(1, None)
     long_prompts: Literal["refuse", "drop"] = "refuse"  # what happens to longer prompts: an error, or they are left out
     max_completion_tokens: int = at_least(1, 16)  # limit of a completion's tokens; with task.agent, of one reply
-    max_context_tokens: int | None = at_least(2, None)  # limit of an agent's whole conversation in tokens
+    # Limit of an agent's whole conversation in tokens; longer rows of a followed store are left out.
+    max_context_tokens: int | None = at_least(2, None)
     slots: int | None = at_least(1, None)  # completions decoded at a time; null: as many as memory holds
     # Temperature of sampling.
     temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)
@@ -111,20 +112,23 @@ class RegimeConfig:
     sync_offset: int = at_least(0, 0)  # batches sampled ahead of the one being trained on
     offline: bool = False  # every batch comes from the initial policy
     mode: Literal["sync", "async"] = "sync"  # async: other processes sample while the trainer trains, on Ray
-    max_staleness: int | None = at_least(0, None)  # async: optimiser steps that experience may be behind the trainer
+    # Async, or with experience.follow: optimiser steps that experience may be behind the trainer.
+    max_staleness: int | None = at_least(0, None)
     generators: int = at_least(1, 1)  # async: processes that sample
     address: str | None = None  # async: address of a Ray cluster; null: Ray is started on this machine
     # Async: time limit for one batch; a generator that takes longer is restarted.
     generator_seconds: float = at_least(1, 600.0)
 
-    def check(self, replay: ReplayConfig | None) -> None:
+    def check(self, replay: ReplayConfig | None, follows: bool) -> None:
         """Refuses settings that the mode does not read, and a bound of staleness that no batch could keep."""
         if self.offline:
             remedy = "is not read when regime.offline is true, where the sampler never gets new weights;"
             require_defaults("regime", self, ("sync_interval", "sync_offset"), f"{remedy} remove one of them")
         if self.mode == "sync":
             remedy = "is read with regime.mode = async alone; set that, or remove it"
-            require_defaults("regime", self, ("max_staleness", "generators", "address", "generator_seconds"), remedy)
+            require_defaults("regime", self, ("generators", "address", "generator_seconds"), remedy)
+            remedy = "is read with regime.mode = async and experience.follow; set one of these, or remove it"
+            require(follows or self.max_staleness is None, "regime.max_staleness", self.max_staleness, remedy)
             return
         remedy = "has no meaning with regime.mode = async, where generators take new weights; remove one of them"
         require(not self.offline, "regime.offline", self.offline, remedy)
@@ -151,6 +155,12 @@ class ExperienceConfig:
     missing_logprobs: MissingLogprobs = "error"  # what replaces behaviour log-probs that a store lacks
     regrade: bool = False  # grade a store's completions by this run's reward, in place of their own rewards
     record: bool = False  # keep what the policy samples in the run's folder, as a store
+    follow: bool = False  # wait for the store's groups, and train on each once, when it has its rewards
+    # Follow: completions of a group; group: those of the store's group_id, prompt: rollout.group_size of equal prompts,
+    # metadata.KEY: rollout.group_size of equal values in the metadata.
+    group_by: str = "group"
+    # Follow: after which a group goes without the rewards that have not come; null: it waits.
+    deadline_seconds: float | None = number(None, above=0)
 
     def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:
         """Refuses an empty block, ways that exclude each other, and what its own blocks refuse."""
@@ -158,7 +168,14 @@ class ExperienceConfig:
             raise ValueError(
                 "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
             )
-        if self.store:
+        if not (self.follow and self.store):
+            remedy = "needs a store that grows: set experience.store to its folder, or remove it"
+            require(not self.follow, "experience.follow", self.follow, remedy)
+            remedy = "is read with experience.follow alone; set that to true, or remove it"
+            require_defaults("experience", self, ("group_by", "deadline_seconds"), remedy)
+        if self.follow:
+            pass  # `check_follows`
+        elif self.store:
             remedy = f"is not read beside experience.store = {self.store!r}, from which every batch comes; remove one"
             require_defaults("experience", self, ("mix", "late", "replay", "refill", "record"), remedy)
             require_defaults("regime", regime, tuple(vars(regime)), remedy)
@@ -179,3 +196,23 @@ class ExperienceConfig:
             require(self.replay is None, "experience.refill", vars(self.refill), remedy)
             remedy = "is of batches that the loop samples itself; remove it, or regime.mode = async"
             require(regime.mode == "sync", "experience.refill", vars(self.refill), remedy)
+
+    def check_follows(self, regime: RegimeConfig, checkpoint_every: int) -> None:
+        """Refuses what a run that follows a store does not read, and a limit of staleness that no row could keep."""
+        remedy = f"is not read where the run follows experience.store = {self.store!r}; remove one of them"
+        require_defaults("experience", self, ("mix", "late", "refill", "record"), remedy)
+        require_defaults("regime", regime, tuple(key for key in vars(regime) if key != "max_staleness"), remedy)
+        remedy = "takes group, prompt, or metadata.KEY with a key of the rows' metadata"
+        named = self.group_by.startswith("metadata.") and self.group_by != "metadata."
+        require(named or self.group_by in ("group", "prompt"), "experience.group_by", self.group_by, remedy)
+        remedy = "is of log-probs before the first step, when the rows are not there yet; take current or unneeded"
+        require(self.missing_logprobs != "initial", "experience.missing_logprobs", self.missing_logprobs, remedy)
+        if self.replay:
+            remedy = "is of batches that the policy samples itself; remove it"
+            require(self.replay.draw_every == 1, "experience.replay.draw_every", self.replay.draw_every, remedy)
+        limits = {"regime.max_staleness": regime.max_staleness}
+        limits |= {"experience.replay.max_staleness": self.replay.max_staleness} if self.replay else {}
+        for key, limit in limits.items():
+            remedy = f"must be at least training.checkpoint_every - 1 = {checkpoint_every - 1}, as a server that"
+            remedy += " follows the run samples with its checkpoints; raise it, or write them more often"
+            require(limit is None or limit >= checkpoint_every - 1, key, limit, remedy)

@@ -2,9 +2,11 @@
 
     python -m recjax.generate_experience --config F --output STORE --steps N [key=value ...]
     python -m recjax.generate_experience --run runs/NAME [--step S] --output STORE --steps N [key=value ...]
+    python -m recjax.generate_experience --config F --engine URL [--model M] --output STORE --steps N [key=value ...]
 
 With --config the policy is the config's initial policy, after its warm start if it has one (model.path=FOLDER
 model.decoder=null for a Hugging Face folder). With --run it is a run's checkpoint, the newest or that of --step.
+With --engine, a server with OpenAI's API is asked in place of the policy; the config's model gives the vocabulary.
 Prompts, sampling and rewards are as in training. A step is rollout.prompts_per_step prompts with rollout.group_size
 completions each. If the command was stopped, give it again: it writes the rows that are missing. A larger --steps adds
 rows.
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags
 
 from recjax.config import Config
@@ -26,19 +29,23 @@ from recjax.console import command
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
+from recjax.experience.store import Experience
 from recjax.experience.tokenise import tokenizer_name
 from recjax.host_memory import keep_freed_memory
+from recjax.hub.policy import Policy, policy_alone
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.collecting import Grades, with_grades
+from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
-from recjax.tasks.prompts import encode_problems
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, progress_bar
 from recjax.training.rounds import sample_batch
-from recjax.training.run import Run, prepare, untrained, without_long_prompts
+from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
 from recjax.training.trained import run_config, run_params
 
 FLAGS = flags.FLAGS
@@ -84,13 +91,112 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     return len(missing)
 
 
-def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
-    """What samples, its parameters in the dtype that they compute in, and the optimiser updates that they have had."""
+def generate_remotely(config: Config, folder: str | Path, steps: int, address: Address, source: str | None) -> int:
+    """As `generate`, with the completions of a server.
+
+    Args:
+        source: name of these rows in the store; None: that of the model.
+    Raises:
+        ValueError: the server refuses or does not answer, or a task or a store cannot be read.
+    """
+    _refuse_agents(config)
+    config, known = untrained(config), store.ids(folder)
+    task = load_task(config)
+    policy = policy_alone(config, characters([*task.train, *task.evaluation]))
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
+    with RemoteEngine(address, policy, config.rollout) as engine, Grading(config, task.reward) as grading:
+        name = _name(config, f"{engine.model} of a server", 0)
+        done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
+        missing = [number for number in range(1, steps + 1) if number not in done]
+        count = config.rollout.prompts_per_step
+        with progress_bar("generate", steps, initial=steps - len(missing)) as bar:
+            for number in missing:
+                asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
+                seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
+                answers = engine.answers([problem.prompt for problem in asked.problems], seed)
+                rows = _remote_rows(
+                    config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
+                )
+                rows = _graded(rows, asked, grading, policy)
+                store.append(folder, rows)
+                rewards = [row.reward for row in rows if row.reward is not None]
+                bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
+                bar.update()
+    return len(missing)
+
+
+def _remote_rows(
+    config: Config, policy: Policy, problems: list[Problem], answers: list[list[Answer]], name: str, source: str
+) -> list[Experience]:
+    """A row for each answer, without a reward."""
+    now, vocabulary, rows = datetime.now(UTC), tokenizer_name(policy.tokenizer), []
+    for place, (problem, own) in enumerate(zip(problems, answers, strict=True)):
+        is_text = isinstance(problem.prompt, str)
+        for answer in own:
+            row = Experience(
+                id=f"{name}/{len(rows):05d}",
+                group_id=f"{name}/{place:05d}",
+                source=source,
+                completion=answer.text,
+                time=now,
+                prompt=problem.prompt if is_text else None,
+                messages=None if is_text else list(problem.prompt),
+                answer=problem.answer,
+                truncated=answer.truncated,
+                **config.rollout.sampling()._asdict(),
+            )
+            if answer.tokens is not None:
+                row = row._replace(
+                    tokenizer=vocabulary,
+                    prompt_tokens=np.array(answer.prompt, np.int32),
+                    completion_tokens=np.array(answer.tokens, np.int32),
+                    completion_mask=np.ones(len(answer.tokens), bool),
+                    behaviour_logprobs=answer.logprobs and np.array(answer.logprobs, np.float32),
+                )
+            rows.append(row)
+    return rows
+
+
+def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
+    """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
+    own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
+    scores = grading.submit(
+        own.texts,
+        [row.completion for row in rows],
+        own.answers,
+        [problem.columns for problem in own.problems],
+        np.array([_length(row, policy) for row in rows]),
+    )
+    return [
+        row
+        if grade.reward is None
+        else row._replace(reward=grade.reward, reward_parts=grade.reward_parts or None, accurate=grade.accurate)
+        for row, grade in zip(rows, Grades(scores, len(rows)).result(), strict=True)
+    ]
+
+
+def _length(row: Experience, policy: Policy) -> int:
+    """Tokens of a completion: those that were sampled, or what the policy's tokenizer makes of its text."""
+    if row.completion_tokens is not None:
+        return len(row.completion_tokens)
+    try:
+        return len(policy.tokenizer.encode(row.completion, add_special_tokens=False))
+    except Exception:  # a vocabulary without an unknown token makes the tokenizer raise a bare Exception
+        return len(row.completion)
+
+
+def _refuse_agents(config: Config) -> None:
     if config.task.agent:
         raise ValueError(
             f"task.agent = {config.task.agent!r}: this command samples completions of one turn; remove it, or train"
             " with experience.record=true, which keeps the trajectories of agents"
         )
+
+
+def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
+    """What samples, its parameters in the dtype that they compute in, and the optimiser updates that they have had."""
+    _refuse_agents(config)
     # A config may name the store that this is to make.
     config = untrained(config)
     if run is None:
@@ -112,7 +218,8 @@ def _name(config: Config, run: str | None, version: int) -> str:
     keys = ("seed", "model", "task", "warm_start", "rollout")
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
     if run:
-        depends_on["run"] = (Path(run) / "config.yaml").read_text(encoding="utf-8")
+        config_file = Path(run) / "config.yaml"
+        depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -139,8 +246,17 @@ def main(argv: list[str]) -> None:
     keep_freed_memory()
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
+    if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):
+        raise ValueError("--model and --api_key_file are read with --engine alone; give that, or remove them")
+    if FLAGS.engine is not None and FLAGS.run is not None:
+        raise ValueError("--run is not read with --engine, whose server samples; give --config")
     with jax.set_mesh(make_mesh(config.mesh)):
-        new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
+        if FLAGS.engine is None:
+            new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
+        else:
+            key = read_key(FLAGS.api_key_file)
+            address = Address(FLAGS.engine, FLAGS.model, key, FLAGS.concurrency, FLAGS.reply_seconds, FLAGS.retries)
+            new = generate_remotely(config, FLAGS.output, FLAGS.steps, address, FLAGS.source)
     rows = len(store.ids(FLAGS.output))
     print(f"{FLAGS.output}: {new} batches new, {FLAGS.steps - new} there before; {rows} rows in all")
 
@@ -152,5 +268,11 @@ if __name__ == "__main__":
     flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
     flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
     flags.DEFINE_integer("steps", None, "Batches that the store is to hold of this.", required=True, lower_bound=1)
+    flags.DEFINE_string("engine", None, "URL of a server with OpenAI's API, which samples in place of the policy.")
+    flags.DEFINE_string("model", None, "Engine: name of its model; default: the only one that it has.")
+    flags.DEFINE_string("api_key_file", None, "Engine: file with the key that it asks for.")
+    flags.DEFINE_integer("concurrency", 8, "Engine: requests at one time.", lower_bound=1)
+    flags.DEFINE_float("reply_seconds", 600, "Engine: for a reply.", lower_bound=0.1)
+    flags.DEFINE_integer("retries", 6, "Engine: of a request that fails for a reason that may pass.", lower_bound=0)
     flags.DEFINE_string("source", None, "Name of these rows; default: initial, or the run's folder name.")
     app.run(main)

@@ -2,15 +2,20 @@
 
     python -m recjax.serve --run runs/NAME [--step N]
     python -m recjax.serve --model FOLDER
+    python -m recjax.serve --follow runs/NAME
 
+With --follow it takes the weights of a run's newest checkpoint as the run writes it, between two rounds of tokens.
 It listens on 127.0.0.1 unless --host says otherwise, and ends at SIGTERM or Ctrl-C. docs/serving.md has the rest.
 """
 
+import functools
 import importlib.util
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from absl import app, flags
@@ -21,7 +26,9 @@ from recjax.host_memory import keep_freed_memory
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
+from recjax.rollout.requests import Weights
 from recjax.training.cache import keep_compiled_programs
+from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.trained import run_config, run_params
 
@@ -31,22 +38,53 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 logger = logging.getLogger(__name__)
 
 
-def load(run: str | None, step: int | None, model: str | None) -> tuple[str, Policy, dict, int]:
-    """Name, policy, parameters and version of a run's checkpoint, or of a model's folder.
+class Loaded(NamedTuple):
+    """What is served: its name, the policy, its weights on the devices, and what gives newer ones, if there will be."""
+
+    name: str
+    policy: Policy
+    weights: Weights
+    newer: Callable[[], Weights | None] | None = None
+
+
+def load(run: str | None, step: int | None, model: str | None, follow: str | None) -> Loaded:
+    """A run's checkpoint, a model's folder, or what a run is at; it waits for the first checkpoint of the latter.
 
     Raises:
-        ValueError: both or neither is named, or it cannot be read.
+        ValueError: none or several are named, or it cannot be read.
     """
-    if (run is None) == (model is None):
-        raise ValueError(f"give exactly one of --run and --model; found {'both' if run else 'neither'}")
+    named = [name for name, value in (("--run", run), ("--model", model), ("--follow", follow)) if value is not None]
+    if len(named) != 1:
+        found = " and ".join(named) or "none"
+        raise ValueError(f"give exactly one of --run, --model and --follow; found {found}")
+    if step is not None and run is None:
+        raise ValueError(f"--step {step} is not read with {named[0]}; remove it, or give --run")
     if run is not None:
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
-        return Path(run).resolve().name, policy, params, version
-    if step is not None:
-        raise ValueError(f"--step {step} is not read with --model, which has no checkpoints; remove it")
-    config = Config(output="", model=ModelConfig(path=model))
-    policy = policy_alone(config, "")
-    return Path(model).name, policy, load_params(config, policy.decoder.config), 0
+        return Loaded(Path(run).resolve().name, policy, _placed(policy, Weights(params, version)))
+    if model is not None:
+        config = Config(output="", model=ModelConfig(path=model))
+        policy = policy_alone(config, "")
+        weights = Weights(load_params(config, policy.decoder.config), 0)
+        return Loaded(Path(model).name, policy, _placed(policy, weights))
+    checkpoints = FollowedRun(Path(follow))
+    weights = checkpoints.first()
+    policy = checkpoints.policy
+    newer = functools.partial(_newer, checkpoints, jax.sharding.get_mesh())
+    return Loaded(Path(follow).resolve().name, policy, _placed(policy, weights), newer)
+
+
+def _placed(policy: Policy, weights: Weights) -> Weights:
+    """The weights on the devices of the mesh in context, in the dtype that they compute in."""
+    check_fits(jax.sharding.get_mesh(), policy.decoder.config)
+    return weights._replace(params=in_compute_dtype(policy.decoder, put_params(weights.params), copy=False))
+
+
+def _newer(checkpoints: FollowedRun, mesh: jax.sharding.Mesh) -> Weights | None:
+    """As `FollowedRun.newer`, on the devices; for any thread, of which each has a mesh of its own in context."""
+    weights = checkpoints.newer()
+    with jax.set_mesh(mesh):
+        return weights and _placed(checkpoints.policy, weights)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -113,10 +151,8 @@ def main(argv: list[str]) -> None:
     keep_freed_memory()
     keep_compiled_programs()
     with jax.set_mesh(make_mesh(Config(output="").mesh)):
-        name, policy, params, version = load(FLAGS.run, FLAGS.step, FLAGS.model)
-        check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-        params = in_compute_dtype(policy.decoder, put_params(params), copy=False)
-        name = FLAGS.name or name
+        loaded = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
+        name = FLAGS.name or loaded.name
         recording = Recording(
             Path(FLAGS.record or f"served/{name}"),
             name,
@@ -130,13 +166,13 @@ def main(argv: list[str]) -> None:
         hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
         serving = Serving(
             name,
-            policy,
-            params,
-            version,
+            loaded.policy,
+            loaded.weights,
             Limits(*limits),
             Guarded(keys, hosts, FLAGS.max_body_bytes, FLAGS.client_seconds),
             recording if FLAGS.recording else None,
             secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
+            loaded.newer,
         )
         serve(serving, listening)
 
@@ -146,6 +182,7 @@ def define_flags() -> None:
     flags.DEFINE_string("run", None, "Folder of a training run; a checkpoint of it is served.")
     flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
     flags.DEFINE_string("model", None, "Hugging Face folder or hub name, in place of a run.")
+    flags.DEFINE_string("follow", None, "Folder of a run that is trained meanwhile; its newest checkpoint is served.")
     flags.DEFINE_string("name", None, "Name of the model in requests; default: that of the run or folder.")
     flags.DEFINE_string("host", "127.0.0.1", "Where it listens; 0.0.0.0: on all addresses of the machine.")
     flags.DEFINE_integer("port", 8000, "Port; 0: any that is free.", lower_bound=0, upper_bound=65535)

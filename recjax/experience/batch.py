@@ -64,7 +64,7 @@ def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
         prompt_tokens: of the longest prompt.
     """
     rollout = config.rollout
-    if config.task.agent:  # a row is a whole sequence, of which the first token is the prompt
+    if config.has_trajectories:  # a row is a whole sequence, of which the first token is the prompt
         return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
     return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
 

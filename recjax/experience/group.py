@@ -1,5 +1,6 @@
 """The record that passes from the sampler to the update: a group, which is one prompt and its completions."""
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class Completion(NamedTuple):
     grade: None while it is still to come.
     prompt_tokens: what it follows, where that is an agent's own context; None: its group's prompt.
     further: an agent's further rows.
+    version_runs: where new weights came on the way, (version, tokens) of one after the other, of the tokens that the
+        policy chose in all rows; empty: all are of `policy_version`.
     """
 
     id: str
@@ -71,6 +74,7 @@ class Completion(NamedTuple):
     grade: Grade | None = None
     prompt_tokens: Int[np.ndarray, " prompt_time"] | None = None
     further: tuple[Row, ...] = ()
+    version_runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampled_tokens(self) -> int:
@@ -146,6 +150,24 @@ def oldest_version(group: Group) -> int | None:
     """The least policy version of its completions; None where all are of other models."""
     versions = [completion.policy_version for completion in group.completions]
     return min((version for version in versions if version is not None), default=None)
+
+
+def runs_of(versions: Int[np.ndarray, " tokens"]) -> tuple[tuple[int, int], ...]:
+    """The versions of tokens as `Completion.version_runs`."""
+    runs = tuple((version, len(list(same))) for version, same in itertools.groupby(versions.tolist()))
+    return runs if len(runs) > 1 else ()
+
+
+def token_staleness(groups: Sequence[Group], step: int) -> float | None:
+    """The mean over sampled tokens of the optimiser steps since the weights that sampled each; None: of other models.
+
+    Args:
+        step: that trains on them, from 1.
+    """
+    known = [one for group in groups for one in group.completions if one.policy_version is not None]
+    runs = [run for one in known for run in one.version_runs or ((one.policy_version, one.sampled_tokens),)]
+    tokens = sum(count for _, count in runs)
+    return sum((step - 1 - version) * count for version, count in runs) / tokens if tokens else None
 
 
 def staleness(group: Group, step: int) -> int:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
-from recjax.experience import replay
+from recjax.experience import followed, replay
+from recjax.experience.followed import Followed
 from recjax.experience.group import (
     Grade,
     Group,
@@ -70,7 +71,7 @@ def settings_of(config: Config) -> Settings:
         sampling_interval=experience.replay.draw_every if experience.replay else 1,
         late=experience.late or LateConfig(),
         replay=experience.replay is not None,
-        oldest_first=regime.mode == "async",
+        oldest_first=regime.mode == "async" or experience.follow,
         limits=limits,
     )
 
@@ -118,6 +119,7 @@ class Queue(NamedTuple):
     beside: groups of a store for the next step.
     left: how many left over the whole run, by reason.
     ungraded: completions delivered since the last step, by why they could not be graded.
+    followed: what has come from a store that is followed.
     """
 
     round: int = 0
@@ -130,6 +132,7 @@ class Queue(NamedTuple):
     beside: tuple[Group, ...] = ()
     left: dict[str, int] = dict.fromkeys((*LOST, *LEFT), 0)
     ungraded: dict[str, int] = {}
+    followed: Followed = Followed()
 
 
 def begin_step(queue: Queue) -> Queue:
@@ -182,6 +185,16 @@ def add(
 def add_beside(queue: Queue, groups: Sequence[Group]) -> Queue:
     """The queue with whole groups of a store, which the next step takes."""
     return queue._replace(beside=tuple(groups))
+
+
+def add_rewarded(queue: Queue, groups: Sequence[Group], step: int, settings: Settings) -> Queue:
+    """The queue with whole groups, which are ready at once, within the limits.
+
+    Args:
+        step: that is trained next, from 1.
+    """
+    arrived = tuple(Waiting(group, queue.round) for group in groups)
+    return _released(queue._replace(waiting=(*queue.waiting, *arrived)), step, settings)
 
 
 def reward_delays(rows: int, shortest: int, longest: int, batch: int, seed: int) -> np.ndarray:
@@ -314,7 +327,7 @@ def counts(queue: Queue) -> dict[str, int]:
         "experience/drawn_batches": queue.added,
         "experience/waiting_groups": len(queue.waiting),
         "experience/ready_groups": len(queue.ready),
-        **{f"experience/left_out/{reason}": queue.left[reason] for reason in queue.left if reason != "used_up"},
+        **{f"experience/left_out/{reason}": queue.left[reason] for reason in (*LOST, *LEFT) if reason != "used_up"},
     }
 
 
@@ -330,6 +343,7 @@ def to_plain(queue: Queue) -> tuple[list[Experience], dict[str, Any]]:
     rows = rows_of([group for _, group, _ in placed], None, datetime.fromtimestamp(0, UTC))
     coming = [[one.ids, one.rounds, one.grades] for one in queue.coming]
     plain = {"round": queue.round, "added": queue.added, "idle": queue.idle, "left": queue.left, "coming": coming}
+    plain |= {"followed": followed.to_plain(queue.followed)} if any(queue.followed) else {}
     return rows, plain | {"groups": [[place, *numbers] for place, _, numbers in placed]}
 
 
@@ -349,5 +363,6 @@ def from_plain(rows: Sequence[Experience], plain: dict[str, Any]) -> Queue:
         plain["idle"],
         tuple(coming),
         left=dict.fromkeys((*LOST, *LEFT), 0) | plain["left"],
+        followed=followed.from_plain(plain.get("followed", {})),
         **places,
     )

@@ -4,12 +4,15 @@ A completion is a row, and a trajectory that has further rows is as many; they s
 text and its reward.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.store import Experience
 from recjax.models.sampling import Sampling
+
+_VERSIONS = "token_versions"  # key of the metadata: `Completion.version_runs`
 
 
 def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> list[Experience]:
@@ -67,6 +70,7 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         accurate=accurate,
         truncated=completion.truncated,
         policy_version=completion.policy_version,
+        metadata=json.dumps({_VERSIONS: completion.version_runs}) if completion.version_runs else None,
         **dict(zip(Sampling._fields, completion.sampling or (None,) * 3, strict=True)),
     )
 
@@ -113,4 +117,17 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behaviour_logprobs)
             for other in others
         ),
+        version_runs=_version_runs(rows),
     )
+
+
+def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
+    """What metadata says of the versions of a completion's tokens; nothing where somebody else has written it."""
+    runs = json.loads(rows[0].metadata).get(_VERSIONS) if rows[0].metadata else None
+    if runs is None or any(row.completion_mask is None for row in rows):
+        return ()
+    tokens = sum(int(row.completion_mask.sum()) for row in rows)
+    are_runs = isinstance(runs, list) and all(
+        isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs
+    )
+    return tuple(map(tuple, runs)) if are_runs and sum(count for _, count in runs) == tokens else ()

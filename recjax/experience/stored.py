@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 def stored_per_batch(config: Config) -> int:
     """How many groups of a batch come whole from a store."""
     experience, count = config.experience, config.rollout.prompts_per_step
-    if experience and experience.store:
+    if experience and experience.store and not experience.follow:
         return count
     mix = experience and experience.mix
     return round(mix.share * count) if mix and mix.of == "batch" else 0
@@ -172,19 +172,26 @@ def _with_no_reward(group: Group) -> Group:
 
 
 def _as_trained(group: Group, success: float) -> Group:
-    return group._replace(completions=tuple(_row_as_trained(row, success) for row in group.completions))
+    # Any other version counts the updates of another run, and no staleness comes of that.
+    versions = [0 if row.policy_version == 0 else None for row in group.completions]
+    rows = map(as_trained, group.completions, [success] * len(versions), versions)
+    return group._replace(completions=tuple(rows))
 
 
-def _row_as_trained(row: Completion, success: float) -> Completion:
-    """The row with what the run's metrics read of it."""
+def as_trained(row: Completion, success: float, version: int | None) -> Completion:
+    """The completion with what the run's metrics read of it.
+
+    Args:
+        success: the least reward of a right answer, where nothing else says that it is.
+        version: of the policy, in this run's updates.
+    """
     accurate = row.grade.accurate
     if accurate is None:
         # As rewards are read that come from this run.
         parts = row.grade.reward_parts or {}
         accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.grade.reward >= success
-    # Any other version counts the updates of another run, and no staleness comes of that.
-    version = 0 if row.policy_version == 0 else None
-    return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version)
+    runs = row.version_runs if version == row.policy_version else ()
+    return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)
 
 
 def _left_out(groups: list[Group]) -> dict[str, int]:

@@ -67,11 +67,14 @@ def plan(config: Config, target: Target) -> Plan:
     """Shapes and layout of a run on a target's devices; reads no weights.
 
     Raises:
-        ValueError: an invalid config, one with an agent, or a mesh that does not divide the devices or the model.
+        ValueError: an invalid config, one with an agent or a store that is followed, or a mesh that does not divide the
+            devices or the model.
     """
     if config.task.agent:
         remedy = "the programs of agents are not known ahead; remove it, and see what one turn needs"
         require(False, "task.agent", config.task.agent, remedy)
+    remedy = "the programs of a run that follows a store are not known ahead; remove it, and see what a batch needs"
+    require(not config.follows, "experience.follow", config.follows, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
     known = resolve(config)

@@ -52,6 +52,20 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
         )
 
 
+class Weights(NamedTuple):
+    """What completions are sampled with.
+
+    Attributes:
+        params: all parameters, stacked by layer, in the dtype that they compute in.
+        version: optimiser updates that they have had.
+        run: the id of the run that made these; None: it has none.
+    """
+
+    params: dict
+    version: int
+    run: str | None = None
+
+
 class Sampled(NamedTuple):
     """A completion.
 

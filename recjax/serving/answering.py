@@ -21,6 +21,7 @@ from recjax.serving.replies import CALL_BEGINS, PREFIXES, Form, place_of
 from recjax.serving.sampler import Piece, Sampler
 from recjax.serving.served import Served
 from recjax.serving.units import Session
+from recjax.serving.versions import Versions
 
 READ = {"chat": bodies.chat, "text": bodies.text, "generate": bodies.generate}
 
@@ -63,16 +64,16 @@ class Answering:
         recorder: Recorder | None,
         numbers: Numbers,
         name: str,
-        version: int,
+        versions: Versions,
     ):
         """Takes what it asks.
 
         Args:
             recorder: None: nothing is recorded, and there are no sessions.
             name: of the model.
-            version: of the policy.
+            versions: of the policy.
         """
-        self.sampler, self.recorder, self.name, self.version = sampler, recorder, name, version
+        self.sampler, self.recorder, self.name, self.versions = sampler, recorder, name, versions
         self._chats, self._rendering, self._numbers = chats, asyncio.Lock(), numbers
 
     async def job(self, kind: str, body: Any, session: str | None) -> Job:
@@ -94,7 +95,9 @@ class Answering:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
         limits = [self.sampler.limit(prompt.tokens, asked.max_tokens) for prompt in prompts]
         reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
-        form = Form(kind, reply, int(time.time()), self.name, self.version, asked, self.sampler.policy.tokenizer)
+        form = Form(
+            kind, reply, int(time.time()), self.name, self.versions.version, asked, self.sampler.policy.tokenizer
+        )
         return Job(form, prompts, limits, session, began)
 
     def taken_recorder(self) -> Recorder:
@@ -176,6 +179,7 @@ class Answering:
         if self.recorder:
             now, metadata = datetime.now(UTC), {"endpoint": form.kind} | job.asked.metadata
             metadata |= {"session": job.session} if job.session else {}
+            metadata |= {"run": self.versions.run} if self.versions.run else {}
             served = [
                 Served(
                     id=form.id if len(prompts) == 1 else f"{form.id}/prompt{place}",

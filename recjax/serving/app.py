@@ -137,7 +137,7 @@ class Server:
         answering = self.answering
         model = {"id": answering.name, "object": "model", "created": 0, "owned_by": "recjax"}
         limits = answering.sampler.limits
-        model |= {"max_model_len": limits.context, "policy_version": answering.version}
+        model |= {"max_model_len": limits.context, "policy_version": answering.versions.version}
         asked = request.path_params.get("model")
         if asked not in (None, answering.name):
             raise Refused(404, f"there is no model {asked!r:.100}; this server has {answering.name!r}", param="model")

@@ -24,7 +24,7 @@ class Form(NamedTuple):
     id: of the reply.
     created: seconds since 1970.
     model: its name.
-    version: of the policy.
+    version: of the policy when the request came.
     """
 
     kind: str
@@ -46,13 +46,19 @@ def whole(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) ->
     n = form.asked.n
     choices = [_choice(form, index, prompts[index // n], piece) for index, piece in enumerate(pieces)]
     if form.kind == "generate":
-        return {"request_id": form.id, "choices": choices, "prompt_logprobs": None} | _tokens_of_prompts(form, prompts)
-    reply = _head(form, OBJECTS[form.kind]) | {"choices": choices, "usage": usage(prompts, pieces, n)}
-    return reply | _tokens_of_prompts(form, prompts)
+        reply = {"request_id": form.id, "choices": choices, "prompt_logprobs": None}
+    else:
+        reply = _head(form, OBJECTS[form.kind]) | {"choices": choices, "usage": usage(prompts, pieces, n)}
+    return reply | {"policy_version": oldest_version(pieces)} | _tokens_of_prompts(form, prompts)
+
+
+def oldest_version(pieces: Sequence[Piece]) -> int:
+    """Of the weights that sampled a token of these; new weights may come in the middle of a completion."""
+    return min(int(piece.sampled.versions.min()) for piece in pieces)
 
 
 def _tokens_of_prompts(form: Form, prompts: Sequence[np.ndarray]) -> dict[str, Any]:
-    found: dict[str, Any] = {"policy_version": form.version}
+    found: dict[str, Any] = {}
     if form.asked.token_ids and len(prompts) == 1:
         found["prompt_token_ids"] = prompts[0].tolist()
     return found
@@ -151,6 +157,7 @@ class Chunks:
     def __init__(self, form: Form, index: int, prompt: np.ndarray):
         """Nothing is said yet."""
         self._form, self._index, self._prompt, self._text, self._tokens = form, index, prompt, "", 0
+        self._version = form.version
 
     def first(self) -> list[dict[str, Any]]:
         """Before the first token: who speaks, and the prompt's tokens if they are asked for."""
@@ -161,6 +168,7 @@ class Chunks:
 
     def next(self, piece: Piece) -> list[dict[str, Any]]:
         """What is new in a piece; of the last one, why it has ended as well."""
+        self._version = oldest_version([piece]) if len(piece.sampled.versions) else self._version
         text, calls = piece.text, []
         if self._form.asked.tools and self._form.kind == "chat":
             text, calls = self._without_calls(piece)
@@ -190,7 +198,7 @@ class Chunks:
     def _chunk(self, delta: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, **delta, "logprobs": None, "finish_reason": None} | extra
         object_ = OBJECTS[self._form.kind] + (".chunk" if self._form.kind == "chat" else "")
-        return _head(self._form, object_) | {"choices": [choice], "policy_version": self._form.version}
+        return _head(self._form, object_) | {"choices": [choice], "policy_version": self._version}
 
 
 def last_chunk(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
@@ -13,12 +13,14 @@ from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
+from recjax.rollout.requests import Weights
 from recjax.serving.answering import Answering
 from recjax.serving.app import Server
 from recjax.serving.guards import Guarded
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, Recording
 from recjax.serving.sampler import Limits, Sampler
+from recjax.serving.versions import Versions
 
 CHAT_SECONDS = 10.0  # for the chat template, at each request
 PREFIX_TIME = 64  # tokens that shorter prompts are padded to
@@ -30,20 +32,20 @@ class Serving:
 
     Attributes:
         name: of the model.
-        params: of the policy, stacked by layer, in the dtype that they compute in.
-        version: optimiser updates that they have had.
+        weights: that it begins with.
+        newer: gives weights that have come since it was asked last, or None; None: there will be none.
         recording: None: nothing is recorded.
         seed: of requests without one.
     """
 
     name: str
     policy: Policy
-    params: dict
-    version: int
+    weights: Weights
     limits: Limits
     guarded: Guarded
     recording: Recording | None
     seed: int
+    newer: Callable[[], Weights | None] | None = None
 
 
 def made(serving: Serving, when_ready: str) -> Server:
@@ -57,13 +59,14 @@ def made(serving: Serving, when_ready: str) -> Server:
     policy, limits = serving.policy, serving.limits
     recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
     engine = Engine(policy.decoder, policy.stop_ids, slots=limits.slots, prefix_time=PREFIX_TIME)
-    engine.replace_weights(serving.params, serving.version)
+    engine.replace_weights(serving.weights.params, serving.weights.version)
     live, chats = LiveEngine(engine), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
+    versions = Versions(live, serving.weights, serving.newer)
     sampler = Sampler(live, policy, limits, serving.seed)
     numbers = Numbers(
         {
             "under_way": ("Completions that are sampled or wait.", lambda: sampler.under_way),
-            "policy_version": ("Optimiser updates of the weights.", lambda: serving.version),
+            "policy_version": ("Optimiser updates of the weights.", lambda: versions.version),
             "records_waiting": (
                 "Prompts and sessions that are not in the store yet.",
                 lambda: len(recorder.book.units) if recorder else 0,
@@ -77,11 +80,11 @@ def made(serving: Serving, when_ready: str) -> Server:
             # The template's fork has none of the connections that come later. Without a template there are no chats.
             with contextlib.suppress(ValueError):
                 chats.render([[{"role": "user", "content": "hello"}]])
-            async with live, recorder or contextlib.nullcontext():
+            async with live, recorder or contextlib.nullcontext(), versions:
                 print(when_ready)
                 yield
 
-    answering = Answering(sampler, chats, recorder, numbers, serving.name, serving.version)
+    answering = Answering(sampler, chats, recorder, numbers, serving.name, versions)
     return Server(answering, numbers, serving.guarded, lifespan)
 
 
@@ -96,7 +99,7 @@ def serve(serving: Serving, listening: socket.socket) -> None:
     host, port = listening.getsockname()[:2]
     place = f"recorded in {serving.recording.folder}" if serving.recording else "nothing is recorded"
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    server = made(serving, f"{serving.name}, version {serving.version}, is served at {where}; {place}")
+    server = made(serving, f"{serving.name}, version {serving.weights.version}, is served at {where}; {place}")
     options = {
         "loop": "asyncio",
         "http": "h11",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import Completion, Group, Row
+from recjax.experience.group import Completion, Group, Row, runs_of
 from recjax.experience.rows import rows_of
 from recjax.experience.store import PROMPT_LEFT_OUT, Experience
 from recjax.models.sampling import Sampling
@@ -66,6 +66,7 @@ class Unit:
         for row in rows_of([group], first.tokenizer, first.time):
             given = self.given.get(row.trajectory or row.id)
             said = metadata | ({"comment": given.comment} if given and given.comment is not None else {})
+            said |= json.loads(row.metadata or "{}")  # the versions of its tokens
             row = row._replace(metadata=json.dumps(said))
             rows.append(row if self.has_prompts else row._replace(prompt_tokens=None))
         return rows
@@ -87,6 +88,7 @@ class Unit:
                 policy_version=int(one.versions.min()),
                 truncated=one.truncated,
                 grade=self.given[name].grade if name in self.given else None,
+                version_runs=runs_of(one.versions),
             )
             for served in self.served
             for name, text, one in zip(served.rows, served.texts, served.sampled, strict=True)
@@ -157,6 +159,7 @@ class Session(Unit):
                 grade=self.given[self.name].grade if self.given else None,
                 prompt_tokens=first.prompt_tokens,
                 further=tuple(further),
+                version_runs=runs_of(np.concatenate([turn.versions for turn in turns])),
             ),
         )
 

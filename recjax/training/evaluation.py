@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Key
 
 from recjax.config import Config
 from recjax.experience.batch import Shape, pad
@@ -57,24 +58,29 @@ def answered(
         agents: open; None where the config names none.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 2), step)
     for start in range(first, count, size):
         # Filled up with repeats, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
-        part_key, sampling = jax.random.fold_in(key, start), settings.sampling()
+        key, sampling = part_key(config.seed, step, start), settings.sampling()
         names = {"name": f"{start:06d}", "source": "policy", "version": step}
         if agents:
             asked = asked.take(np.arange(problems))
             groups, grades = agents.sample_groups(
-                policy, params, asked, part_key, settings.samples, sampling, grading, **names
+                policy, params, asked, key, settings.samples, sampling, grading, **names
             )
         else:
             longest = config.rollout.max_completion_tokens
-            keys = row_keys(part_key, size * settings.samples)
+            keys = row_keys(key, size * settings.samples)
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
             grades = submit(groups, asked, grading)
         yield Answered(start, asked, with_grades(groups, grades.result()))
+
+
+def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
+    """Of the part of an evaluation that begins with prompt `start`."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2), step)
+    return jax.random.fold_in(key, start)
 
 
 def sample_rows(done: Answered) -> list[dict]:

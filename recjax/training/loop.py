@@ -5,7 +5,7 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from recjax.experience.trajectories import pad_trajectories
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.plots.training import draw_experience, draw_training
-from recjax.training import checkpoint, kept_samples, rounds, run_lock
+from recjax.training import checkpoint, following, kept_samples, rounds, run_lock
 from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.evaluation import evaluate, samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
@@ -100,10 +100,15 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
             with under_way("sampling the first batch, for which the sampler is compiled", step == first):
-                state, groups = next_groups(run, state, step)
+                state, groups = next_groups(run, state, step, stopping)
+            if groups is None:  # it was asked to stop while it waited
+                metrics.settle()
+                if manager.latest_step() != state.step:
+                    state = _saved(run, state, manager, writer)
+                raise Preempted(state.step, next(iter(stopping)))
 
             # --- Pad.
-            batch, micro_batches = _padded(run, recipe.algorithm, groups, step)
+            batch, micro_batches = _padded(run, state, recipe.algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
             # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
@@ -132,7 +137,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             row = {
                 "step": step,
                 **batch_metrics(step, batch, learned),
-                **rounds.queue_metrics(run, state.queue, groups),
+                **rounds.queue_metrics(run, state.queue, groups, step),
                 "learning_rate": learning_rates[step - 1],
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
@@ -164,8 +169,16 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
-def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group]]:
-    """The groups that a step trains on, and the state after the rounds that it took to have them."""
+def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
+    """The groups that a step trains on, and the state after the rounds that it took to have them.
+
+    Args:
+        stopping: signals that ask the run to stop.
+    Returns:
+        None in place of the groups where such a signal came while a store was waited for.
+    """
+    if run.follower:
+        return following.next_groups(run, rounds.synced(run, state, step), step, stopping)
     state, groups = state._replace(queue=queues.begin_step(state.queue)), None
     if run.generators:
         run.generators.begin_step()
@@ -182,15 +195,16 @@ def next_groups(run: Run, state: State, step: int) -> tuple[State, list[Group]]:
     return state, groups
 
 
-def _padded(run: Run, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
+def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
     """The batch of a step and its micro-batches; filled up so that these and devices share prompts equally."""
     config, shape, micro_batches = run.config, run.shape, run.config.micro_batches()
     multiple = micro_batches * row_shards()
     unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
-        if run.agents:
+        if config.has_trajectories:
             batch, micro_batches = _padded_trajectories(run, algorithm, groups, micro_batches)
+            batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
         else:
             batch = pad(groups, shape, logprobs=not unneeded)
     if config.experience is None and config.regime.mode == "sync":
@@ -201,7 +215,7 @@ def _padded(run: Run, algorithm: Algorithm, groups: list[Group], step: int) -> t
 
 
 def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
-    """The rows of agents; there may be more than one a trajectory, and then more micro-batches."""
+    """The rows of trajectories; there may be more than one a trajectory, and then more micro-batches."""
     shape = run.shape
     rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
     whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
@@ -214,7 +228,7 @@ def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) 
     if hosts.is_first():
         output, tokenizer = Path(run.config.output), run.policy.tokenizer
         # The rows of a trajectory are not in the groups' order.
-        of_tokens = None if run.agents else of_tokens
+        of_tokens = None if run.config.has_trajectories else of_tokens
         kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, run.config.samples)
 
 

@@ -31,7 +31,7 @@ from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.tasks.prompts import Prompts, batch_indices
-from recjax.training import schedule
+from recjax.training import following, schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
 
@@ -101,7 +101,7 @@ def sample_batch(
     with run.phases.phase("sample"):
         params = combine(behaviour_params, run.frozen)
         if run.agents:
-            key = _batch_key(config.seed, number)
+            key = batch_key(config.seed, number)
             return run.agents.sample_groups(
                 run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
             )
@@ -113,7 +113,8 @@ def sample_batch(
         return groups, submit(groups, prompts, run.grading)
 
 
-def _batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
+def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
+    """From which the completions of a batch have their random numbers; batches count from 1."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
 
 
@@ -124,7 +125,7 @@ def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches b
     They are made together as the host would otherwise wait for them, behind the update that is under way, each time.
     """
     numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
-    return row_keys(jax.vmap(functools.partial(_batch_key, seed))(numbers), rows)
+    return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
 
 
 def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
@@ -187,11 +188,13 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
     return queue
 
 
-def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
+def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict:
     """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
     config = run.config
     logged = {}
-    if run.own[0]:
+    if run.follower:
+        logged |= following.metrics(run, queue, groups, step)
+    elif run.own[0]:
         reasons = FAILURES[1:-1] if run.grading.reward.per_row else FAILURES[-1:]
         logged |= {f"grading/{reason}": queue.ungraded.get(reason, 0) for reason in reasons}
     if run.agents:
@@ -199,7 +202,7 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group]) -> dict:
     if config.experience or run.generators:
         rows = Counter(completion.source for group in groups for completion in group.completions)
         logged["source_rows"] = dict(rows)
-    if run.generators or (config.experience and not config.experience.store):
+    if run.generators or run.follower or (config.experience and not config.experience.store):
         logged |= queues.counts(queue)
     if run.generators:
         waited, restarts = run.generators.waited_seconds, run.generators.restarts

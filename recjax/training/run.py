@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
+from recjax.experience.following import Follower
 from recjax.experience.group import Completion
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.sources import by_prompt
@@ -50,6 +51,7 @@ class Run(NamedTuple):
     initial: the trained ones before the first step, likewise; None where nothing reads them.
     teacher: the model that `model.teacher` names.
     agents: those that talk to the policy, where there are any; open while the run lasts.
+    follower: the reader of the store that is followed, where one is.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Run(NamedTuple):
     initial: dict | None = None
     teacher: Teacher | None = None
     agents: Agents | None = None
+    follower: Follower | None = None
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -106,7 +109,7 @@ class State(NamedTuple):
     queue: groups that were sampled and may still be trained on.
     in_flight: numbers of the batches that generators are at.
     totals: of the run so far: seconds by phase, wall seconds, tokens; a digest of the store; size and checksum of
-        metrics.jsonl; the config.
+        metrics.jsonl; the config; of a run that follows a store its id, which no other run has.
     """
 
     step: int
@@ -138,7 +141,8 @@ def prepare(config: Config) -> tuple[Run, dict]:
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
     experience = config.experience
-    stored = load_stored(config, policy) if experience and (experience.store or experience.mix) else None
+    reads = experience is not None and not experience.follow and (experience.store or experience.mix)
+    stored = load_stored(config, policy) if reads else None
     joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
     if joins:
         check_prompts(stored, experience.mix, train)
@@ -194,7 +198,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     """Of batches into which the policy's own groups fit and those of the store, where either is trained on."""
     experience = config.experience
-    if experience and experience.store:
+    if experience and experience.store and not experience.follow:
         return stored.shape
     shape = sampled_shape(config, train.tokens.shape[1])
     if stored is None:

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import logging
+import uuid
 
 import jax
 import optax
 import orbax.checkpoint as ocp
 
 from recjax.config import Config
+from recjax.experience.following import Follower
 from recjax.experience.queue import Queue
 from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params
@@ -45,9 +47,10 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     run = run._replace(frozen=frozen, initial=initial if reads_initial else None, teacher=teacher)
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": dataclasses.asdict(config), "metrics": None}
+    totals |= {"run": uuid.uuid4().hex} if config.follows else {}
     state = State(0, first_state(recipe.optimizer, params), initial, 0, Queue(), (), totals)
     if manager.latest_step() is None:
-        return run, state, manager
+        return _with_follower(run, state), state, manager
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, initial))
     # What is restored needs their place.
     del params, initial, state
@@ -61,7 +64,18 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     state = state._replace(totals=totals | state.totals | {"config": totals["config"]})
     logger.info("going on from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
-    return run, state, manager
+    return _with_follower(run, state), state, manager
+
+
+def _with_follower(run: Run, state: State) -> Run:
+    """The run with what reads the store that it follows, if it does."""
+    if not run.config.follows:
+        return run
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"experience.follow = true: one process follows a store, and this run has {jax.process_count()}; start one"
+        )
+    return run._replace(follower=Follower(run.config, run.policy, state.totals["run"]))
 
 
 def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:

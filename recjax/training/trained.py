@@ -119,8 +119,6 @@ def _made_by(run: Path) -> str:
 def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:
     """The policy of a run's checkpoint: its step, what it is, and all of its parameters.
 
-    Parameters that the run did not train are in no checkpoint; they are made again as the run made them.
-
     Args:
         config: the run's own.
         step: of the checkpoint; None: the newest.
@@ -129,8 +127,49 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
     Raises:
         ValueError: there is no such checkpoint, or the model or task of the config is no longer what it was.
     """
-    lora = config.model.lora
     step = _whole_step(run, config, step)
+    reader = checkpoint_reader(run, config)
+    return step, reader.policy, reader.params(step)
+
+
+class CheckpointReader(NamedTuple):
+    """Reads the parameters of a run's checkpoints; what all have in common was made once.
+
+    run: its folder.
+    policy: without adapters.
+    like: shapes of what the checkpoints hold, which is what the run trained.
+    constant: the other parameters.
+    adapted: the decoder's config with adapters; None where there are none.
+    """
+
+    run: Path
+    policy: Policy
+    like: dict
+    constant: dict
+    adapted: DecoderConfig | None
+
+    def params(self, step: int) -> dict:
+        """All float32 parameters at a step, without adapters, as NumPy arrays on the host.
+
+        Raises:
+            ValueError: the checkpoint has other shapes.
+            Exception: of Orbax, where files are missing.
+        """
+        params = combine(_restored(self.run, step, self.like), self.constant)
+        return merged(self.adapted, params) if self.adapted else params
+
+
+def checkpoint_reader(run: Path, config: Config) -> CheckpointReader:
+    """What reads the checkpoints of a run.
+
+    Parameters that the run did not train are in no checkpoint; they are made again as the run made them.
+
+    Args:
+        config: the run's own.
+    Raises:
+        ValueError: the model or task of the config cannot be read.
+    """
+    lora, adapted_config = config.model.lora, None
     if lora or config.model.freeze:
         prepared, params = prepare(untrained(config))
         policy, (like, constant) = prepared.policy, split(on_host(params), config.model)
@@ -138,12 +177,11 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
         task = load_task(config) if config.model.decoder else None
         policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")
         like, constant = abstract_params(policy.decoder.config), {}
-    params = combine(_restored(run, step, like), constant)
     if lora:
-        params = merged(policy.decoder.config, params)
-        plain = dataclasses.replace(policy.decoder.config, lora=None)
+        adapted_config = policy.decoder.config
+        plain = dataclasses.replace(adapted_config, lora=None)
         policy = policy._replace(decoder=policy.decoder.clone(config=plain))
-    return step, policy, params
+    return CheckpointReader(run, policy, like, constant, adapted_config)
 
 
 def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, DecoderConfig, dict]:

@@ -13,16 +13,19 @@ from pathlib import Path
 
 from tests.faults import damage, others
 from tests.faults.kills import ASYNC, MODES, kills
+from tests.faults.live import kills_of_both
 from tests.faults.outcomes import Outcome, table
 from tests.faults.runs import Place, place_in
 
-PARTS = ("kills", "flips", "resumed", "disks", "processes", "clocks", "places")
+PARTS = ("kills", "live", "flips", "resumed", "disks", "processes", "clocks", "places")
 
 
 def campaign(place: Place, only: list[str], flips: int, kill_count: int, seed: int, ray: bool) -> Iterator[Outcome]:
     """Every fault of the parts that are asked for."""
     if "kills" in only:
         yield from kills(place, kill_count, seed, MODES | (ASYNC if ray else {}))
+    if "live" in only:
+        yield from kills_of_both(place, kill_count, seed)
     if {"flips", "resumed"} & {*only}:
         made = damage.subject(place)
     if "flips" in only:

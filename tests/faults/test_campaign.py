@@ -4,6 +4,7 @@ import pytest
 
 from tests.faults import damage, others
 from tests.faults.kills import MODES, kills
+from tests.faults.live import kills_of_both
 from tests.faults.outcomes import Outcome, table
 from tests.faults.runs import place_in
 
@@ -32,6 +33,10 @@ def require_none_wrong(outcomes):
 
 def test_kills_during_the_warm_start_and_after(place):
     require_none_wrong(kills(place, 4, seed=1, modes={"warm start": MODES["warm start"]}))
+
+
+def test_kills_of_a_server_and_of_the_trainer_that_follows_it(place):
+    require_none_wrong(kills_of_both(place, 4, seed=1))
 
 
 def test_flipped_bits_and_cut_files(made):

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.rollout.requests import Weights
 from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording
 from recjax.serving.running import Serving, made
@@ -29,10 +30,11 @@ PARAMS = init_params(SHAPE, jax.random.key(0))
 LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
 
 
-def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=PARAMS, **recording):
+def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=PARAMS, newer=None, **recording):
     """What a server is made of; it records in `folder`, unless that is None."""
     recording = Recording(folder, "tiny", part_seconds=3600.0, **recording) if folder else None
-    return Serving("tiny", policy, params, 3, limits, guarded or Guarded(), recording, seed)
+    weights = Weights(params, 3)
+    return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer)
 
 
 @contextlib.contextmanager

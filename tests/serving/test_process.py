@@ -17,6 +17,11 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.experience import store
+from recjax.experience.batch import shape_of
+from recjax.experience.sources import load_groups, with_logprobs
+from recjax.generate_experience import generate_remotely
+from recjax.rollout.remote import Address
+from recjax.training.trained import run_config, run_params
 from tests.training.tiny_run import TINY, train
 
 pytestmark = pytest.mark.slow
@@ -143,7 +148,7 @@ def test_what_it_cannot_begin_with(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text((run[0] / "config.yaml").read_text())
     assert "holds no checkpoint yet" in error("--run", "empty", "--port=0")
-    assert "give exactly one of --run and --model; found neither" in error("--port=0")
+    assert "give exactly one of --run, --model and --follow; found none" in error("--port=0")
     assert "--api_key_file none cannot be read" in error("--run", run[0], "--api_key_file=none")
     block = (
         "import sys; sys.modules['uvicorn'] = None; import runpy; runpy.run_module('recjax.serve', run_name='__main__')"
@@ -169,3 +174,55 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
             assert reply["choices"][0]["token_ids"] == found[0, asked.shape[1] :].tolist()
     row = store.read(tmp_path)[0]
     assert json.loads(row.metadata)["endpoint"] == "chat" and row.messages[0]["content"] == questions[0]
+
+
+def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tmp_path):
+    config = load_config(run[1], ["rollout.temperature=0.7", "rollout.prompts_per_step=4"])
+    with running("--run", run[0], "--norecording") as client:
+        assert generate_remotely(config, tmp_path, 2, Address(str(client.base_url)), None) == 2
+    version, policy, params = run_params(run[0], run_config(run[0]))
+    groups = load_groups(tmp_path, policy)
+    assert version == 2 and len(groups) == 8 and {one.source for one in groups[0].completions} == {"tiny"}
+    unknown = [
+        group._replace(completions=tuple(one._replace(behaviour_logprobs=None) for one in group.completions))
+        for group in groups
+    ]
+    shape, sampling = shape_of(groups, 4), config.rollout.sampling()
+    for ours, theirs in zip(groups, with_logprobs(unknown, shape, policy, params, sampling, 64), strict=True):
+        for sent, known in zip(ours.completions, theirs.completions, strict=True):
+            np.testing.assert_allclose(sent.behaviour_logprobs, known.behaviour_logprobs, atol=1e-4)
+
+
+def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
+    flags = ["--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
+    command = [sys.executable, "-m", "recjax.serve", *map(str, flags)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while "waits for the first checkpoint" not in process.stderr.readline():
+            pass
+        train(load_config(run[1], [f"output={tmp_path / 'run'}", "training.steps=3", "training.checkpoint_every=3"]))
+        address = re.search(r"http://[^/]*", process.stdout.readline()).group()
+        with httpx.Client(base_url=address, timeout=120) as client:
+            assert served_version(client, 3) == 3
+            train(load_config(run[1], [f"output={tmp_path / 'run'}", "training.steps=6"]))
+            assert served_version(client, 6) == 6
+            (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "aside")
+            assert served_version(client, 3) == 3  # the run goes on from there, and so does the server
+            said = tmp_path / "aside" / "progress" / "metadata"
+            said.write_bytes(said.read_bytes() + b" ")  # can be read, and is not as it was written
+            (tmp_path / "aside").rename(tmp_path / "run" / "checkpoints" / "6")
+            time.sleep(3)
+            assert post(client, TEXT, prompt="1+2=", max_tokens=2)["policy_version"] == 3  # it is damaged
+    finally:
+        process.kill()
+        assert "the checkpoint of step 6 is not taken" in process.communicate()[1]
+
+
+def served_version(client, wanted):
+    """The version of a reply, when that is the one that is wanted, or after a while."""
+    for _ in range(60):
+        found = post(client, TEXT, prompt="1+2=", max_tokens=2)["policy_version"]
+        if found == wanted:
+            break
+        time.sleep(0.5)
+    return found

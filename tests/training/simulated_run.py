@@ -59,5 +59,5 @@ def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[in
     state = State(0, None, {}, 0, Queue(), (), {})
     for step in range(1, config.training.steps + 1):
         state, groups = loop.next_groups(run, state, step)
-        yield step, groups, rounds.queue_metrics(run, state.queue, groups), numbers[:]
+        yield step, groups, rounds.queue_metrics(run, state.queue, groups, step), numbers[:]
         numbers.clear()

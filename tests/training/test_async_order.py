@@ -101,7 +101,7 @@ def test_replay_draws_as_seldom_as_it_says(tiny, monkeypatch):
     ("settings", "message"),
     [
         (["regime.mode=later"], "regime.mode = 'later': takes sync, async"),
-        (["regime.max_staleness=2"], "max_staleness = 2: is read with regime.mode = async alone"),
+        (["regime.max_staleness=2"], "max_staleness = 2: is read with regime.mode = async and"),
         (["regime.generators=2"], "generators = 2: is read with"),
         (["regime.address=auto"], "address = 'auto': is read with"),
         (["regime.generator_seconds=5"], "generator_seconds = 5.0: is read with"),

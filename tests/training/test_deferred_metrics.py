@@ -84,10 +84,10 @@ def dies_at(monkeypatch, at):
     """Has the batch of step `at` fail."""
     next_groups = loop.next_groups
 
-    def fails(run, state, step):
+    def fails(run, state, step, *stopping):
         if step == at:
             raise ValueError("no batch")
-        return next_groups(run, state, step)
+        return next_groups(run, state, step, *stopping)
 
     monkeypatch.setattr(loop, "next_groups", fails)
 

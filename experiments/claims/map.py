@@ -1,0 +1,125 @@
+"""Makes the runs of map.yaml, and their table.
+
+    python -m experiments.claims.map [--smoke] [--seeds 0] [--workers N]    # resumes; finished runs are left alone
+    python -m experiments.claims.map --collect                              # writes experiments/claims/map.parquet
+
+Runs of one algorithm are one compiled program (see one_program.py), in `--workers` processes. All runs of a seed come
+before those of the next.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+from absl import app, flags
+
+from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.config import Config
+from recjax.console import command, progress_bar
+from recjax.whole_files import write_whole
+
+FLAGS = flags.FLAGS
+HERE = Path(__file__).parent
+TABLE = HERE / "map.parquet"
+
+
+def file_of(run: SweepRun) -> Path:
+    """Where the rows of a finished run are."""
+    return Path(f"{run.config.output}.json")
+
+
+def in_order(runs: list[SweepRun]) -> list[SweepRun]:
+    """Seed by seed, and runs of one program one after the other."""
+    return sorted(runs, key=lambda run: (run.config.seed, run.settings["algorithm"], run.config.regime.sync_offset > 0))
+
+
+def without_arguments(config: Config) -> Config:
+    """The config with nothing in it that a program takes as an argument: equal configs are one program."""
+    plain = {"seed": 0, "output": "", "regime": type(config.regime)(sync_offset=config.regime.sync_offset)}
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0)
+    return dataclasses.replace(config, **plain, optimizer=optimizer)
+
+
+def make(runs: list[SweepRun]) -> None:
+    """Makes runs, each with its file."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from experiments.claims.one_program import OneProgram, Regime, seed_of
+    from recjax.training.cache import keep_compiled_programs
+
+    keep_compiled_programs()
+    known, program, seeds = None, None, {}
+    for run in runs:
+        config = run.config
+        if config.seed not in seeds:
+            seeds = {config.seed: seed_of(config)}
+        seed, policy = seeds[config.seed]
+        if known != (known := without_arguments(config)):
+            program = OneProgram(config, policy, config.regime.sync_offset)
+        steps = config.training.steps
+        interval = steps + 1 if config.regime.offline else config.regime.sync_interval
+        regime = Regime(jnp.int32(interval), jnp.int32(config.regime.sync_offset))
+        measured = jax.device_get(program.run(seed, jnp.float32(config.optimizer.learning_rate), regime))
+        table = pd.DataFrame({name: np.asarray(values, np.float64) for name, values in measured.items()})
+        table.insert(0, "step", np.arange(0, steps + 1, config.evaluation.every))
+        file_of(run).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file_of(run), json.dumps(table.to_dict("list")))
+
+
+def collect(runs: list[SweepRun]) -> pd.DataFrame:
+    """A row for each evaluation of each finished run: its settings, the step, what was measured since the last one."""
+    tables = []
+    for run in filter(lambda run: file_of(run).exists(), runs):
+        table = pd.DataFrame(json.loads(file_of(run).read_text()))
+        tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
+    if not tables:
+        raise ValueError(f"none of the {len(runs)} runs is finished; python -m experiments.claims.map makes them")
+    return pd.concat(tables, ignore_index=True)
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Makes what is missing, or collects what is there."""
+    if argv[1:]:
+        raise ValueError(f"{argv[1]!r} is not understood; see --help")
+    runs = in_order(read_sweep(HERE / "map.yaml", FLAGS.smoke)[1])
+    if FLAGS.collect:
+        table = collect(runs)
+        floats = table.select_dtypes("float").columns
+        table.astype(dict.fromkeys(floats, "float32")).to_parquet(TABLE, index=False, compression="zstd")
+        print(f"{TABLE}: {len(table.drop_duplicates(list(runs[0].settings)))} of {len(runs)} runs")
+        return
+    runs = [run for run in runs if not FLAGS.seeds or str(run.config.seed) in FLAGS.seeds]
+    waiting = [run for run in runs if not file_of(run).exists()]
+    if FLAGS.share is not None:
+        make(waiting[FLAGS.share :: FLAGS.workers])
+        return
+    environment = os.environ | {"PJRT_NPROC": "1"}  # a thread for each of them
+    again = [sys.executable, "-m", "experiments.claims.map", *sys.argv[1:]]
+    workers = [subprocess.Popen([*again, f"--share={place}"], env=environment) for place in range(FLAGS.workers)]
+    try:
+        with progress_bar("map", len(runs), len(runs) - len(waiting), unit="run") as bar:
+            while any(worker.poll() is None for worker in workers):
+                time.sleep(1)
+                bar.update(sum(file_of(run).exists() for run in runs) - bar.n)
+    finally:
+        for worker in workers:
+            worker.terminate()
+    if any(worker.wait() for worker in workers):
+        raise ValueError("a worker failed, see above; the same command goes on")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_bool("smoke", False, "The few runs of the file's smoke block.")
+    flags.DEFINE_bool("collect", False, "Write the table of what is finished.")
+    flags.DEFINE_list("seeds", [], "Only runs of these seeds.")
+    flags.DEFINE_integer("workers", 2, "Processes.", lower_bound=1)
+    flags.DEFINE_integer("share", None, "Which of the workers this is; given by the command itself.")
+    app.run(main)

@@ -1,0 +1,237 @@
+"""Whole runs of the laboratory as one compiled program, in which learning rate, staleness and seed are arguments.
+
+Sampling is the engine's program for a whole batch, the update is the trainer's, and so are prompts, keys and rewards:
+a run made here is the run of `recjax.train` but for rounding. What it lacks is what the laboratory does not need:
+checkpoints, queues of other kinds, files.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, UInt32
+
+from recjax.config import Config
+from recjax.experience.batch import Batch
+from recjax.hub.policy import Policy
+from recjax.models.logprobs import completion_logprobs
+from recjax.models.unrolling import params_for, unrolled_for_sampling
+from recjax.rollout.collecting import row_keys
+from recjax.rollout.decoding import whole_batch
+from recjax.tasks.prompts import Prompts, batch_indices
+from recjax.training.evaluation import part_key
+from recjax.training.rounds import batch_key
+from recjax.training.run import prepare
+from recjax.training.update import TrainState, recipe_of, update
+
+KEPT = (
+    "reward",
+    "entropy",
+    "clip_fraction/all",
+    "ratio/q01",
+    "ratio/q99",
+    "behaviour_kl/k3",
+    "effective_sample_size",
+    "gradient_norm",
+)
+
+
+class Seed(NamedTuple):
+    """What a seed decides: the base policy, what every step and evaluation asks, and its random numbers.
+
+    prompts, held_out: tokens of all prompts to train on, and of those evaluated; and the numbers that answer them.
+    asked: places in `prompts` of each step's.
+    keys, evaluation_keys: key data of each step's, and of each evaluation's completions.
+    """
+
+    number: int
+    params: dict
+    prompts: Int[np.ndarray, "problems prompt_time"]
+    answers: Int[np.ndarray, " problems"]
+    held_out: Int[np.ndarray, "held_out prompt_time"]
+    held_out_answers: Int[np.ndarray, " held_out"]
+    asked: Int[np.ndarray, "steps prompts"]
+    keys: UInt32[np.ndarray, "steps batch words"]
+    evaluation_keys: UInt32[np.ndarray, "evaluations rows words"]
+
+
+class Regime(NamedTuple):
+    """Which weights sample a step's batch: copied every `interval` steps, and `offset` steps old.
+
+    With neither offset nor a copy within the run, `interval` beyond its steps, training is offline.
+    """
+
+    interval: int
+    offset: int = 0
+
+
+def seed_of(config: Config) -> tuple[Seed, Policy]:
+    """What the config's seed decides, and the policy.
+
+    Raises:
+        ValueError: prompts of different lengths.
+    """
+    run, params = prepare(config)
+    rollout, settings, steps = config.rollout, config.evaluation, config.training.steps
+    numbers = np.arange(1, steps + 1)
+    problems, count = len(run.train.texts), rollout.prompts_per_step
+    if not (run.train.mask.all() and run.held_out.mask.all()):
+        raise ValueError("prompts of one program are of one length; take a task of which that is true")
+    evaluated = range(0, steps + 1, settings.every)
+    keys = row_keys(jax.vmap(functools.partial(batch_key, config.seed))(numbers), count * rollout.group_size)
+    parts = [
+        row_keys(part_key(config.seed, step, first), count * settings.samples)
+        for step in evaluated
+        for first in range(0, settings.problems, count)
+    ]
+    evaluation_keys = np.stack(parts).reshape(len(evaluated), -1, parts[0].shape[-1])
+    asked = np.stack([batch_indices(problems, count, number, config.seed) for number in numbers])
+    own, held_out = ((prompts.tokens, _answers(prompts)) for prompts in (run.train, run.held_out))
+    return Seed(config.seed, params, *own, *held_out, asked, keys, evaluation_keys), run.policy
+
+
+def _answers(prompts: Prompts) -> np.ndarray:
+    """The last number of each answer."""
+    return np.array([int(re.findall(r"\d+", answer)[-1]) for answer in prompts.answers], np.int32)
+
+
+def last_numbers(tokens: Int[Array, "batch time"], counts: Int[Array, " batch"], digits: Int[Array, " vocab"]):
+    """The last number that each completion writes, below 10⁸; -1 where it writes none.
+
+    Args:
+        counts: tokens of each completion.
+        digits: what each token is as a digit, -1: none.
+    """
+
+    def read(carry, column):
+        number, in_number = carry
+        place, token = column
+        digit = jnp.where(place < counts, digits[token], -1)
+        longer = jnp.minimum(jnp.where(in_number, 10 * number, 0) + digit, 10**8)
+        return (jnp.where(digit >= 0, longer, number), digit >= 0), None
+
+    start = (jnp.full(len(counts), -1), jnp.zeros(len(counts), bool))
+    return jax.lax.scan(read, start, (jnp.arange(tokens.shape[1]), tokens.T))[0][0]
+
+
+class OneProgram:
+    """Runs of one algorithm and one shape, of any rate, seed and regime; compiled once."""
+
+    def __init__(self, config: Config, policy: Policy, most_offset: int):
+        """Takes what is the same in all runs.
+
+        Args:
+            most_offset: of the regimes; 0 keeps no older weights than the sampler's.
+        """
+        recipe = recipe_of(config, policy.decoder)
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(config.optimizer.clip_norm),
+            optax.inject_hyperparams(optax.adamw)(
+                learning_rate=0.0,
+                b1=config.optimizer.beta1,
+                b2=config.optimizer.beta2,
+                eps=config.optimizer.epsilon,
+                weight_decay=config.optimizer.weight_decay,
+            ),
+        )
+        self._config, self._policy = config, policy
+        self._recipe = recipe._replace(optimizer=optimizer)
+        self._sampler = unrolled_for_sampling(policy.decoder)
+        texts = policy.tokenizer.convert_ids_to_tokens(range(len(policy.tokenizer)))
+        self._digits = jnp.array([int(text) if text.isdecimal() else -1 for text in texts])
+        self._most_offset = most_offset
+        self.run = jax.jit(self._run)
+
+    def _sample(self, params, prompts, keys, group_size):
+        longest, count = self._config.rollout.max_completion_tokens, len(prompts) * group_size
+        tokens, logprobs, counts = whole_batch(
+            params_for(self._sampler, params),
+            prompts,
+            jnp.ones(prompts.shape, bool),
+            keys,
+            jnp.full(count, longest),
+            decoder=self._sampler,
+            sampling=self._recipe.sampling,
+            stop_ids=self._policy.stop_ids,
+            group_size=group_size,
+            round_time=longest - 1,
+        )
+        return tokens, logprobs, counts
+
+    def _rewards(self, tokens, counts, answers) -> Float[Array, " batch"]:
+        """As `recjax.tasks.rewards.last_number_match`."""
+        return (last_numbers(tokens, counts, self._digits) == answers).astype(jnp.float32)
+
+    def _evaluated(self, seed: Seed, params: dict, keys) -> dict[str, Float[Array, ""]]:
+        """Accuracy, and KL to the initial policy in nats a token."""
+        samples = self._config.evaluation.samples
+        tokens, logprobs, counts = self._sample(params, seed.held_out, keys, samples)
+        mask = jnp.arange(tokens.shape[1]) < counts[:, None]
+        asked = seed.held_out, jnp.ones(seed.held_out.shape, bool), jnp.where(mask, tokens, 0), mask
+        decoder, distribution = self._recipe.decoder, {"sampling": self._recipe.sampling, "chunk": self._recipe.chunk}
+        initial, _ = completion_logprobs(decoder, params_for(decoder, seed.params), *asked, **distribution)
+        return {
+            "evaluation/accuracy": self._rewards(tokens, counts, jnp.repeat(seed.held_out_answers, samples)).mean(),
+            "evaluation/initial_kl": jnp.where(mask, logprobs - initial, 0.0).sum() / mask.sum(),
+        }
+
+    def _run(self, seed: Seed, rate: Float[Array, ""], regime: Regime) -> dict:
+        """What each evaluation finds, the first before training, and means over the steps since the one before it."""
+        every, steps = self._config.evaluation.every, self._config.training.steps
+        optimizer_state = self._recipe.optimizer.init(seed.params)
+        optimizer_state[1].hyperparams["learning_rate"] = rate
+        drop_key = jax.random.fold_in(jax.random.key(seed.number), 3)
+        older = jax.tree.map(lambda x: jnp.repeat(x[None], self._most_offset + 1, 0), seed.params)
+
+        def step(carry, xs):
+            state, sampler, older = carry
+            number, asked, keys = xs
+            syncs = (number - 1) % regime.interval == 0
+            # The oldest first; all are the initial ones at the beginning.
+            older = jax.tree.map(lambda old, new: jnp.concatenate([old[1:], new[None]]), older, state.params)
+            delayed = jax.tree.map(lambda x: x[-1 - regime.offset], older)
+            sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
+            batch = self._batch(seed, sampler, asked, keys)
+            key = jax.random.fold_in(drop_key, number)
+            state, metrics, _ = update(state, {}, None, batch, key, recipe=self._recipe, micro_batches=1)
+            measured = {name: metrics[name] for name in KEPT if name in metrics} | {"reward": batch.rewards.mean()}
+            return (state, sampler, older), measured
+
+        def block(carry, xs):
+            *of_steps, keys = xs
+            carry, measured = jax.lax.scan(step, carry, tuple(of_steps))
+            measured = {name: values.mean() for name, values in measured.items()}
+            return carry, measured | self._evaluated(seed, carry[0].params, keys)
+
+        blocks = steps // every
+        xs = (jnp.arange(1, steps + 1), seed.asked, seed.keys)
+        xs = jax.tree.map(lambda x: x.reshape(blocks, every, *x.shape[1:]), xs)
+        before = self._evaluated(seed, seed.params, seed.evaluation_keys[0])
+        carry = (TrainState(seed.params, optimizer_state), seed.params, older)
+        _, measured = jax.lax.scan(block, carry, (*xs, seed.evaluation_keys[1:]))
+        return {name: jnp.append(before.get(name, jnp.nan), values) for name, values in measured.items()}
+
+    def _batch(self, seed: Seed, params: dict, asked, keys) -> Batch:
+        group = self._config.rollout.group_size
+        prompts = seed.prompts[asked]
+        tokens, logprobs, counts = self._sample(params, prompts, keys, group)
+        mask = jnp.arange(tokens.shape[1]) < counts[:, None]
+        ended = jnp.isin(jnp.take_along_axis(tokens, counts[:, None] - 1, 1)[:, 0], jnp.array(self._policy.stop_ids))
+        rewards = self._rewards(tokens, counts, jnp.repeat(seed.answers[asked], group))
+        return Batch(
+            prompts=prompts,
+            prompt_mask=jnp.ones(prompts.shape, bool),
+            completions=jnp.where(mask, tokens, 0),
+            completion_mask=mask,
+            behaviour_logprobs=jnp.where(mask, logprobs, 0.0),
+            rewards=rewards,
+            group_ids=jnp.repeat(jnp.arange(len(prompts)), group),
+            policy_version=jnp.zeros(len(counts), jnp.int32),
+            truncated=~ended,
+            accurate=rewards > 0,
+            reward_parts={},
+        )

@@ -1,0 +1,45 @@
+"""Draws how right the answers were that a server gave, over time, from the store that it recorded them in.
+
+python experiments/live/picture.py served/live live.png
+"""
+
+import sys
+
+import numpy as np
+
+from recjax.experience import store
+from recjax.plots.style import COLOURS, GREY, add_legend, finish, new_figure
+
+BIN_SECONDS = 5.0
+
+
+def main(folder: str, path: str) -> None:
+    """Draws the answers that have a thumb."""
+    rows = sorted((row for row in store.read(folder) if row.accurate is not None), key=lambda row: row.time)
+    seconds = np.array([(row.time - rows[0].time).total_seconds() for row in rows])
+    right, versions = np.array([row.accurate for row in rows]), np.array([row.policy_version for row in rows])
+    bins = (seconds // BIN_SECONDS).astype(int)
+    known = np.unique(bins)
+    means = np.array([right[bins == one].mean() for one in known])
+    # Eight answers to a sum are not independent: the error is that of the groups' means.
+    groups = np.array([row.group_id for row in rows])
+    errors = np.array([_error(right[bins == one], groups[bins == one]) for one in known])
+    middles = (known + 0.5) * BIN_SECONDS
+    figure = new_figure(7, 5, f"{len(rows)} served answers, learned from as their thumbs came")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    above.plot(middles, means, color=COLOURS[0], label=f"mean of {BIN_SECONDS:.0f} s, ± 2 standard errors")
+    above.fill_between(middles, means - 2 * errors, means + 2 * errors, color=COLOURS[0], alpha=0.2, linewidth=0)
+    above.set(ylabel="right answers (share)", ylim=(0, 1))
+    add_legend(above, loc="lower right")
+    below.plot(middles, [versions[bins == one].mean() for one in known], color=GREY)
+    below.set(xlabel="seconds since the first answer", ylabel="policy version\n(optimiser steps)", ylim=(0, None))
+    finish(figure).savefig(path, dpi=100)
+
+
+def _error(right: np.ndarray, groups: np.ndarray) -> float:
+    means = [right[groups == one].mean() for one in np.unique(groups)]
+    return float(np.std(means) / np.sqrt(len(means)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

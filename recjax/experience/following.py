@@ -1,0 +1,281 @@
+"""A store that grows while it is trained on: its completions become groups when they have their rewards.
+
+Whoever writes the store, such as the server, is another process, which appends parts, replaces those to which rewards
+have come, and may delete old ones, at any time. What is kept here is a cache of the parts; what was taken from them is
+in the queue.
+"""
+
+import hashlib
+import json
+import logging
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from recjax.config import Config
+from recjax.experience import ledger, store
+from recjax.experience.followed import Followed
+from recjax.experience.group import Group
+from recjax.experience.rows import group_of
+from recjax.experience.store import Experience
+from recjax.experience.stored import as_trained
+from recjax.experience.tokenise import tokenised
+from recjax.hub.policy import Policy
+from recjax.models.sampling import Sampling
+
+logger = logging.getLogger(__name__)
+
+# Why a completion cannot be trained on, whatever its reward.
+UNUSABLE = ("no_tokens", "no_logprobs", "other_sampling", "too_long")
+
+
+class Candidate(NamedTuple):
+    """A group that can be trained on: ids of its completions, and of those that it goes without at its deadline."""
+
+    ids: tuple[str, ...]
+    unrewarded: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """What of a store has not been taken.
+
+    candidates: groups to train on, those of the oldest weights first.
+    unusable: ids of completions that cannot be trained on, and why.
+    unrewarded: ids of completions that have no reward at their deadline, and that no group of these goes without.
+    without_reward: groups of which these are all.
+    late: ids that were left without a reward, and have one now.
+    waiting: groups that wait, their completions, and how many of these have no reward.
+    """
+
+    candidates: list[Candidate]
+    unusable: dict[str, str]
+    unrewarded: tuple[str, ...]
+    without_reward: int
+    late: frozenset[str]
+    waiting: tuple[int, int, int]
+
+
+class _Waiting(NamedTuple):
+    """A completion that was not taken: its rows with tokens, what those of a group have in common, and its policy
+    version, if that counts this run's updates."""
+
+    rows: list[Experience]
+    key: str
+    version: int | None
+
+    @property
+    def has_reward(self) -> bool:
+        return self.rows[0].reward is not None
+
+
+class _Part(NamedTuple):
+    """A part as it was read: what tells it from its next state, the id of its first row, and its completions.
+
+    Attributes:
+        completions: those that may be trained on, by id.
+        ids: of all completions.
+        rewarded: ids of those that have a reward.
+        unusable: ids of those that cannot be trained on, and why.
+    """
+
+    stamp: tuple[int, int, int]
+    first: str
+    completions: dict[str, _Waiting]
+    ids: frozenset[str]
+    rewarded: frozenset[str]
+    unusable: dict[str, str]
+
+
+class Follower:
+    """Reads a store as it grows.
+
+    Attributes:
+        folder: of the store.
+        waited_seconds: for the groups of the last step.
+        last: what was found for them.
+    """
+
+    def __init__(self, config: Config, policy: Policy, run: str):
+        """Reads nothing yet; the store need not be there.
+
+        Args:
+            run: the id of this run, which the rows of a server that follows it have in their metadata.
+        """
+        experience = config.experience
+        self.folder = Path(experience.store)
+        self._config, self._policy, self._run = config, policy, run
+        self._deadline = experience.deadline_seconds and timedelta(seconds=experience.deadline_seconds)
+        self._parts: dict[Path, _Part] = {}
+        self._left: dict[str, _Waiting] = {}
+        self._failed: dict[Path | None, tuple[int, ...] | str] = {}
+        self._warned: set[str] = set()
+        self.waited_seconds: float = 0.0
+        self.last: Found | None = None
+
+    def found(self, followed: Followed, step: int) -> Found:
+        """What of the store, as it is now, has not been taken.
+
+        Args:
+            step: that is trained next.
+        Raises:
+            ValueError: the store is damaged.
+        """
+        self._refresh(followed)
+        left, late, unusable = {}, set(), {}
+        for part in self._parts.values():
+            late |= followed.unrewarded & part.rewarded
+            left |= {name: one for name, one in part.completions.items() if not followed.has(part.first, name)}
+            unusable |= {name: why for name, why in part.unusable.items() if not followed.has(part.first, name)}
+        self._left, groups = left, {}
+        for name, one in left.items():
+            groups.setdefault(one.key, []).append(name)
+        candidates, unrewarded, without_reward, waiting = [], [], 0, [0, 0, 0]
+        for names in groups.values():
+            ready, given_up, still = self._divided({name: left[name] for name in names})
+            candidates += ready
+            unrewarded, without_reward = unrewarded + given_up, without_reward + (len(given_up) == len(names))
+            pending = sum(not left[name].has_reward for name in still)
+            waiting = [waiting[0] + bool(still), waiting[1] + len(still), waiting[2] + pending]
+        candidates.sort(key=lambda one: min(self._version(left[name], step) or 0 for name in one.ids))
+        return Found(candidates, unusable, tuple(unrewarded), without_reward, frozenset(late), tuple(waiting))
+
+    def compacted(self, followed: Followed) -> Followed:
+        """The same in fewer words; completions that were taken are forgotten here."""
+        followed = followed.compacted({part.first: part.ids for part in self._parts.values()})
+        for path, part in self._parts.items():
+            kept = {name: one for name, one in part.completions.items() if not followed.has(part.first, name)}
+            self._parts[path] = part._replace(completions=kept)
+            if part.first in followed.parts:
+                self._parts[path] = part._replace(completions={}, ids=frozenset(), unusable={})
+        return followed
+
+    def group(self, candidate: Candidate, step: int) -> Group:
+        """A group of what was found last.
+
+        Args:
+            step: that is trained next.
+        """
+        success, chosen = self._config.task.success, [self._left[name] for name in candidate.ids]
+        group = group_of(chosen[0].rows[0].group_id, [row for one in chosen for row in one.rows])
+        versions = [self._version(one, step) for one in chosen]
+        completions = map(as_trained, group.completions, [success] * len(chosen), versions)
+        return group._replace(completions=tuple(completions))
+
+    # --- Groups.
+
+    def _divided(self, completions: dict[str, _Waiting]) -> tuple[list[Candidate], list[str], list[str]]:
+        """Completions that belong together: groups to train on, ids that are left at their deadline without a group,
+        and ids that wait."""
+        rewarded = [name for name, one in completions.items() if one.has_reward]
+        pending = [name for name, one in completions.items() if not one.has_reward]
+        over = [name for name in pending if self._is_over(completions[name])]
+        if self._config.experience.group_by == "group":
+            if rewarded and len(over) == len(pending):
+                return [Candidate(tuple(rewarded), tuple(over))], [], []
+            if rewarded:
+                return [], [], [*rewarded, *pending]
+        size, ready = self._config.rollout.group_size, []
+        while len(rewarded) >= size:
+            ready.append(Candidate(tuple(rewarded[:size]), ()))
+            rewarded = rewarded[size:]
+        if any(self._is_over(completions[name]) for name in rewarded):
+            ready.append(Candidate(tuple(rewarded), ()))
+            rewarded = []
+        return ready, over, [*rewarded, *(name for name in pending if name not in over)]
+
+    def _is_over(self, one: _Waiting) -> bool:
+        return self._deadline is not None and datetime.now(UTC) - one.rows[0].time >= self._deadline
+
+    def _version(self, one: _Waiting, step: int) -> int | None:
+        """The policy version, where staleness can be told of it.
+
+        A version that the run has not reached is of a checkpoint that was damaged since, from before which it went on.
+        """
+        return one.version if one.version is not None and one.version < step else None
+
+    def _waiting(self, rows: list[Experience]) -> _Waiting:
+        row, by = rows[0], self._config.experience.group_by
+        said = json.loads(row.metadata) if row.metadata else {}
+        value, key = said.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None, row.group_id
+        if by == "prompt":
+            key = f"prompt {hashlib.sha256(row.prompt_tokens.tobytes()).hexdigest()}"
+        elif value is not None:
+            key = f"value {json.dumps(value, sort_keys=True)}"
+        # Of another run's updates no staleness comes; a version 0 is taken for this run's initial policy.
+        is_known = row.policy_version == 0 or said.get("run") == self._run
+        return _Waiting(rows, key, row.policy_version if is_known else None)
+
+    # --- Parts.
+
+    def _refresh(self, followed: Followed) -> None:
+        """Reads what is new or has changed. A part that cannot be read is looked at again before that is an error, as
+        it may have been replaced or deleted meanwhile."""
+        try:
+            ledger.check_none_lost(self.folder)
+            self._failed.pop(None, None)
+        except ValueError as error:
+            if self._failed.get(None) == str(error):
+                raise
+            self._failed[None] = str(error)
+        parts = {}
+        for path in store.part_files(self.folder):
+            before = self._parts.get(path)
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            stamp = status.st_ino, status.st_mtime_ns, status.st_size
+            if before is None or before.stamp != stamp:
+                try:
+                    before = self._read(path, stamp, followed)
+                except (ValueError, OSError) as error:
+                    if self._failed.get(path) == stamp:
+                        raise ValueError(f"experience.store = {str(self.folder)!r}: {error}") from error
+                    self._failed[path] = stamp
+            if before is not None:
+                parts[path] = before
+        self._parts = parts
+
+    def _read(self, path: Path, stamp: tuple[int, int, int], followed: Followed) -> _Part:
+        rows = list(store.to_rows(store.read_part(path)))
+        completions: dict[str, list[Experience]] = {}
+        for row in rows:
+            completions.setdefault(row.trajectory or row.id, []).append(row)
+        first, rewarded = rows[0].id, {name for name, own in completions.items() if own[0].reward is not None}
+        usable, unusable = {}, {}
+        for name, own in completions.items():
+            if followed.has(first, name):
+                continue
+            own, why, words = self._usable(own)
+            if why is None:
+                usable[name] = self._waiting(own)
+                continue
+            unusable[name] = why
+            if why not in self._warned:
+                self._warned.add(why)
+                logger.warning("%s: left out, as others like it will be: %s", self.folder, words)
+        return _Part(stamp, first, usable, frozenset(completions), frozenset(rewarded), unusable)
+
+    def _usable(self, rows: list[Experience]) -> tuple[list[Experience], str | None, str]:
+        """The rows of a completion with their tokens, why they cannot be trained on, if so, and that in words."""
+        first, missing, rollout = rows[0], self._config.experience.missing_logprobs, self._config.rollout
+        try:
+            rows = tokenised(rows, self._policy)
+        except ValueError as error:
+            return rows, "no_tokens", str(error)
+        place = f"row {first.id!r} of source {first.source!r}"
+        longest = max(len(row.prompt_tokens) + len(row.completion_tokens) for row in rows)
+        if longest > rollout.max_context_tokens:
+            limit = f"rollout.max_context_tokens = {rollout.max_context_tokens}; raise that"
+            return rows, "too_long", f"{place} has {longest} tokens, more than {limit}"
+        if missing == "unneeded":
+            return rows, None, ""
+        if any(row.behaviour_logprobs is None for row in rows):
+            remedy = "say in experience.missing_logprobs what stands for them, 'unneeded' or 'current'"
+            why = "no_logprobs" if missing == "error" else None
+            return rows, why, f"{place} has no behaviour log-probs; {remedy}"
+        if (found := Sampling(first.temperature, first.top_k, first.top_p)) != rollout.sampling():
+            was, takes = (", ".join(map(str, sampling)) for sampling in (found, rollout.sampling()))
+            words = f"{place} was sampled with temperature, top_k, top_p = {was}, and rollout has {takes}"
+            return rows, "other_sampling", f"{words}: its log-probs are of another distribution"
+        return rows, None, ""

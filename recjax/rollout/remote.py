@@ -1,0 +1,274 @@
+"""Completions of a server with OpenAI's API, whatever it is and whatever it tells of them."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from recjax.config import RolloutConfig
+from recjax.hub.policy import Policy
+from recjax.models.sampling import Sampling
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAIT = 30.0  # seconds before a request is tried again
+_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of which another try may not be
+
+
+class Address(NamedTuple):
+    """Where a server is and how it is asked.
+
+    url: of the server, with or without /v1.
+    model: its name there; None: the only one.
+    api_key: None: it asks for none.
+    concurrency: requests at one time.
+    seconds: for a whole reply.
+    retries: of a request that fails for a reason that may pass.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    concurrency: int = 8
+    seconds: float = 600.0
+    retries: int = 6
+
+
+class Answer(NamedTuple):
+    """A completion of a server.
+
+    truncated: it ran into the limit of tokens.
+    prompt, tokens: ids of the policy's vocabulary, the token that ended it among them; None: texts alone are known.
+    logprobs: of each token, in nats, under the distribution that sampled it; None: not known.
+    """
+
+    text: str
+    truncated: bool
+    prompt: list[int] | None = None
+    tokens: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class RemoteEngine:
+    """A server that samples; a context."""
+
+    def __init__(self, address: Address, policy: Policy, rollout: RolloutConfig):
+        """Asks the server for its models.
+
+        Args:
+            policy: whose tokenizer tells whether token ids of the server are of the same vocabulary.
+            rollout: how completions are sampled, and how long they may be.
+        Raises:
+            ValueError: there is no server, or no such model.
+        """
+        self._address, self._policy, self._rollout = address, policy, rollout
+        base = address.url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+        self._client = httpx.Client(base_url=f"{base}/v1/", headers=headers, timeout=address.seconds)
+        self._place, self._gives_ids, self._warned = base, True, set()
+        self._threads = ThreadPoolExecutor(address.concurrency, thread_name_prefix="remote")
+        try:
+            self.model = self._chosen_model()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "RemoteEngine":
+        """Nothing more is needed."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends when the requests under way have their replies."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+
+    def answers(self, prompts: Sequence[str | list[dict[str, str]]], seed: int) -> list[list[Answer]]:
+        """`rollout.group_size` answers to each prompt.
+
+        Tokens and log-probs are there where the server gives them and they are certain to be what this policy's
+        vocabulary means by them; elsewhere there is the text alone.
+
+        Args:
+            prompts: texts, or the messages of chats.
+            seed: of them; servers that read one repeat their answers.
+        Raises:
+            ValueError: the server refuses, or does not answer however often it is asked.
+        """
+        asked = [self._threads.submit(self._answers, prompt, seed + place) for place, prompt in enumerate(prompts)]
+        try:
+            return [future.result() for future in asked]
+        finally:
+            for future in asked:
+                future.cancel()
+
+    # --- Requests.
+
+    def _answers(self, prompt: str | list[dict[str, str]], seed: int) -> list[Answer]:
+        found: list[Answer] = []
+        while len(found) < (size := self._rollout.group_size):
+            # Some servers give one choice, whatever is asked for.
+            reply = self._reply(self._body(prompt, size - len(found), seed + len(found)))
+            choices = reply.get("choices")
+            if not choices:
+                raise ValueError(f"{self._place}: a reply has no choices: {json.dumps(reply):.200}")
+            found += [self._answer(reply, choice) for choice in choices[: size - len(found)]]
+        # Answers to one prompt are of one kind: tokens of some and texts of others have no common prompt.
+        return found if all(one.tokens for one in found) else [Answer(one.text, one.truncated) for one in found]
+
+    def _body(self, prompt: str | list[dict[str, str]], count: int, seed: int) -> dict[str, Any]:
+        rollout, chat = self._rollout, not isinstance(prompt, str)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "n": count,
+            "seed": seed,
+            "max_tokens": rollout.max_completion_tokens,
+        }
+        body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
+        body |= {"top_k": rollout.top_k} if rollout.top_k else {}
+        body |= {"stop": list(rollout.stop)} if rollout.stop else {}
+        return body | ({"messages": prompt} if chat else {"prompt": prompt})
+
+    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request, with token ids and log-probs if the server knows of these."""
+        path = "chat/completions" if "messages" in body else "completions"
+        if self._gives_ids:
+            extra = {"logprobs": True if "messages" in body else 0, "return_token_ids": True}
+            reply = self._sent("POST", path, body | extra)
+            if reply.status_code not in (400, 422):
+                return self._read(reply)
+            plain = self._sent("POST", path, body)
+            if plain.is_success and self._gives_ids:  # it is these that it does not know
+                self._gives_ids = False
+                self._warn("ids", "the server knows no return_token_ids, so its completions are kept as texts")
+            return self._read(plain)
+        return self._read(self._sent("POST", path, body))
+
+    def _sent(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """The response to a request, which is made again where its failure may pass."""
+        wait, tries = 0.5, self._address.retries
+        for left in range(tries, -1, -1):
+            try:
+                reply = self._client.request(method, path, json=body)
+                failure = f"answers with status {reply.status_code}: {_words(reply)}"
+                if reply.status_code not in _PASSING:
+                    return reply
+                asked = reply.headers.get("retry-after", "")
+                wait = max(wait, float(asked)) if asked.isdecimal() else wait
+            except httpx.UnsupportedProtocol as error:
+                raise ValueError(f"--engine {self._address.url}: {error}; give http://HOST:PORT") from error
+            except httpx.HTTPError as error:
+                failure = f"does not answer ({error or type(error).__name__})"
+            if left:
+                logger.debug("%s %s; tried again in %.1f s", self._place, failure, wait)
+                time.sleep(min(wait, _MOST_WAIT))
+                wait *= 2
+        raise ValueError(
+            f"--engine {self._address.url}: the server {failure}, after {tries + 1} tries; when it is there, the same"
+            " command goes on"
+        )
+
+    def _read(self, reply: httpx.Response) -> dict[str, Any]:
+        words = _words(reply)
+        if reply.status_code in (401, 403):
+            raise ValueError(f"{self._place} refuses ({words}); give --api_key_file, a file with one key")
+        if not reply.is_success:
+            raise ValueError(f"{self._place} refuses, with status {reply.status_code}: {words}")
+        try:
+            found = reply.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(f"{self._place}: a reply is no object of JSON: {words}")
+        return found
+
+    def _chosen_model(self) -> str:
+        reply = self._sent("GET", "models")
+        asked = self._address.model
+        if reply.status_code == 404 and asked is not None:
+            return asked  # a server that does not list any
+        listed = self._read(reply).get("data")
+        names = [one["id"] for one in listed if "id" in one] if isinstance(listed, list) else []
+        if asked is None and len(names) == 1:
+            return names[0]
+        if asked not in names:
+            said = f"--model {asked!r}: there is no such model" if asked else "give --model"
+            raise ValueError(f"{self._place}: {said}; it has {', '.join(names[:20]) or 'none'}")
+        return asked
+
+    # --- Replies.
+
+    def _answer(self, reply: dict[str, Any], choice: dict[str, Any]) -> Answer:
+        text = (choice["message"].get("content") if "message" in choice else choice.get("text")) or ""
+        plain = Answer(text, choice.get("finish_reason") == "length")
+        prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
+        if not tokens or not prompt:
+            if self._gives_ids:
+                self._warn("none", "the server gives no token ids, so its completions are kept as texts")
+            return plain
+        if not self._is_of_vocabulary(prompt, None) or not self._is_of_vocabulary(tokens, text):
+            self._warn("vocabulary", "token ids are of another vocabulary than the policy's, so texts are kept alone")
+            return plain
+        return plain._replace(prompt=prompt, tokens=tokens, logprobs=self._logprobs(reply, choice, len(tokens)))
+
+    def _is_of_vocabulary(self, tokens: Sequence[int], text: str | None) -> bool:
+        """Whether the policy's tokenizer reads the ids as the text, if there is one: with its last token or without."""
+        tokenizer, vocabulary = self._policy.tokenizer, self._policy.decoder.config.vocab_size
+        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens):
+            return False
+        if text is None:
+            return True
+        ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
+        said = text.strip().rstrip("\ufffd")
+        # Some servers write special tokens out; all leave a stop string out of the text.
+        read = [tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)]
+        return any(one.startswith(said) if self._rollout.stop else one == said for one in read)
+
+    def _logprobs(self, reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
+        """Those of the distribution that sampled the tokens; None where it is not certain that they are."""
+        values = choice.get("token_logprobs")
+        if values is None:
+            said = choice.get("logprobs") or {}
+            content = said.get("content")
+            values = said.get("token_logprobs") if content is None else [one.get("logprob") for one in content]
+        if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
+            return None
+        # Others give log-probs of the softmax, whatever they sample from.
+        if "policy_version" not in reply and self._rollout.sampling() != Sampling(1.0, 0, 1.0):
+            self._warn("sampling", "log-probs may be of another distribution than that of rollout, and are left out")
+            return None
+        return [min(float(value), 0.0) for value in values]
+
+    def _warn(self, kind: str, words: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("%s: %s", self._place, words)
+
+
+def _words(reply: httpx.Response) -> str:
+    """What a response says, in short."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(reply.json()["error"]["message"])[:300]
+    return reply.text[:300]
+
+
+def read_key(file: str | None) -> str | None:
+    """The one key of a file.
+
+    Raises:
+        ValueError: it cannot be read, or is empty.
+    """
+    if file is None:
+        return None
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--api_key_file {file} cannot be read ({error}); give a text file with one key") from error
+    if not key or not key.isascii() or len(key.split()) != 1:
+        raise ValueError(f"--api_key_file {file}: takes one key, of ASCII without spaces")
+    return key

@@ -1,0 +1,135 @@
+"""Groups of a store that is followed: a step waits until there are enough, and takes each once."""
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Container
+
+import jax
+import numpy as np
+
+from recjax.experience import queue as queues
+from recjax.experience.batch import Batch
+from recjax.experience.following import UNUSABLE, Candidate, Found
+from recjax.experience.group import Group, staleness, token_staleness
+from recjax.experience.queue import Queue
+from recjax.models.logprobs import completion_logprobs
+from recjax.models.placement import on_host, put_rows
+from recjax.models.trainable import combine
+from recjax.training.run import Run, State
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5  # from one look at the store to the next, while a step waits
+LINE_SECONDS = 10.0  # between two lines that say what it waits for
+STALE_TOKENS = "stale_tokens"  # sampled ones, of groups that were too stale when they came
+
+_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
+
+
+def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
+    """The groups that a step trains on, waited for, and the state after it has taken them.
+
+    Args:
+        stopping: is not empty once the run is asked to stop.
+    Returns:
+        None in place of the groups where the run was asked to stop while it waited.
+    Raises:
+        ValueError: the store is damaged.
+    """
+    queue, admitted, said = queues.begin_round(queues.begin_step(state.queue)), 0, time.monotonic() - LINE_SECONDS + 1
+    settings, count, began = run.settings, run.own[0], time.monotonic()
+    with run.phases.phase("sample"):
+        while True:
+            found = run.follower.found(queue.followed, step)
+            candidates = iter(found.candidates)
+            # A buffer takes no more from a store than from the policy; elsewhere nothing is taken before its turn.
+            while (room := count - (admitted if settings.replay else len(queue.ready))) > 0:
+                part = list(itertools.islice(candidates, room))
+                if not part:
+                    break
+                admitted += len(part)
+                queue = _taken_in(run, queue, part, step)
+            queue = _settled(queue, found)
+            queue = queue._replace(followed=run.follower.compacted(queue.followed))
+            state = state._replace(queue=queue)
+            later, groups = queues.take(queue, count, step, run.config.seed, settings)
+            if groups is not None or stopping:
+                run.follower.waited_seconds, run.follower.last = time.monotonic() - began, found
+                return (state, None) if groups is None else (state._replace(queue=later), groups)
+            if time.monotonic() - said >= LINE_SECONDS:
+                said = time.monotonic()
+                logger.info("%s", _waits_for(run, found, len(queue.ready), step))
+            time.sleep(POLL_SECONDS)
+
+
+def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) -> Queue:
+    """The queue with groups that have left the store by that."""
+    unrewarded = [name for one in candidates for name in one.unrewarded]
+    taken = queue.followed.with_taken([*(name for one in candidates for name in one.ids), *unrewarded], unrewarded)
+    groups, limit = [run.follower.group(one, step) for one in candidates], run.settings.limits.max_staleness
+    stale = [group for group in groups if limit is not None and staleness(group, step) > limit]
+    tokens = sum(one.sampled_tokens for group in stale for one in group.completions)
+    left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
+    left |= {STALE_TOKENS: left.get(STALE_TOKENS, 0) + tokens}
+    return queues.add_rewarded(queue._replace(followed=taken, left=left), groups, step, run.settings)
+
+
+def _settled(queue: Queue, found: Found) -> Queue:
+    """The queue after what cannot be trained on has left the store, counted by reason."""
+    counts = Counter(found.unusable.values())
+    counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
+    counts["groups_without_reward"] = found.without_reward
+    taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
+    taken = taken._replace(unrewarded=taken.unrewarded - found.late)
+    left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
+    return queue._replace(followed=taken, left=left)
+
+
+def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
+    """A line about what a step waits for."""
+    groups, completions, pending = found.waiting
+    count, folder = run.own[0], run.follower.folder
+    there = f"{ready} of {count} groups are there"
+    if not groups:
+        return f"step {step} waits for {folder}: {there}, and nothing else is in the store"
+    return (
+        f"step {step} waits for {folder}: {there}; {groups} wait, of whose {completions} completions {pending} have no"
+        " reward"
+    )
+
+
+def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
+    """What a step logs of the store that it follows.
+
+    Args:
+        groups: that it trains on.
+    """
+    last, of_tokens = run.follower.last, token_staleness(groups, step)
+    groups, completions, pending = last.waiting
+    return {
+        **{f"experience/left_out/{reason}": queue.left.get(reason, 0) for reason in (*UNUSABLE, STALE_TOKENS)},
+        **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
+        "follow/waited_seconds": run.follower.waited_seconds,
+        "follow/rewarded_groups": len(last.candidates),
+        "follow/waiting_groups": groups,
+        "follow/waiting_completions": completions,
+        "follow/pending_completions": pending,
+    }
+
+
+def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
+    """The batch with log-probs as `experience.missing_logprobs` says where rows have none: no NaN is left."""
+    missing = run.config.experience.missing_logprobs
+    if missing == "unneeded":
+        return batch._replace(behaviour_logprobs=None)
+    lacking = np.isnan(batch.behaviour_logprobs)
+    if missing == "error" or not lacking.any():
+        return batch
+    arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens))
+    options = {"sampling": run.config.rollout.sampling(), "chunk": run.config.model.logprob_chunk}
+    everything = combine(state.trained.params, run.frozen)
+    now = on_host(_logprobs(run.policy.decoder, everything, *arrays, **options)[0])
+    # Rounding may leave a certain token's a little above 0.
+    return batch._replace(behaviour_logprobs=np.where(lacking, np.minimum(now, 0.0), batch.behaviour_logprobs))

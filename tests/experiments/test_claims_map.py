@@ -1,0 +1,68 @@
+"""Runs of the laboratory as one program are the trainer's runs."""
+
+import itertools
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.claims import map as claims_map
+from experiments.claims.one_program import last_numbers
+from recjax.analysis.sweeps import read_sweep
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.tasks.rewards import last_number_match
+from recjax.training.loop import train
+from recjax.training.metrics import read_metrics
+
+SMALL = [
+    "model.decoder={hidden_size: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
+    "warm_start={steps: 20}",
+    "training.steps=8",
+    "evaluation={every: 4, problems: 16, samples: 2}",
+]
+
+
+def test_rewards_are_those_of_the_tasks_function():
+    letters = "0123456789+=;"
+    tokenizer, choose = character_tokenizer(letters), random.Random(0)
+    texts = ["", "7", "=", "0012", *("".join(choose.choices(letters, k=choose.randrange(9))) for _ in range(300))]
+    answers = [str(choose.choice([7, 12, 3, 0, 45])) for _ in texts]
+    tokens, counts = np.zeros((len(texts), 12), np.int32), np.array([len(text) + 1 for text in texts])
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = tokenizer.encode(text) if text else []
+        tokens[row, len(text) + 1 :] = tokenizer.encode("7")[0]  # behind the end
+    digits = jnp.array([-1, *range(10), -1, -1, -1])
+    found = last_numbers(jnp.array(tokens), jnp.array(counts), digits) == jnp.array([int(answer) for answer in answers])
+    assert np.array(found, float).tolist() == last_number_match([""] * len(texts), texts, answers)
+    assert 0 < found.sum() < len(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "red_drop"])
+def test_runs_are_the_trainers(tmp_path, monkeypatch, algorithm):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    extra = [*SMALL, f"training.checkpoint_every={8}"]
+    runs = read_sweep(claims_map.HERE / "map.yaml", extra=extra)[1]
+    chosen = [
+        run._replace(config=claims_map.dataclasses.replace(run.config, output=str(tmp_path / run.name)))
+        for run in runs
+        if run.settings["algorithm"] == algorithm and run.settings["seed"] == "1" and run.settings["rate"] == "1.6e-3"
+    ]
+    assert len(chosen) == 6
+    chosen = [run for run in chosen if run.settings["regime"] in ("interval_5", "offset_10", "offline")]
+    claims_map.make(claims_map.in_order(chosen))
+    table = claims_map.collect(chosen)
+    assert table["evaluation/accuracy"].between(0, 1).all()
+    for run in chosen:
+        train(run.config)
+        theirs = pd.DataFrame(read_metrics(tmp_path / run.name / "metrics.jsonl")).set_index("step")
+        ours = table[table["regime"] == run.settings["regime"]].set_index("step")
+        for name in ("evaluation/accuracy", "evaluation/initial_kl"):
+            np.testing.assert_allclose(ours[name], theirs[name].loc[[0, 4, 8]], atol=1e-4)
+        for name in ("reward", "entropy", "ratio/q99", "gradient_norm"):
+            means = [theirs[name].loc[first : first + 3].mean() for first in (1, 5)]
+            np.testing.assert_allclose(ours[name].loc[[4, 8]], means, rtol=2e-3)
+    ends = [table[table["regime"] == run.settings["regime"]]["gradient_norm"].iloc[-1] for run in chosen]
+    assert all(abs(one - other) > 1e-3 for one, other in itertools.combinations(ends, 2))

@@ -1,0 +1,70 @@
+"""New weights while requests are answered: no request is dropped, and every token says which weights sampled it."""
+
+import json
+import time
+
+import jax
+import numpy as np
+
+from recjax.experience import store
+from recjax.experience.group import runs_of, token_staleness
+from recjax.experience.rows import groups_of
+from recjax.models.decoder import init_params
+from recjax.rollout.engine import Engine
+from recjax.rollout.requests import Weights
+from recjax.serving import running, sampler, versions
+from tests.serving.some_server import PARAMS, SHAPE, TestClient, post, serve, serving
+
+TEXT = "/v1/completions"
+
+
+def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "LOOK_SECONDS", 0.0)
+    begun, up_to_stop = [], sampler.up_to_stop
+    monkeypatch.setattr(sampler, "up_to_stop", lambda *arguments: begun.append(1) or up_to_stop(*arguments))
+    one_round = Engine.round
+    monkeypatch.setattr(Engine, "round", lambda engine: time.sleep(0.05) or one_round(engine))
+    coming = [Weights(init_params(SHAPE, jax.random.key(1)), 7, "the run")]
+
+    def newer():
+        return coming.pop() if coming and begun else None
+
+    server = running.made(serving(tmp_path, newer=newer), "ready")
+    with TestClient(server.app) as client:
+        reply = post(client, TEXT, prompt="abc", max_tokens=100, seed=1, n=4, return_token_ids=True)
+        found = [choice["token_policy_versions"] for choice in reply["choices"]]
+        assert reply["policy_version"] == 3 and all(each == sorted(each) and each[0] == 3 for each in found)
+        assert any(each[-1] == 7 for each in found)
+        after = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
+        assert after["policy_version"] == 7 and {*after["choices"][0]["token_policy_versions"]} == {7}
+        assert client.get("/v1/models").json()["data"][0]["policy_version"] == 7
+    rows = {row.id: row for row in store.read(tmp_path)}
+    assert json.loads(rows[f"{after['id']}/0"].metadata)["run"] == "the run"
+    assert [rows[f"{reply['id']}/{place}"].policy_version for place in range(4)] == [3] * 4
+    runs = [json.loads(rows[f"{reply['id']}/{place}"].metadata).get("token_versions") for place in range(4)]
+    assert runs == [[list(run) for run in runs_of(np.array(each))] or None for each in found] and any(runs)
+    swapped = next(one for one in groups_of(rows.values())[0].completions if one.version_runs)
+    group = groups_of(rows.values())[0]._replace(completions=(swapped,))
+    (_, before), (_, since) = swapped.version_runs
+    assert token_staleness([group], 11) == (7 * before + 3 * since) / (before + since)
+    fresh = serve(tmp_path / "fresh", params=init_params(SHAPE, jax.random.key(1)))
+    with fresh as client:  # what came after is what these weights alone sample
+        again = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
+    assert again["choices"][0]["token_ids"] == after["choices"][0]["token_ids"]
+    np.testing.assert_allclose(again["choices"][0]["token_logprobs"], after["choices"][0]["token_logprobs"], atol=1e-5)
+
+
+def test_weights_that_cannot_be_had_leave_those_that_are_there(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
+    asked = []
+
+    def newer():
+        asked.append(1)
+        if len(asked) == 1:
+            raise ValueError("the disk is gone")
+        return Weights(PARAMS, 8) if len(asked) == 2 else None
+
+    with serve(tmp_path, newer=newer) as client:
+        while len(asked) < 4:
+            time.sleep(0.01)
+        assert post(client, TEXT, prompt="abc", max_tokens=2)["policy_version"] == 8
