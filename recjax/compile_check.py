@@ -2,10 +2,10 @@
 
     python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
 
-Nothing runs and no weights are read: of the model, config.json is enough. A TPU slice need not be here; its compiler is
-installed with pip install -e ".[tpu]". `--topology host` compiles for this machine's own GPUs or CPU devices. The exit
-status is 0 if both programs fit, 1 if not, and 2 for an invalid config or topology. What does not fit is compiled
-again with changes of the config, the cheapest first, until one fits or `--tries` of them have been tried.
+Nothing runs, and no weights are read: the model's config.json is enough. No TPU is needed; pip install -e ".[tpu]"
+installs its compiler. `--topology host` compiles for this machine's own GPUs or CPU devices. The exit status is 0 if
+both programs fit, 1 if not, and 2 for an invalid config or topology. If a program does not fit, it is compiled again
+with changes of the config, the cheapest first, until one fits or `--tries` changes have been tried.
 """
 
 import contextlib

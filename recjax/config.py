@@ -47,7 +47,7 @@ class DecoderShape:
 class LoraConfig:
     """Low-rank adapters beside frozen projections."""
 
-    rank: int = at_least(1, 16)  # of the adapters
+    rank: int = at_least(1, 16)  # rank of the adapters
     alpha: float = number(32.0, above=0, high=2**16)  # the adapters' product is scaled by alpha / rank
     # Projections of every layer that get an adapter.
     targets: list[Projection] = dataclasses.field(default_factory=lambda: ["query", "key", "value", "output"])
@@ -60,12 +60,15 @@ class ModelConfig:
     path: str | None = None  # folder or hub name of a model in Hugging Face format
     decoder: DecoderShape | None = None
     teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # to compute in; auto: bfloat16 where the device has it
+    # Dtype of the computation; auto: bfloat16 where the device has it.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # What the backward pass computes again to save memory: nothing, all but projections, or whole layers.
     remat: Remat = dataclasses.field(default="none", metadata={"became": "what was true is now full, and false none"})
-    attention: Attention = "auto"  # kernel; cudnn: NVIDIA GPUs, splash: TPUs, auto: what fits
+    # Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto takes the one that fits.
+    attention: Attention = "auto"
     lora: LoraConfig | None = None
-    freeze: list[str] = dataclasses.field(default_factory=list)  # regular expressions of parameter paths left as is
+    # Regular expressions of the parameter paths that are not trained.
+    freeze: list[str] = dataclasses.field(default_factory=list)
     logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
     def check(self) -> None:
@@ -81,7 +84,7 @@ class ModelConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                require(False, "model.freeze", pattern, f"is no regular expression ({error}); mend the pattern")
+                require(False, "model.freeze", pattern, f"is not a regular expression ({error}); correct the pattern")
         if self.lora:
             remedy = f"takes some of {', '.join(typing.get_args(Projection))}"
             require(bool(self.lora.targets), "model.lora.targets", self.lora.targets, remedy)
@@ -94,8 +97,8 @@ class WarmStartConfig:
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
     steps: int = at_least(1, 400)  # optimiser steps
-    batch_size: int = at_least(1, 128)  # answers in each
-    learning_rate: float = number(2e-3, low=0, high=1)  # of Adam, at its peak
+    batch_size: int = at_least(1, 128)  # answers in each step
+    learning_rate: float = number(2e-3, low=0, high=1)  # peak learning rate of Adam
     wrong_fraction: float = number(0.5, low=0, high=1)  # share of the answers that hold a mistake
 
 
@@ -107,19 +110,24 @@ class AlgorithmConfig:
     """
 
     preset: str = "grpo"  # `python -m recjax.objectives` lists them
-    objective: dict[str, Any] = dataclasses.field(default_factory=dict)  # what is summed: tokens, or a pairwise loss
-    selection: dict[str, Any] = dataclasses.field(default_factory=dict)  # completions that are trained on
-    advantage: dict[str, Any] = dataclasses.field(default_factory=dict)  # from rewards to advantages
-    anchor: dict[str, Any] = dataclasses.field(default_factory=dict)  # what ratios compare the policy with
-    ratio: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a token, or of a sequence
-    clip: dict[str, Any] = dataclasses.field(default_factory=dict)  # tokens without gradient, by ratio and advantage
-    mask: dict[str, Any] = dataclasses.field(default_factory=dict)  # further tokens or rows without gradient
-    weight: dict[str, Any] = dataclasses.field(default_factory=dict)  # of each token's gradient, by ratio
-    correction: dict[str, Any] = dataclasses.field(default_factory=dict)  # weight between anchor and behaviour policy
+    # What the loss sums: tokens, or pairs of completions.
+    objective: dict[str, Any] = dataclasses.field(default_factory=dict)
+    selection: dict[str, Any] = dataclasses.field(default_factory=dict)  # which completions are trained on
+    advantage: dict[str, Any] = dataclasses.field(default_factory=dict)  # how rewards become advantages
+    anchor: dict[str, Any] = dataclasses.field(default_factory=dict)  # the policy that ratios are measured from
+    # Level of the ratio: the token, or the whole completion.
+    ratio: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Which tokens get no gradient, by ratio and advantage.
+    clip: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mask: dict[str, Any] = dataclasses.field(default_factory=dict)  # which other tokens or completions get no gradient
+    weight: dict[str, Any] = dataclasses.field(default_factory=dict)  # weight of each token's gradient
+    # Weight for the difference between anchor and behaviour policy.
+    correction: dict[str, Any] = dataclasses.field(default_factory=dict)
     regularizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # a term added to the loss
-    reduction: dict[str, Any] = dataclasses.field(default_factory=dict)  # from tokens to one loss
+    reduction: dict[str, Any] = dataclasses.field(default_factory=dict)  # how token losses become one loss
     reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)  # KL to the initial policy
-    unbiased_reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)  # the same with importance weights
+    # KL to the initial policy, with importance weights.
+    unbiased_reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)
     entropy: dict[str, Any] = dataclasses.field(default_factory=dict)  # a bonus for entropy
     distillation: dict[str, Any] = dataclasses.field(default_factory=dict)  # a teacher's log-probs as advantages
 
@@ -161,15 +169,15 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
-    learning_rate: float = number(1e-6, low=0, high=1)  # of AdamW, after the warm-up
-    # Of the rate; linear and cosine decay to zero over training.steps.
+    learning_rate: float = number(1e-6, low=0, high=1)  # learning rate of AdamW after the warm-up
+    # Schedule of the learning rate; linear and cosine decay to zero over training.steps.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = at_least(0, 0)  # optimiser steps in which the rate rises from zero
+    warmup_steps: int = at_least(0, 0)  # optimiser steps in which the learning rate rises from zero
     clip_norm: float = number(1.0, above=0, high=math.inf)  # global norm that gradients are cut to; .inf: no clipping
-    weight_decay: float = number(0.0, low=0, high=1)  # decoupled, as in AdamW
-    beta1: float = number(0.9, low=0, below=1)  # decay of the gradient's mean
-    beta2: float = number(0.999, low=0, below=1)  # decay of the mean of its square
-    epsilon: float = number(1e-8, above=0, high=1)  # added to the square root of that
+    weight_decay: float = number(0.0, low=0, high=1)  # decoupled weight decay, as in AdamW
+    beta1: float = number(0.9, low=0, below=1)  # decay of the mean of gradients
+    beta2: float = number(0.999, low=0, below=1)  # decay of the mean of squared gradients
+    epsilon: float = number(1e-8, above=0, high=1)  # added to the square root of the mean of squared gradients
 
     def check(self, steps: int) -> None:
         """Refuses a warm-up of all `steps` of the training."""
@@ -182,7 +190,7 @@ class TrainingConfig:
     """Length of the run and how it is stored."""
 
     steps: int = at_least(1, 100)  # optimiser steps
-    micro_batch_prompts: int | None = at_least(1, None)  # prompts that a gradient is taken of at once; null: all
+    micro_batch_prompts: int | None = at_least(1, None)  # prompts, with their groups, in a micro-batch; null: all
     # In place of micro_batch_prompts: completions are packed, with a prompt each, into micro-batches of so many tokens.
     tokens_per_micro_batch: int | None = at_least(1, None)
     checkpoint_every: int = at_least(1, 50)  # optimiser steps
@@ -207,12 +215,13 @@ class EvaluationConfig:
     """Sampled accuracy on held-out problems."""
 
     every: int = at_least(0, 50)  # optimiser steps between evaluations; 0: before and after training only
-    problems: int = at_least(1, 256)  # held-out ones, of those that the seed holds out
+    problems: int = at_least(1, 256)  # number of held-out problems that are asked
     samples: int = at_least(1, 1)  # completions of each problem
-    initial_kl: bool = False  # KL to the initial policy as well, at the cost of one more forward pass
-    temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)  # 0: greedy
-    top_k: int = at_least(0, 0)  # most likely tokens that are sampled from; 0: all
-    top_p: float = number(1.0, above=0, high=1)  # probability of the most likely tokens that are sampled from; 1: all
+    initial_kl: bool = False  # also log the KL to the initial policy, which costs one more forward pass
+    temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)  # temperature of sampling; 0: greedy
+    top_k: int = at_least(0, 0)  # sample from this many of the most likely tokens; 0: all
+    # Sample from the most likely tokens with this total probability; 1: all.
+    top_p: float = number(1.0, above=0, high=1)
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
@@ -234,9 +243,9 @@ class EvaluationConfig:
 class SamplesConfig:
     """Completions that were trained on, kept in the run's folder to be looked at: python -m recjax.samples."""
 
-    every: int = at_least(0, 25)  # optimiser steps from one batch that some are kept of to the next; 0: none are kept
-    groups: int = at_least(1, 4)  # groups of such a batch
-    megabytes: float = number(64.0, above=0)  # of all of them; with so many no more are kept
+    every: int = at_least(0, 25)  # keep completions of every Nth batch; 0: keep none
+    groups: int = at_least(1, 4)  # groups that are kept of such a batch
+    megabytes: float = number(64.0, above=0)  # limit of all kept completions; after that no more are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,17 +255,19 @@ class TrackingConfig:
     A mapping holds what the module's `init` takes.
     """
 
-    wandb: dict[str, Any] | None = None  # such as {project: sums}; WANDB_MODE=offline needs no account
-    trackio: dict[str, Any] | None = None  # such as {project: sums}, which keeps its data on this machine
+    # Arguments of wandb.init, such as {project: sums}; WANDB_MODE=offline needs no account.
+    wandb: dict[str, Any] | None = None
+    # Arguments of trackio.init, such as {project: sums}; data stays on this machine.
+    trackio: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """How devices are arranged; the three sizes multiply to their number, and -1, once at most, takes the rest."""
 
-    data: int = -1  # rows of a batch are split, parameters are not
-    fsdp: int = 1  # rows are split, and so are parameters and the optimiser's state
-    tensor: int = 1  # heads, the MLP's units and the vocabulary are split; keep it within one host
+    data: int = -1  # devices that split the rows of a batch; each has all parameters
+    fsdp: int = 1  # devices that split rows, parameters and the optimiser's state
+    tensor: int = 1  # devices that split heads, MLP units and vocabulary; keep them within one host
 
     def check(self) -> None:
         """Refuses sizes that are no numbers of devices, and more than one rest."""
@@ -272,8 +283,8 @@ class MeshConfig:
 class Config:
     """A whole run."""
 
-    seed: int = number(0, low=0, high=2**32 - 1)  # of data order, sampling and initial parameters
-    output: str = omegaconf.MISSING  # folder of the run; it goes on from what is there
+    seed: int = number(0, low=0, high=2**32 - 1)  # seed of data order, sampling and initial parameters
+    output: str = omegaconf.MISSING  # folder of the run; a run that was stopped goes on from it
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     grading: GradingConfig = dataclasses.field(default_factory=GradingConfig)

@@ -19,19 +19,21 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 class RolloutConfig:
     """How completions are sampled."""
 
-    prompts_per_step: int = at_least(1, 16)  # prompts of a batch
+    prompts_per_step: int = at_least(1, 16)  # prompts in a batch
     group_size: int = at_least(1, 8)  # completions of each prompt
-    max_prompt_tokens: int | None = at_least(1, None)  # limit of a prompt; null: the longest of the data
-    long_prompts: Literal["refuse", "drop"] = "refuse"  # what becomes of longer prompts
-    max_completion_tokens: int = at_least(1, 16)  # limit of a completion, or with task.agent of one reply
-    # Limit of an agent's prompts, replies and all between; of a followed store, longer rows are left out.
+    # Limit of a prompt's tokens; null: the longest prompt of the data.
+    max_prompt_tokens: int | None = at_least(1, None)
+    long_prompts: Literal["refuse", "drop"] = "refuse"  # what happens to longer prompts: an error, or they are left out
+    max_completion_tokens: int = at_least(1, 16)  # limit of a completion's tokens; with task.agent, of one reply
+    # Limit of an agent's whole conversation in tokens; longer rows of a followed store are left out.
     max_context_tokens: int | None = at_least(2, None)
     slots: int | None = at_least(1, None)  # completions decoded at a time; null: as many as memory holds
-    # Of the softmax that completions are sampled from.
+    # Temperature of sampling.
     temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)
-    top_k: int = at_least(0, 0)  # most likely tokens that are sampled from; 0: all
-    top_p: float = number(1.0, above=0, high=1)  # probability of the most likely tokens that are sampled from; 1: all
-    stop: list[str] = dataclasses.field(default_factory=list)  # texts of one token that end a completion, beside EOS
+    top_k: int = at_least(0, 0)  # sample from this many of the most likely tokens; 0: all
+    # Sample from the most likely tokens with this total probability; 1: all.
+    top_p: float = number(1.0, above=0, high=1)
+    stop: list[str] = dataclasses.field(default_factory=list)  # texts of one token that end a completion, as EOS does
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
@@ -49,8 +51,8 @@ class MixConfig:
     """Completions of others, from a store, beside those that the policy samples."""
 
     store: str = omegaconf.MISSING  # folder of the store
-    share: float = number(0.5, above=0, below=1)  # share that comes from there: a whole number of rows or groups
-    of: Literal["group", "batch"] = "group"  # rows of every group, or whole groups of every batch
+    share: float = number(0.5, above=0, below=1)  # share that comes from the store: a whole number of rows or groups
+    of: Literal["group", "batch"] = "group"  # mix rows into every group, or whole groups into every batch
 
     def check(self, rollout: RolloutConfig) -> None:
         """Refuses a share that is no whole number of rows or groups."""
@@ -70,20 +72,21 @@ class LateConfig:
 
     shortest: int = at_least(0, 0)  # delay, in rounds
     longest: int = at_least(0, 0)  # delay, in rounds
-    deadline: int | None = at_least(1, None)  # rounds after which a group goes without them; null: it waits
+    # Rounds after which a group is trained on without missing rewards; null: it waits.
+    deadline: int | None = at_least(1, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayConfig:
     """A buffer of groups that are trained on more than once, and how it is sampled from."""
 
-    draw_every: int = at_least(1, 1)  # rounds from one batch that the policy samples to the next
-    capacity: int = at_least(1, 512)  # groups that it holds; the oldest gives way
+    draw_every: int = at_least(1, 1)  # the policy samples a batch every Nth round
+    capacity: int = at_least(1, 512)  # groups that the buffer holds; the oldest is replaced
     # Optimiser steps that a group may be behind the trainer; null: no limit.
     max_staleness: int | None = at_least(0, None)
-    max_reuse: int = at_least(1, 4)  # times that a group is trained on at most
-    half_life: float | None = number(None, above=0)  # optimiser steps in which a group's chance halves; null: never
-    priority: Priority = "none"  # what a group's chance is in proportion to
+    max_reuse: int = at_least(1, 4)  # how often a group is trained on at most
+    half_life: float | None = number(None, above=0)  # optimiser steps after which a group's chance halves; null: never
+    priority: Priority = "none"  # a group's chance is proportional to this
     keep_no_signal: bool = False  # keep groups whose rewards are all equal
 
     def check(self, sampled: int) -> None:
@@ -98,7 +101,7 @@ class ReplayConfig:
 class RefillConfig:
     """Groups whose rewards are all equal teach nothing: more batches are sampled until a step has enough others."""
 
-    batches: int = at_least(1, 10)  # most batches for one step; a run that needs more ends with an error
+    batches: int = at_least(1, 10)  # limit of batches for one step; a run that needs more ends with an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +111,12 @@ class RegimeConfig:
     sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
     sync_offset: int = at_least(0, 0)  # batches sampled ahead of the one being trained on
     offline: bool = False  # every batch comes from the initial policy
-    mode: Literal["sync", "async"] = "sync"  # async: other processes, on Ray, sample meanwhile
+    mode: Literal["sync", "async"] = "sync"  # async: other processes sample while the trainer trains, on Ray
     # Async, or with experience.follow: optimiser steps that experience may be behind the trainer.
     max_staleness: int | None = at_least(0, None)
     generators: int = at_least(1, 1)  # async: processes that sample
-    address: str | None = None  # async: of a Ray cluster; null: Ray is started on this machine
-    # Async: for one batch; a generator that takes longer is started again.
+    address: str | None = None  # async: address of a Ray cluster; null: Ray is started on this machine
+    # Async: time limit for one batch; a generator that takes longer is restarted.
     generator_seconds: float = at_least(1, 600.0)
 
     def check(self, replay: ReplayConfig | None, follows: bool) -> None:
@@ -144,12 +147,12 @@ class RegimeConfig:
 class ExperienceConfig:
     """What is trained on beside, or in place of, each batch that the policy has just sampled."""
 
-    store: str | None = None  # folder that every batch comes from, in groups of any size
+    store: str | None = None  # folder of a store that every batch comes from; groups may have any size
     mix: MixConfig | None = None
     late: LateConfig | None = None
     replay: ReplayConfig | None = None
     refill: RefillConfig | None = None
-    missing_logprobs: MissingLogprobs = "error"  # what stands for behaviour log-probs that a store lacks
+    missing_logprobs: MissingLogprobs = "error"  # what replaces behaviour log-probs that a store lacks
     regrade: bool = False  # grade a store's completions by this run's reward, in place of their own rewards
     record: bool = False  # keep what the policy samples in the run's folder, as a store
     follow: bool = False  # wait for the store's groups, and train on each once, when it has its rewards

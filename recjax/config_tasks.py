@@ -16,10 +16,10 @@ from recjax.tasks.grading.gym_package import check_gym
 class ArithmeticTask:
     """Questions with one whole number as the answer."""
 
-    # Kinds, as A..B op C..D with op + - or *.
+    # Kinds of problems, as A..B op C..D with op + - or *.
     problems: list[str] = dataclasses.field(default_factory=lambda: ["10..99 + 10..99"])
     template: str = "{a} {op} {b} ="  # the prompt
-    examples: int = at_least(0, 0)  # solved examples of the same kinds on the lines before each question
+    examples: int = at_least(0, 0)  # solved examples of the same kinds before each question, one a line
     worked: bool = False  # answers of sums show the columns and carries before the result: 7+5+0=12;4+8+1=13;132
 
 
@@ -29,10 +29,10 @@ class FileTask:
 
     train: str = omegaconf.MISSING  # .jsonl or .parquet file to train on
     evaluation: str | None = None  # file to evaluate on; null: a third of train, at most 1,024, is held out
-    prompt_column: str = "prompt"  # text, or a list of messages
-    answer_column: str = "answer"  # what the reward compares with
-    difficulty_column: str | None = None  # a label that evaluation breaks accuracy down by
-    chat: bool = False  # put text prompts through the model's chat template; lists of messages always are
+    prompt_column: str = "prompt"  # column of prompts: text, or lists of messages
+    answer_column: str = "answer"  # the column that the reward compares completions with
+    difficulty_column: str | None = None  # column of a label; evaluation reports accuracy for each label
+    chat: bool = False  # put text prompts through the model's chat template, as lists of messages always are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gsm8kTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "openai/gsm8k"
-    evaluation: str | None = "openai/gsm8k"  # likewise; null: a third of train, at most 1,024, is held out
+    evaluation: str | None = "openai/gsm8k"  # as train; null: a third of train, at most 1,024, is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MathTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "DigitalLearningGmbH/MATH-lighteval"
-    # Likewise; null: a third of train, at most 1,024, is held out.
+    # As train; null: a third of train, at most 1,024, is held out.
     evaluation: str | None = "HuggingFaceH4/MATH-500"
 
 
@@ -60,7 +60,7 @@ class GuruMathTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "LLM360/guru-RL-92k"
-    evaluation: str | None = "LLM360/guru-RL-92k"  # likewise; null: a third of train, at most 1,024, is held out
+    evaluation: str | None = "LLM360/guru-RL-92k"  # as train; null: a third of train, at most 1,024, is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ToolAceTask:
 
     # Hub data set, a folder with its files, or a .parquet or .jsonl file.
     train: str = "Team-ACE/ToolACE"
-    evaluation: str | None = None  # likewise; null: a third of train, at most 1,024, is held out
+    evaluation: str | None = None  # as train; null: a third of train, at most 1,024, is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +77,10 @@ class ReasoningGymTask:
     """Problems of one generator of the package reasoning_gym."""
 
     name: str = omegaconf.MISSING  # the generator, such as letter_counting
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # those of the generator
-    problems: int = at_least(1, 1000)  # to train on; half as many, at most 1,024, are held out beside them
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the generator
+    problems: int = at_least(1, 1000)  # problems to train on; half as many more, at most 1,024, are held out
     template: str = "{question}"  # the prompt
-    examples: int = at_least(0, 0)  # solved problems of the same generator ahead of each question
+    examples: int = at_least(0, 0)  # solved problems of the same generator before each question
     chat: bool = True  # prompts as chats, examples as earlier turns; false: plain text, examples on the lines before
 
 
@@ -101,23 +101,24 @@ class TaskConfig:
     reasoning_gym: ReasoningGymTask | None = None
     system_prompt: str | None = None  # first message of every chat; null: the task's own, if it has one
     reward: str | None = None  # a built-in reward's name, or module:function; null: the task's own
-    # Weight of each part of the reward, over its own; in a file or as an override.
+    # Weight of each part of the reward, in place of the reward's own weight.
     reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)
-    reward_seconds: float | None = number(None, above=0)  # that an async reward may take for a batch; null: no limit
-    reward_retries: int = at_least(0, 0)  # times that an async reward which fails on a batch is asked again
-    success: float = 1.0  # a completion is accurate when its reward is at least this; not read with an accuracy part
-    truncated: Literal["train", "mask", "penalise"] = "train"  # what becomes of completions cut at the token limit
+    reward_seconds: float | None = number(None, above=0)  # time limit of an async reward for a batch; null: no limit
+    reward_retries: int = at_least(0, 0)  # how often an async reward is asked again if it fails on a batch
+    # A completion is accurate if its reward is at least this; a reward with an accuracy part does not read it.
+    success: float = 1.0
+    truncated: Literal["train", "mask", "penalise"] = "train"  # what happens to completions cut at the token limit
     truncated_reward: float = 0.0  # reward of cut completions with task.truncated: penalise
     # Tokens before the limit, over which the reward's part `overlong` falls from 0 to -1; null: there is no such part.
     overlong_tokens: int | None = at_least(1, None)
     # Who talks to the policy: null, one prompt and one completion; module:function, your own async def agent(problem,
     # policy); tools, which lets the model call task.tools; environment, which plays task.environment.
     agent: str | None = None
-    agent_seconds: float = number(60.0, above=0)  # that an agent may take, not counting its waiting for the policy
-    agent_turns: int = at_least(1, 16)  # replies that an agent may ask for
+    agent_seconds: float = number(60.0, above=0)  # time limit of an agent, without the time it waits for the policy
+    agent_turns: int = at_least(1, 16)  # limit of an agent's replies
     agent_failure_reward: float | None = None  # reward of agents that fail; null: they are left out
     tools: list[str] = dataclasses.field(default_factory=list)  # module:function of each tool, run in grading.workers
-    tool_seconds: float = number(10.0, above=0)  # for one call of a tool
+    tool_seconds: float = number(10.0, above=0)  # time limit of one call of a tool
     # Module:class of task.agent: environment, made of a problem, with gymnasium's reset and step.
     environment: str | None = None
 
@@ -184,9 +185,9 @@ TASKS = tuple(field.name for field in dataclasses.fields(TaskConfig) if block_of
 class GradingConfig:
     """Worker processes, in which built-in rewards grade; a completion past a limit gets reward 0 and is counted."""
 
-    workers: int = at_least(1, 2)  # processes
-    seconds: float = at_least(0.1, 5.0)  # for one completion
-    max_characters: int = at_least(1, 50_000)  # of a completion; a longer one gets reward 0
+    workers: int = at_least(1, 2)  # worker processes
+    seconds: float = at_least(0.1, 5.0)  # time limit for one completion
+    max_characters: int = at_least(1, 50_000)  # limit of a completion's characters; a longer one gets reward 0
 
     def check(self, task: TaskConfig) -> None:
         """Refuses limits for a reward that no worker process computes."""

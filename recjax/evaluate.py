@@ -3,9 +3,9 @@
     python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--output FOLDER]
 
 checkpoint is a training run's folder (its newest checkpoint), one of its checkpoints (runs/NAME/checkpoints/80), or a
-Hugging Face folder or hub name; left out, or `base`, it is the model that the config starts from. What is asked and how
-comes from the config: task, evaluation, and rollout.max_completion_tokens, .stop and .prompts_per_step, which is how
-many problems are sampled at a time. An evaluation that was stopped goes on when the same command is given again.
+Hugging Face folder or hub name. Without it, or as `base`, the model that the config starts from is evaluated. Questions
+and settings come from the config: task, evaluation, and of rollout max_completion_tokens, stop and prompts_per_step,
+which is how many problems are sampled at a time. The same command goes on with an evaluation that was stopped.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]
     if len(checkpoints) > 1:
-        raise ValueError(f"checkpoint is given {len(checkpoints)} times; an evaluation is of one")
+        raise ValueError(f"checkpoint is given {len(checkpoints)} times; give one")
     if any(text.startswith("output=") for text in overrides):
         raise ValueError("output=… is the folder of a training run; name an evaluation's with --output FOLDER")
     return (checkpoints[0] if checkpoints else None), overrides

@@ -4,10 +4,10 @@
     python -m recjax.export --run runs/NAME --output FOLDER --adapters [--step N]
     python -m recjax.export --model PATH --output FOLDER [--dtype …]
 
-The run may be finished or not; the newest checkpoint is taken, or that of --step. Adapters are merged into the model,
-or with --adapters written by themselves as PEFT reads them. A model card says what was trained, and --push uploads the
-folder to the Hugging Face hub. --model writes a Hugging Face folder anew, in another
-dtype for instance. JAX_PLATFORMS=cpu in front leaves an accelerator to others.
+The run may be finished or not. The command takes the newest checkpoint, or that of --step. Adapters are merged into the
+model; with --adapters they are written alone, as PEFT reads them. A model card says what was trained, and --push
+uploads the folder to the Hugging Face hub. --model rewrites a Hugging Face folder, in another dtype for instance. With
+JAX_PLATFORMS=cpu in front, the command uses no accelerator.
 """
 
 import json

@@ -3,8 +3,8 @@
     python -m recjax.feedback STORE --file rewards.jsonl
 
 A line is {"id": …, "reward": 1.0} for a row, or {"group_id": …, "reward": [1.0, 0.0, …]} for the rows of a group, in
-the store's order (one number: the same for all). "reward_parts" and "accurate" may stand beside it. Nothing is written
-unless all lines fit; a command that was cut short is given again.
+the store's order (one number: the same for all). "reward_parts" and "accurate" are optional. Nothing is written unless
+all lines fit. If the command was stopped, give it again.
 """
 
 from pathlib import Path

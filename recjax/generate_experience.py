@@ -4,11 +4,12 @@
     python -m recjax.generate_experience --run runs/NAME [--step S] --output STORE --steps N [key=value ...]
     python -m recjax.generate_experience --config F --engine URL [--model M] --output STORE --steps N [key=value ...]
 
-With --config it is the config's initial policy (model.path=FOLDER model.decoder=null for a Hugging Face folder, after a
-warm start if the config has one), with --run a run's checkpoint, the newest or that of --step. Prompts, sampling and
-rewards are as in training; a step is rollout.prompts_per_step prompts with rollout.group_size completions each. The
-same command goes on where it was stopped, with the rows that it would have written then; a larger --steps adds to them.
-With --engine a server that has OpenAI's API is asked in place of the policy; the config's model gives the vocabulary.
+With --config the policy is the config's initial policy, after its warm start if it has one (model.path=FOLDER
+model.decoder=null for a Hugging Face folder). With --run it is a run's checkpoint, the newest or that of --step.
+With --engine, a server with OpenAI's API is asked in place of the policy; the config's model gives the vocabulary.
+Prompts, sampling and rewards are as in training. A step is rollout.prompts_per_step prompts with rollout.group_size
+completions each. If the command was stopped, give it again: it writes the rows that are missing. A larger --steps adds
+rows.
 """
 
 import dataclasses

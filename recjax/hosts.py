@@ -85,8 +85,8 @@ def gathered(tree: Any, count: int) -> Any:
 def end_after(error: Exception) -> None:
     """Ends a process that has lost the others, at once: an ordinary exit would wait for them."""
     print(
-        f"error: process {jax.process_index()} of {jax.process_count()} lost another one, which ended or cannot be"
-        " reached any more; its own last words say why. The same command for all of them goes on from the newest"
+        f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another, which ended or"
+        " cannot be reached; that process's log says why. The same command for all processes goes on from the newest"
         f" checkpoint. ({str(error).splitlines()[0]})",
         file=sys.stderr,
         flush=True,

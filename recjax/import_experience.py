@@ -120,8 +120,8 @@ def main(argv: list[str]) -> None:
     print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} of them pending")
     if alone := sum(count == 1 for count in groups.values()):
         logger.warning(
-            "%d of %d groups have one completion, which most advantages make nothing of: rows with equal prompts are a"
-            " group, or those that --group_column says; see algorithm.advantage={name: raw_reward}",
+            "%d of %d groups have one completion, from which most advantages learn nothing. Rows with equal prompts are"
+            " a group, or rows with equal --group_column; see algorithm.advantage={name: raw_reward}",
             alone,
             len(groups),
         )
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     for field, default in Columns._field_defaults.items():
         flags.DEFINE_string(f"{field}_column", default, f"Column of the {field}.")
     flags.DEFINE_string("tokenizer", None, "Folder or hub name of the model that columns of tokens are of.")
-    flags.DEFINE_float("temperature", None, "What the completions were sampled with.", lower_bound=0)
-    flags.DEFINE_integer("top_k", 0, "Likewise; 0: all tokens.", lower_bound=0)
-    flags.DEFINE_float("top_p", 1.0, "Likewise; 1: no cut.", lower_bound=0, upper_bound=1)
+    flags.DEFINE_float("temperature", None, "Temperature that the completions were sampled with.", lower_bound=0)
+    flags.DEFINE_integer("top_k", 0, "top_k that they were sampled with; 0: all tokens.", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "top_p that they were sampled with; 1: all tokens.", lower_bound=0, upper_bound=1)
     app.run(main)

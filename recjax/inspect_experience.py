@@ -1,4 +1,4 @@
-"""Says what is in an experience store: numbers, a picture, and a few random samples.
+"""Shows what is in an experience store: numbers, a picture, and a few random samples.
 
     python -m recjax.inspect_experience STORE [--figure FILE.png] [--samples N] [--seed S]
 
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
-    flags.DEFINE_string("figure", None, "Where a picture goes; left out, none is drawn.")
+    flags.DEFINE_string("figure", None, "File of the picture; without it, none is drawn.")
     flags.DEFINE_integer("samples", 5, "Random rows to show.", lower_bound=0)
-    flags.DEFINE_integer("seed", 0, "Of the random rows.")
+    flags.DEFINE_integer("seed", 0, "Seed of the random rows.")
     app.run(main)

@@ -2,8 +2,8 @@
 
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
-The source is a sweep file or a Parquet table that --table wrote. Lines are the values of one axis of the sweep, a band
-their seeds' lowest and highest; panels side by side are the combinations of the other axes.
+The source is a sweep file, or a Parquet table that --table wrote. Lines are the values of one axis of the sweep. A band
+goes from the lowest seed to the highest. Panels side by side are the combinations of the other axes.
 """
 
 from pathlib import Path
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
     flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the sweep file's first.")
-    flags.DEFINE_multi_string("only", [], "axis=value,value: leave out the runs of other values.")
+    flags.DEFINE_multi_string("only", [], "axis=value,value: keep only the runs with these values.")
     flags.DEFINE_list(
         "metrics",
         "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",

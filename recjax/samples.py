@@ -2,9 +2,9 @@
 
     python -m recjax.samples RUN [--output FILE.html]
 
-A run keeps some completions of some of its batches, as `samples` in its config says. The page shows their groups step
-by step, with rewards, and of each token how probable it was, its ratio, and whether it was clipped or masked. It is one
-file that needs no network.
+A run keeps completions of some batches; `samples` in its config says how many. The page shows their groups step by
+step, with rewards. For each token it shows the probability, the ratio, and whether the token was clipped or masked. The
+page is one file that needs no network.
 """
 
 import json

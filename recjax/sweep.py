@@ -14,8 +14,8 @@ The file:
       - {algorithm: all, regime: [on_policy, interval_20], seed: all}
     smoke: {grids: [...], overrides: {training.steps: 20}}   # what --smoke runs instead
 
-Runs go in parallel, one process each. A sweep that was stopped goes on when the same command is given again: finished
-runs are left alone, unfinished ones resume. A run that fails is reported at the end; the others go on.
+Runs go in parallel, one process each. The same command goes on with a sweep that was stopped: finished runs are left
+alone, unfinished ones resume. A run that fails is reported at the end; the others go on. docs/sweeps.md has an example.
 """
 
 import os

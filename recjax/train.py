@@ -2,12 +2,11 @@
 
     python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
 
-Several processes, on one host or on many, train together where each is given the same command; see docs/devices.md.
+Several processes, on one host or on many, train together if each gets the same command; see docs/devices.md.
 
 Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
-regime.sync_interval=20. A run that was stopped goes on when the same command is given again. On SIGTERM and on
-Ctrl-C it finishes its step, writes a checkpoint and ends with status 143 or 130. --verbosity=0 shows what libraries log
-too.
+regime.sync_interval=20. The same command goes on with a run that was stopped. On SIGTERM and on Ctrl-C a run finishes
+its step, writes a checkpoint and ends with status 143 or 130. --verbosity=0 also shows what libraries log.
 """
 
 import json

@@ -165,7 +165,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("rollout.temperature=1e-30", ["rollout.temperature = 1e-30", "0.01 or more"]),
         ("evaluation.temperature=1e-30", ["evaluation.temperature = 1e-30", "0.01", "greedy"]),
         ("model.lora={alpha: 0}", ["model.lora.alpha = 0", "above 0"]),
-        ("model.freeze=['(']", ["model.freeze = '('", "no regular expression"]),
+        ("model.freeze=['(']", ["model.freeze = '('", "not a regular expression"]),
         ("rollout.group_size=1", ["rollout.group_size = 1", "group_mean is always 0", "raw_reward"]),
         ("model.dtype=float16", ["'float16'", "bfloat16"]),
         ("task.reward=number_match", ["'number_match'", "module:function", "reasoning_gym"]),

@@ -1,20 +1,32 @@
-"""The site's own steps: the README is its first page, and links to files of the repository lead to copies of them."""
+"""The site: the README is its first page, the notebook one of its pages, and links into the code lead to copies."""
 
+import base64
+import json
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-# [text](../recjax/training/loop.py#L3): out of docs/, into the repository.
-_OUT = re.compile(r"\]\(\.\./([\w./-]+)")
+NOTEBOOK = "tutorials/quickstart.ipynb"
+# [text](../recjax/training/loop.py#L3), or ../../ in a folder of docs/: out of docs/, into the repository.
+_OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
 
 
 def on_files(files, config):
-    """Adds the README, and every file of the repository that a page links to."""
+    """Adds the README, the notebook, and every file of the repository that a page links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = re.sub(r"\]\(docs/", "](", readme).replace("](SECURITY.md", "](../SECURITY.md")
+    readme = readme.replace("](CONTRIBUTING.md", "](contributing.md").replace(
+        f"]({NOTEBOOK}", f"]({NOTEBOOK}".replace(".ipynb", ".md")
+    )
     files.append(File.generated(config, "index.md", content=readme))
+    for name, title in (("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
+        files.append(File.generated(config, title, content=(ROOT / name).read_text(encoding="utf-8")))
+    page, pictures = notebook_page((ROOT / "docs" / NOTEBOOK).read_text(encoding="utf-8"))
+    files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=page))
+    for name, picture in pictures.items():
+        files.append(File.generated(config, f"tutorials/{name}", content=picture))
     pages = [file.content_string for file in files.documentation_pages()]
     for path in sorted({path for page in pages for path in _OUT.findall(page)}):
         if (ROOT / path).is_file():  # a link to what is not there stays as it is, and a strict build refuses it
@@ -22,11 +34,35 @@ def on_files(files, config):
     return files
 
 
+def notebook_page(text: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by name."""
+    parts, pictures = [], {}
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+        for data in (output.get("data", {}) for output in cell.get("outputs", [])):
+            if "image/png" in data:
+                name = f"quickstart_{len(pictures)}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![Figure {len(pictures)} of the notebook]({name})")
+            elif "text/html" in data:
+                table = re.sub(r"<style.*?</style>|^\s+", "", "".join(data["text/html"]), flags=re.S | re.M)
+                parts.append(table.replace(' border="1" class="dataframe"', ""))
+    return "\n\n".join(parts) + "\n", pictures
+
+
 def on_page_markdown(markdown, page, config, files):
-    """Points links out of docs/ at the copies."""
+    """Points links out of docs/ at the pages or copies that stand for them."""
+    up = "../" * page.file.src_uri.count("/")
 
     def copied(link: re.Match) -> str:
+        of_site = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+        if link[1] in of_site:
+            return f"]({up}{of_site[link[1]]}"
         name = f"source/{link[1]}.txt"
-        return f"]({name}" if files.get_file_from_path(name) else link[0]
+        return f"]({up}{name}" if files.get_file_from_path(name) else link[0]
 
     return _OUT.sub(copied, markdown)

@@ -14,7 +14,12 @@ Singleton = Literal["zero", "reward"]
 def deviations(
     rewards: Float[Array, " batch"], index: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """r − r̄ over the kept rows of each group, by `group_index`; 0 where not kept. Equal rewards give exactly 0."""
+    """r − r̄ over the kept rows of each group, by `group_index`; 0 where not kept. Equal rewards give exactly 0.
+
+    Examples:
+        >>> print(deviations(jnp.array([1.0, 0.0, 5.0]), jnp.array([0, 0, 1]), jnp.array([True, True, True])))
+        [ 0.5 -0.5  0. ]
+    """
     # From the group's least reward on, equal rewards are all 0 and their mean is free of rounding.
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)
@@ -46,6 +51,12 @@ def group_mean_advantages(
         kept: rows that count; the others get 0 and no part in the mean.
         singleton: the advantage of a group's only kept row: 0, or its reward.
     Reference: arXiv 2509.24203 §2 (REINFORCE).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> print(group_mean_advantages(rewards, group_ids, kept))
+        [ 2. -1. -1.]
     """
     index = group_index(group_ids)
     return _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
@@ -74,6 +85,13 @@ def group_normalized_advantages(
     Raises:
         ValueError: epsilon not above 0.
     Reference: arXiv 2509.24203 §2 (GRPO).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> advantages = group_normalized_advantages(rewards, group_ids, kept)
+        >>> [round(x, 3) for x in advantages.tolist()]
+        [1.414, -0.707, -0.707]
     """
     require(epsilon > 0, "epsilon", epsilon, "must be above 0, or a group of equal rewards divides by zero")
     index = group_index(group_ids)
@@ -100,6 +118,12 @@ def leave_one_out_advantages(
         kept: rows that count; the others get 0 and no part in the mean.
         singleton: the advantage of a group's only kept row: 0, or its reward.
     Reference: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!".
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> print(leave_one_out_advantages(rewards, group_ids, kept))
+        [ 3.  -1.5 -1.5]
     """
     index = group_index(group_ids)
     sizes = group_sizes(index, kept)
@@ -126,6 +150,12 @@ def asymmetric_advantages(
         beta: in units of reward; a negative one raises the baseline.
         singleton: the advantage of a group's only kept row: 0 (not β), or its reward.
     Reference: arXiv 2509.24203 §2 (AsymRE).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> print(asymmetric_advantages(rewards, group_ids, kept, beta=0.5))
+        [ 2.5 -0.5 -0.5]
     """
     index = group_index(group_ids)
     return _with_singletons(deviations(rewards, index, kept) + beta, rewards, index, kept, singleton)
@@ -137,6 +167,12 @@ def raw_reward_advantages(
     """The reward itself, without a baseline.
 
     A_i = r_i.  Groups play no part; 0 where not kept.
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> print(raw_reward_advantages(rewards, group_ids, kept))
+        [3. 0. 0.]
     """
     del group_ids
     return jnp.where(kept, rewards, 0.0)

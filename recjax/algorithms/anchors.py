@@ -10,7 +10,13 @@ from recjax.algorithms.options import require
 
 
 def behaviour_anchor(behaviour_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """The behaviour policy: log μ."""
+    """The behaviour policy: log μ.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> print(behaviour_anchor(jnp.array([[-1.0, -2.0]])))
+        [[-1. -2.]]
+    """
     return behaviour_logprobs
 
 
@@ -21,6 +27,11 @@ def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Arra
     own log-probs.
 
     Reference: arXiv 2110.00641 (PPO with a decoupled objective); arXiv 2505.24298 (AReaL).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> print(proximal_anchor(jnp.array([[-1.0, -2.0]])))
+        [[-1. -2.]]
     """
     return proximal_logprobs
 
@@ -37,6 +48,11 @@ def interpolated_anchor(
     Raises:
         ValueError: a share outside of these.
     Reference: arXiv 2512.06547 (A-3PO), whose α follows from each token's staleness.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> print(interpolated_anchor(jnp.array([[-1.0, -2.0]]), jnp.array([[-2.0, -2.0]]), share=0.5))
+        [[-1.5 -2. ]]
     """
     require(0 <= share <= 1, "share", share, "must be from 0 to 1")
     return share * behaviour_logprobs + (1 - share) * logprobs

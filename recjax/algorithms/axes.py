@@ -149,6 +149,10 @@ def function_of(axis: str, name: Any) -> Callable:
 
     Raises:
         ValueError: an unknown name, a function that cannot be imported, or one that reads what its axis does not have.
+
+    Examples:
+        >>> function_of("clip", "one_side").__name__
+        'one_side_mask'
     """
     place, table = f"{axis}.name", AXES[axis]
     if isinstance(name, str) and ":" in name:

@@ -30,7 +30,12 @@ def _require_epsilon(epsilon: float) -> None:
 
 
 def no_advantages(rewards: Float[Array, " batch"]) -> Float[Array, " batch"]:
-    """0 for every completion, where something else than the reward teaches."""
+    """0 for every completion, where something else than the reward teaches.
+
+    Examples:
+        >>> print(no_advantages(jnp.array([1.0, 0.0])))
+        [0. 0.]
+    """
     return jnp.zeros_like(rewards)
 
 
@@ -59,6 +64,14 @@ def batch_whitened_advantages(
     Raises:
         ValueError: epsilon not above 0.
     Reference: arXiv 2501.03262 (REINFORCE++ and, with the group's baseline, REINFORCE++-baseline).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 1, 1])
+        >>> kept = jnp.array([True, True, True, True])
+        >>> lengths = jnp.array([3, 3, 3, 3])
+        >>> advantages = batch_whitened_advantages(rewards, group_ids, kept, lengths)
+        >>> [round(x, 3) for x in advantages.tolist()]
+        [1.414, -1.414, 0.0, 0.0]
     """
     _require_epsilon(epsilon)
     values = jnp.where(kept, rewards, 0.0)
@@ -88,6 +101,13 @@ def batch_deviation_advantages(
     Raises:
         ValueError: epsilon not above 0.
     Reference: arXiv 2508.08221 (LitePPO).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 1, 1])
+        >>> kept = jnp.array([True, True, True, True])
+        >>> advantages = batch_deviation_advantages(rewards, group_ids, kept)
+        >>> [round(x, 3) for x in advantages.tolist()]
+        [1.155, -1.155, 0.0, 0.0]
     """
     _require_epsilon(epsilon)
     _, deviation = _mean_and_deviation(jnp.where(kept, rewards, 0.0), kept.astype(rewards.dtype))
@@ -110,6 +130,12 @@ def length_weighted_advantages(
         kept: rows that count; the others get 0 and no part in the mean.
         lengths: L, in tokens.
     Reference: arXiv 2505.23585 (OPO).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> print(length_weighted_advantages(rewards, group_ids, kept, jnp.array([2, 1, 1])))
+        [ 1.5 -1.5 -1.5]
     """
     index = group_index(group_ids)
     # From the group's least reward on, equal rewards are all 0, free of rounding.
@@ -131,6 +157,12 @@ def mean_relative_advantages(
         group_ids: any integers, any group sizes, any order.
         kept: rows that count; the others get 0 and no part in the mean.
     Reference: arXiv 2602.02710 (MaxRL).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> print(mean_relative_advantages(rewards, group_ids, kept))
+        [ 2. -1. -1.]
     """
     index = group_index(group_ids)
     means = group_sums(jnp.where(kept, rewards, 0.0), index) / jnp.maximum(group_sizes(index, kept), 1.0)
@@ -149,6 +181,12 @@ def signal_scaled_advantages(
         group_ids: any integers, any group sizes, any order.
         kept: rows that count; the others get 0 and no part in the mean.
     Reference: arXiv 2504.02546 (GPG).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 1, 1])
+        >>> kept = jnp.array([True, True, True, True])
+        >>> print(signal_scaled_advantages(rewards, group_ids, kept))
+        [ 1. -1.  0.  0.]
     """
     index = group_index(group_ids)
     centred = deviations(rewards, index, kept)
@@ -179,6 +217,13 @@ def part_normalized_advantages(
     Raises:
         ValueError: epsilon not above 0, or no parts.
     Reference: arXiv 2601.05242 (GDPO).
+
+    Examples:
+        >>> parts = {"right": jnp.array([1.0, 0.0]), "form": jnp.array([0.1, 0.0])}
+        >>> weights = {"right": jnp.array([1.0, 1.0]), "form": jnp.array([0.5, 0.5])}
+        >>> advantages = part_normalized_advantages(parts, weights, jnp.array([0, 0]), jnp.array([True, True]))
+        >>> [round(x, 3) for x in advantages.tolist()]
+        [1.0, -1.0]
     """
     _require_epsilon(epsilon)
     require(bool(reward_parts), "reward_parts", dict(reward_parts), "the reward has no parts to normalise one by one")
@@ -210,6 +255,13 @@ def log_mean_exp_advantages(
     Raises:
         ValueError: β not above 0.
     Reference: arXiv 2505.20686 (A*-PO); arXiv 2602.19362 (OAPL).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> advantages = log_mean_exp_advantages(rewards, group_ids, kept)
+        >>> [round(x, 3) for x in advantages.tolist()]
+        [1.004, -1.996, -1.996]
     """
     require(beta > 0, "beta", beta, "must be above 0")
     index = group_index(group_ids)
@@ -241,6 +293,13 @@ def discounted_advantages(
         discount: γ, above 0, at most 1.
     Raises:
         ValueError: γ out of its range.
+
+    Examples:
+        >>> rewards, group_ids, kept = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, True])
+        >>> mask = jnp.array([[True, True], [True, False]])
+        >>> print(discounted_advantages(rewards, group_ids, kept, mask, discount=0.5))
+        [[ 0.25  0.5 ]
+         [-0.5   0.  ]]
     """
     require(0 < discount <= 1, "discount", discount, "must be above 0 and at most 1")
     counts = completion_mask.astype(rewards.dtype)

@@ -22,7 +22,12 @@ class Preset(NamedTuple):
 
 
 def changes_of(preset: Preset) -> str:
-    """What a preset changes in REINFORCE, in words of a config."""
+    """What a preset changes in REINFORCE, in words of a config.
+
+    Examples:
+        >>> changes_of(PAPER["grpo"])
+        'advantage: group_normalized; clip: one_side; weight: importance'
+    """
     parts = []
     for axis, block in preset.changes.items():
         options = [f"{name} {value}" for name, value in block.items() if name != "name"]

@@ -14,7 +14,12 @@ def _require_range(epsilon_low: float, epsilon_high: float) -> None:
 
 
 def no_clip(completion_mask: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """True everywhere."""
+    """True everywhere.
+
+    Examples:
+        >>> print(no_clip(jnp.array([[True, False]])))
+        [[ True  True]]
+    """
     return jnp.ones_like(completion_mask)
 
 
@@ -43,6 +48,13 @@ def one_side_mask(
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2509.24203 §2 (REC-OneSide).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(one_side_mask(ratio, jnp.array([1.0])))
+        [[ True  True False]]
+        >>> print(one_side_mask(ratio, jnp.array([-1.0])))
+        [[False  True  True]]
     """
     _require_range(epsilon_low, epsilon_high)
     up, down = _sides(advantages)
@@ -68,6 +80,13 @@ def two_side_mask(
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2509.24203 §2 (REC-TwoSide).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(two_side_mask(ratio, jnp.array([1.0])))
+        [[False  True False]]
+        >>> print(two_side_mask(ratio, jnp.array([1.0]), epsilon_low=0.6, epsilon_high=2.0))
+        [[ True  True  True]]
     """
     del advantages
     _require_range(epsilon_low, epsilon_high)
@@ -97,6 +116,13 @@ def ring_mask(
     Raises:
         ValueError: a negative range, or an outer bound inside the inner one.
     Reference: arXiv 2509.24203 §2 (REC-Ring).
+
+    Examples:
+        >>> ratio = jnp.array([[0.3, 0.7, 1.0, 1.5]])
+        >>> print(ring_mask(ratio, jnp.array([1.0])))
+        [[ True False  True False]]
+        >>> print(ring_mask(ratio, jnp.array([-1.0])))
+        [[False False  True False]]
     """
     require(outer_low >= epsilon_low, "outer_low", outer_low, f"must be at least epsilon_low = {epsilon_low}")
     require(outer_high >= epsilon_high, "outer_high", outer_high, f"must be at least epsilon_high = {epsilon_high}")
@@ -124,6 +150,11 @@ def dual_clip_mask(
     Raises:
         ValueError: a negative range, or a bound below 1.
     Reference: arXiv 1912.09729 (dual-clip PPO).
+
+    Examples:
+        >>> ratio = jnp.array([[1.0, 2.0, 4.0]])
+        >>> print(dual_clip_mask(ratio, jnp.array([-1.0])))
+        [[ True  True False]]
     """
     require(bound >= 1, "bound", bound, "must be 1 or more")
     kept = one_side_mask(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
@@ -149,6 +180,11 @@ def log_one_side_mask(
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2507.20673 (GMPO).
+
+    Examples:
+        >>> log_ratio = jnp.array([[-0.5, 0.0, 0.5]])
+        >>> print(log_one_side_mask(log_ratio, jnp.array([1.0])))
+        [[ True  True False]]
     """
     _require_range(epsilon_low, epsilon_high)
     up, down = _sides(advantages)
@@ -174,6 +210,11 @@ def probability_difference_mask(
     Raises:
         ValueError: a negative δ.
     Reference: arXiv 2602.04879 (DPPO, total variation).
+
+    Examples:
+        >>> before, now = jnp.log(jnp.array([[0.01, 0.5]])), jnp.log(jnp.array([[0.05, 0.9]]))
+        >>> print(probability_difference_mask(now, before, jnp.array([1.0])))
+        [[ True False]]
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
@@ -200,6 +241,11 @@ def binary_kl_mask(
     Raises:
         ValueError: a negative δ.
     Reference: arXiv 2602.04879 (DPPO, KL).
+
+    Examples:
+        >>> before, now = jnp.log(jnp.array([[0.01, 0.5]])), jnp.log(jnp.array([[0.05, 0.9]]))
+        >>> print(binary_kl_mask(now, before, jnp.array([1.0])))
+        [[ True False]]
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
@@ -244,6 +290,17 @@ def balanced_mask(
     Raises:
         ValueError: a highest bound below the first one, a step not above 0, or a share outside of its range.
     Reference: arXiv 2510.18927 (BAPO).
+
+    Examples:
+        >>> log_ratio = jnp.log(jnp.array([[1.0, 2.0], [1.0, 0.8]]))
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> advantages = jnp.array([1.0, -1.0])
+        >>> print(one_side_mask(jnp.exp(log_ratio), advantages))
+        [[ True False]
+         [ True  True]]
+        >>> print(balanced_mask(log_ratio, advantages, mask))
+        [[ True  True]
+         [ True  True]]
     """
     require(highest_low >= low, "highest_low", highest_low, f"must be at least low = {low}")
     require(highest_high >= high, "highest_high", highest_high, f"must be at least high = {high}")

@@ -37,6 +37,13 @@ def pairwise_consistency_loss(
     Raises:
         ValueError: τ not above 0.
     Reference: arXiv 2509.24203 §1 (pairwise consistency).
+
+    Examples:
+        >>> logprobs, anchor, weights = jnp.array([-1.0, -2.0]), jnp.array([-1.0, -2.0]), jnp.array([1.0, 1.0])
+        >>> rewards, group_ids, kept = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, True])
+        >>> total, groups = pairwise_consistency_loss(logprobs, anchor, rewards, weights, group_ids, kept)
+        >>> print(total, groups)
+        0.25 1.0
     """
     require(tau > 0, "tau", tau, "must be above 0")
     policy, anchor, rewards, weights = (

@@ -17,14 +17,26 @@ QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
 def token_average(
     per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
 ) -> Float[Array, ""]:
-    """The mean over valid tokens; 0 where there is none. Of the entropy, the mean entropy in nats per token."""
+    """The mean over valid tokens; 0 where there is none. Of the entropy, the mean entropy in nats per token.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(token_average(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        1.5
+    """
     return jnp.sum(jnp.where(completion_mask, per_token, 0.0)) / jnp.maximum(jnp.sum(completion_mask), 1)
 
 
 def ratio_quantiles(
     log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
 ) -> dict[str, Float[Array, ""]]:
-    """Quantiles QUANTILES of the ratio π/μ over valid tokens; NaN where there is none."""
+    """Quantiles QUANTILES of the ratio π/μ over valid tokens; NaN where there is none.
+
+    Examples:
+        >>> log_ratio = jnp.log(jnp.array([[0.5, 1.0, 2.0]]))
+        >>> print(ratio_quantiles(log_ratio, jnp.array([[True, True, True]]))["q50"])
+        1.0
+    """
     quantiles = jnp.nanquantile(jnp.where(completion_mask, log_ratio, jnp.nan), jnp.array(list(QUANTILES.values())))
     return dict(zip(QUANTILES, jnp.exp(quantiles), strict=True))
 
@@ -34,7 +46,13 @@ def clip_fraction(
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Float[Array, ""]]:
-    """Share of valid tokens that the clip mask leaves out: of all, of those with A > 0, of those with A < 0."""
+    """Share of valid tokens that the clip mask leaves out: of all, of those with A > 0, of those with A < 0.
+
+    Examples:
+        >>> clip, mask = jnp.array([[True, False]]), jnp.array([[True, True]])
+        >>> {name: float(share) for name, share in clip_fraction(clip, jnp.array([1.0]), mask).items()}
+        {'all': 0.5, 'positive': 0.5, 'negative': 0.0}
+    """
     clipped = (~clip_mask).astype(advantages.dtype)
     sign = per_token(advantages)
     masks = {"all": completion_mask, "positive": completion_mask & (sign > 0), "negative": completion_mask & (sign < 0)}
@@ -49,6 +67,12 @@ def behaviour_kl(
     Args:
         log_ratio: log π − log μ.
         estimator: k1, k2 or k3; see `regularizers.kl_estimate`.
+
+    Examples:
+        >>> log_ratio = jnp.log(jnp.array([[0.5, 1.0, 2.0]]))
+        >>> mask = jnp.array([[True, True, False]])
+        >>> round(float(behaviour_kl(log_ratio, mask, estimator="k1")), 3)
+        0.347
     """
     return token_average(kl_estimate(jnp.where(completion_mask, log_ratio, 0.0), estimator), completion_mask)
 
@@ -66,6 +90,11 @@ def effective_sample_size(
         log_ratio: log π − log μ.
         completion_mask: rows without a valid token do not count.
         trajectories: equal for rows of one completion; None: each row is one.
+
+    Examples:
+        >>> log_ratio, mask = jnp.log(jnp.array([[1.0], [3.0]])), jnp.array([[True], [True]])
+        >>> round(float(effective_sample_size(log_ratio, mask)), 3)
+        0.8
     """
     rows = one_per_trajectory(jnp.any(completion_mask, axis=-1), trajectories)
     log_weights = sequence_sum(log_ratio, completion_mask, trajectories)[:, 0]
@@ -80,6 +109,10 @@ def staleness(
     """Optimiser steps between the weights that sampled each row and those that train on it at `step`, counted from 1.
 
     step − 1 − version, a version counting the updates made before it.
+
+    Examples:
+        >>> print(staleness(12, jnp.array([0, 10, 11])))
+        [11  1  0]
     """
     return step - 1 - policy_version
 
@@ -96,6 +129,17 @@ def diagnose(
 
     Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept. Rows of
     a trajectory count as one.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("grpo", {})
+        >>> mask = jnp.array([[True, True], [True, False]])
+        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+        >>> rows = algorithms.row_terms(algorithm, rewards, group_ids, mask.any(-1), jax.random.key(0))
+        >>> logprobs, entropy = jnp.array([[-1.0, -2.0], [-3.0, 0.0]]), jnp.ones((2, 2))
+        >>> found = diagnose(algorithm, rows, logprobs, logprobs, entropy, mask)
+        >>> print(found["entropy"], found["ratio/q99"], found["effective_sample_size"])
+        1.0 1.0 1.0
     """
     real = jnp.maximum(jnp.sum(one_per_trajectory(jnp.any(completion_mask, axis=-1), rows.trajectories)), 1)
     scalars = {

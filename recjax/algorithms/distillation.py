@@ -25,6 +25,12 @@ def teacher_advantages(
     Raises:
         ValueError: a negative coefficient.
     Reference: arXiv 2306.13649 (GKD, its reverse KL on the student's samples).
+
+    Examples:
+        >>> logprobs, teacher = jnp.array([[-2.0, -1.0, -9.0]]), jnp.array([[-1.0, -1.5, 0.0]])
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(teacher_advantages(logprobs, teacher, mask, coefficient=1.0))
+        [[ 1.  -0.5  0. ]]
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * jnp.where(completion_mask, teacher_logprobs - logprobs, 0.0)

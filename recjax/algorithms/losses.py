@@ -112,6 +112,14 @@ def row_terms(
         trajectories: equal for rows of one completion, whose rewards are equal too; None: each row is one.
     Raises:
         ValueError: an input that the algorithm reads is None; advantages of tokens beside trajectories.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> print(rows.advantages, rows.weights, rows.kept)
+        [ 0.5 -0.5] [1. 1.] [ True  True]
     """
     # Selection, advantages and weights are of completions: of the first row of each, which gives them to the others.
     first = None if trajectories is None else first_rows(trajectories, row_mask)
@@ -170,9 +178,20 @@ def token_terms(
 ) -> TokenTerms:
     """Ratio, advantages, clip and weights of each token; constants.
 
-    Args: those of `token_loss`.
+    Arguments are those of `token_loss`.
+
     Raises:
         ValueError: an input that the algorithm needs is None.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
+        >>> print(token_terms(algorithm, logprobs, None, rows, mask).coefficients)
+        [[ 0.5  0.5]
+         [-0.5 -0.5]]
     """
     mask = completion_mask & rows.kept[:, None]
     logprobs = jax.lax.stop_gradient(jnp.where(mask, logprobs, 0.0))
@@ -225,6 +244,16 @@ def token_loss(
     Raises:
         ValueError: an input that the algorithm needs is None.
     Reference: arXiv 2509.24203 §2.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
+        >>> print(token_loss(algorithm, logprobs, None, rows, mask))
+        [[ 0.5  1. ]
+         [-2.  -0.5]]
     """
     mask = completion_mask & rows.kept[:, None]
     coefficients = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask).coefficients
@@ -258,7 +287,18 @@ def policy_gradient(
     reference_logprobs: Float[Array, "batch time"] | None,
     entropy: Float[Array, "batch time"] | None,
 ) -> SumAndCount:
-    """The reduction of `token_loss`; rows not kept leave both sum and count."""
+    """The reduction of `token_loss`; rows not kept leave both sum and count.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
+        >>> total, count = policy_gradient(algorithm, logprobs, None, rows, mask, None, None)
+        >>> print(total, count)
+        -1.0 4.0
+    """
     of_tokens = token_loss(
         algorithm,
         logprobs,
@@ -286,6 +326,16 @@ def pairwise_consistency(
     """`pairwise_consistency_loss` with the behaviour policy as the anchor; a slice must hold whole groups.
 
     Of the algorithm, only selection and row weights are read.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("pairwise_consistency", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
+        >>> total, groups = pairwise_consistency(algorithm, logprobs, logprobs, rows, mask, None, None)
+        >>> print(total, groups)
+        0.25 1.0
     """
     del reference_logprobs, entropy
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
@@ -306,13 +356,24 @@ def loss(
 ) -> SumAndCount:
     """The loss of any micro-batch, as a sum and a count; add both over micro-batches and devices, then divide once.
 
-    Args: those of `token_loss`. Rows of a trajectory, and for the pairwise objective those of a group, must be
+    Arguments are those of `token_loss`. Rows of a trajectory, and for the pairwise objective those of a group, must be
     in the same micro-batch.
+
     Returns:
         Sum and count under the algorithm's reduction (for the pairwise objective, over groups). Both are 0 where no row
         is kept.
     Raises:
         ValueError: an input that the algorithm needs is None.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
+        >>> total, count = loss(algorithm, logprobs, None, rows, mask)
+        >>> print(total, count, total / count)
+        -1.0 4.0 -0.25
     """
     objective = algorithm.objective or policy_gradient
     return objective(algorithm, logprobs, behaviour_logprobs, rows, completion_mask, reference_logprobs, entropy)

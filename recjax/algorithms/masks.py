@@ -13,7 +13,12 @@ from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
 
 
 def no_mask(completion_mask: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """True everywhere."""
+    """True everywhere.
+
+    Examples:
+        >>> print(no_mask(jnp.array([[True, False]])))
+        [[ True  True]]
+    """
     return jnp.ones_like(completion_mask)
 
 
@@ -34,6 +39,12 @@ def off_policy_negatives_mask(
         trajectories: equal for rows of one completion; None: each row is one.
         delta: in nats per token.
     Reference: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking).
+
+    Examples:
+        >>> log_ratio, mask = jnp.array([[-1.0, -1.0], [0.0, 0.0]]), jnp.array([[True, True], [True, True]])
+        >>> print(off_policy_negatives_mask(log_ratio, jnp.array([-1.0, -1.0]), mask))
+        [[False False]
+         [ True  True]]
     """
     left = -sequence_mean(log_ratio, completion_mask, trajectories) > delta
     return jnp.broadcast_to(~(left & (per_token(advantages) < 0)), log_ratio.shape)
@@ -63,6 +74,12 @@ def sequence_band_mask(
     Raises:
         ValueError: a band without 1 in it.
     Reference: masked importance sampling (MIS), as TRL, verl and SkyRL have it.
+
+    Examples:
+        >>> log_ratio, mask = jnp.array([[0.1, 0.1], [0.1, -0.1]]), jnp.array([[True, True], [True, True]])
+        >>> print(sequence_band_mask(log_ratio, mask))
+        [[False False]
+         [ True  True]]
     """
     require(0 <= low <= 1, "low", low, "must be from 0 to 1")
     require(high >= 1, "high", high, "must be 1 or more")
@@ -83,6 +100,10 @@ def second_moment_mask(
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2510.01161 (M2PO).
+
+    Examples:
+        >>> print(second_moment_mask(jnp.array([[0.1, -0.2, 1.0]]), jnp.array([[True, True, True]])))
+        [[ True  True False]]
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
     squares = jnp.where(completion_mask, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
@@ -105,6 +126,10 @@ def high_entropy_mask(
     Raises:
         ValueError: a share out of its range.
     Reference: arXiv 2506.01939 (beyond the 80/20 rule).
+
+    Examples:
+        >>> print(high_entropy_mask(jnp.array([[0.1, 2.0, 0.5]]), jnp.array([[True, True, True]]), share=0.3))
+        [[False  True False]]
     """
     require(0 < share <= 1, "share", share, "must be above 0 and at most 1")
     return _highest(scored_entropy, completion_mask, share)
@@ -129,6 +154,12 @@ def covariance_mask(
     Raises:
         ValueError: a share out of its range.
     Reference: arXiv 2505.22617 (Clip-Cov, here by rank and without chance).
+
+    Examples:
+        >>> logprobs, mask = jnp.array([[-0.1, -3.0], [-1.0, -1.0]]), jnp.array([[True, True], [True, True]])
+        >>> print(covariance_mask(logprobs, jnp.array([1.0, -1.0]), mask))
+        [[False  True]
+         [ True  True]]
     """
     require(0 <= share < 1, "share", share, "must be from 0 to below 1")
     if share == 0:

@@ -13,13 +13,24 @@ def require(condition: bool, name: str, value: Any, remedy: str) -> None:
 
     Raises:
         ValueError: where `condition` is false, naming the option, the value and the remedy.
+
+    Examples:
+        >>> require(False, "epsilon_low", -0.2, "must be 0 or more")
+        Traceback (most recent call last):
+            ...
+        ValueError: epsilon_low = -0.2: must be 0 or more
     """
     if not condition:
         raise ValueError(f"{name} = {value!r}: {remedy}")
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
-    """The end of an error message that offers the nearest of `names`, or nothing."""
+    """The end of an error message that offers the nearest of `names`, or nothing.
+
+    Examples:
+        >>> did_you_mean("one_sided", ["one_side", "two_side"])
+        "; did you mean 'one_side'?"
+    """
     nearest = difflib.get_close_matches(str(name), list(names), n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -31,6 +42,10 @@ def imported(place: str, name: str) -> Callable:
         place: in a config.
     Raises:
         ValueError: there is no such module or function.
+
+    Examples:
+        >>> imported("weight.name", "math:sqrt")(9.0)
+        3.0
     """
     module, _, function = name.partition(":")
     try:
@@ -45,7 +60,14 @@ def imported(place: str, name: str) -> Callable:
 
 
 def readable_options(function: Callable) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of an axis function: its options."""
+    """The keyword-only parameters of an axis function: its options.
+
+    Examples:
+        >>> def bounded(ratio, *, cap: float = 3.0): ...
+        ...
+        >>> list(readable_options(bounded))
+        ['cap']
+    """
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
     except (NameError, AttributeError):  # an annotation that is no name here
@@ -58,6 +80,10 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
 
     Raises:
         ValueError: for a value of another type.
+
+    Examples:
+        >>> checked_value("clip.epsilon_low", float, 1)
+        1.0
     """
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
@@ -81,6 +107,12 @@ def resolved_options(axis: str, name: str, function: Callable, given: Mapping[st
         name: what the config calls `function`.
     Raises:
         ValueError: an option that `function` does not read, a value of another type, or a required option without one.
+
+    Examples:
+        >>> def bounded(ratio, *, cap: float = 3.0): ...
+        ...
+        >>> resolved_options("weight", "bounded", bounded, {"cap": 2})
+        {'cap': 2.0}
     """
     options = readable_options(function)
     for option, value in given.items():

@@ -65,6 +65,10 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
     Raises:
         ValueError: an unknown preset, axis, function or option; a value of another type; a required option without a
             value; a setting that nothing would read.
+
+    Examples:
+        >>> resolve("rec_one_side_nois", {"clip": {"epsilon_high": 2.0}})["clip"]
+        {'name': 'one_side', 'epsilon_low': 0.2, 'epsilon_high': 2.0}
     """
     known = isinstance(preset, str) and preset in PRESETS
     require(known, "preset", preset, f"unknown; takes one of {', '.join(PRESETS)}{did_you_mean(preset, PRESETS)}")
@@ -135,6 +139,11 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
 
     Raises:
         ValueError: as `resolve`, and a value out of its function's range.
+
+    Examples:
+        >>> algorithm = build_algorithm("gspo", {"clip": {"epsilon_high": 1e-3}})
+        >>> algorithm.needs_behaviour_logprobs
+        True
     """
     chosen: dict[str, Any] = {}
     for axis, block in resolve(preset, overrides).items():

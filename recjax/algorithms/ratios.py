@@ -18,7 +18,14 @@ def log_difference(
     other_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
-    """log π − log μ; 0, with zero gradient, where masked, whatever stands there."""
+    """log π − log μ; 0, with zero gradient, where masked, whatever stands there.
+
+    Examples:
+        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(log_difference(logprobs, behaviour_logprobs, mask))
+        [[0.5 0.  0. ]]
+    """
     return jnp.where(completion_mask, logprobs, 0.0) - jnp.where(completion_mask, other_logprobs, 0.0)
 
 
@@ -27,12 +34,24 @@ def log_ratio(
     behaviour_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
-    """log ρ = log π − log μ, within ±MAX_LOG_RATIO so that ρ = exp(log ρ) is finite; 0 where masked."""
+    """log ρ = log π − log μ, within ±MAX_LOG_RATIO so that ρ = exp(log ρ) is finite; 0 where masked.
+
+    Examples:
+        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(log_ratio(logprobs, behaviour_logprobs, mask))
+        [[0.5 0.  0. ]]
+    """
     return jnp.clip(log_difference(logprobs, behaviour_logprobs, completion_mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp of a log-ratio, that first brought within ±MAX_LOG_RATIO."""
+    """exp of a log-ratio, that first brought within ±MAX_LOG_RATIO.
+
+    Examples:
+        >>> print(bounded_exp(jnp.array([0.0, 1e6])))
+        [1.000000e+00 4.851652e+08]
+    """
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -41,7 +60,13 @@ def sequence_sum(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch 1"]:
-    """The sum over the tokens of each completion, whatever turns, gaps or rows it has."""
+    """The sum over the tokens of each completion, whatever turns, gaps or rows it has.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(sequence_sum(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        [[3.]]
+    """
     return trajectory_sums(jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1), trajectories)[:, None]
 
 
@@ -50,13 +75,24 @@ def sequence_mean(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch 1"]:
-    """The mean over the tokens of each completion, whatever turns, gaps or rows it has; 0 without a token."""
+    """The mean over the tokens of each completion, whatever turns, gaps or rows it has; 0 without a token.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(sequence_mean(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        [[1.5]]
+    """
     lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype), trajectories)[:, None]
     return sequence_sum(per_token, completion_mask, trajectories) / jnp.maximum(lengths, 1.0)
 
 
 def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """Each token its own: log ρ_t."""
+    """Each token its own: log ρ_t.
+
+    Examples:
+        >>> print(token_ratio(jnp.array([[0.5, 0.0]])))
+        [[0.5 0. ]]
+    """
     return log_ratio
 
 
@@ -68,6 +104,11 @@ def sequence_mean_ratio(
     """The geometric mean over the completion, for each of its tokens: (1/L) Σ_t log ρ_t.
 
     Reference: arXiv 2507.18071 (GSPO).
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(sequence_mean_ratio(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        [[1.5 1.5 1.5]]
     """
     return jnp.broadcast_to(sequence_mean(log_ratio, completion_mask, trajectories), log_ratio.shape)
 
@@ -77,7 +118,13 @@ def sequence_product_ratio(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch time"]:
-    """The ratio of the whole completion, for each of its tokens: Σ_t log ρ_t."""
+    """The ratio of the whole completion, for each of its tokens: Σ_t log ρ_t.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(sequence_product_ratio(jnp.array([[1.0, 2.0, 9.0]]), mask))
+        [[3. 3. 3.]]
+    """
     return jnp.broadcast_to(sequence_sum(log_ratio, completion_mask, trajectories), log_ratio.shape)
 
 
@@ -105,6 +152,11 @@ def clipped_sequence_mean_ratio(
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2507.20673 (GMPO).
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(clipped_sequence_mean_ratio(jnp.array([[1.0, 0.25, 9.0]]), jnp.array([1.0]), mask, epsilon_high=0.75))
+        [[0.5 0.5 0.5]]
     """
     require(epsilon_low >= 0, "epsilon_low", epsilon_low, "must be 0 or more")
     require(epsilon_high >= 0, "epsilon_high", epsilon_high, "must be 0 or more")
@@ -114,5 +166,10 @@ def clipped_sequence_mean_ratio(
 
 
 def per_token(values: Float[Array, "batch *rest"]) -> Float[Array, "batch #time"]:
-    """Values of completions, or of tokens, with an axis for tokens: [batch, 1] or [batch, time]."""
+    """Values of completions, or of tokens, with an axis for tokens: [batch, 1] or [batch, time].
+
+    Examples:
+        >>> per_token(jnp.array([1.0, 0.0])).shape
+        (2, 1)
+    """
     return values[:, None] if values.ndim == 1 else values

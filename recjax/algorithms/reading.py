@@ -40,7 +40,13 @@ SCORED = frozenset({"proximal_logprobs", "scored_logprobs", "scored_log_ratio", 
 
 
 def base(function: Callable) -> Callable:
-    """The function under its bound options."""
+    """The function under its bound options.
+
+    Examples:
+        >>> import functools
+        >>> base(functools.partial(max, default=0)) is max
+        True
+    """
     return function.func if isinstance(function, functools.partial) else function
 
 
@@ -53,13 +59,27 @@ def _optional(function: Callable) -> frozenset[str]:
 
 @functools.cache
 def names_read(function: Callable) -> tuple[str, ...]:
-    """The names of a function's positional parameters."""
+    """The names of a function's positional parameters.
+
+    Examples:
+        >>> def bounded(ratio, advantages, *, cap=3.0): ...
+        ...
+        >>> names_read(bounded)
+        ('ratio', 'advantages')
+    """
     parameters = inspect.signature(base(function)).parameters.values()
     return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
 
 
 def is_of_whole_batch(function: Callable) -> bool:
-    """Whether the function names something that only the whole batch has."""
+    """Whether the function names something that only the whole batch has.
+
+    Examples:
+        >>> def by_reward(rewards): ...
+        ...
+        >>> is_of_whole_batch(by_reward)
+        True
+    """
     return any(name in WHOLE_BATCH for name in names_read(function))
 
 
@@ -68,6 +88,12 @@ def call(function: Callable, values: Mapping[str, Any]) -> Any:
 
     Raises:
         ValueError: something that it reads is not there, or None.
+
+    Examples:
+        >>> def doubled(ratio): return 2 * ratio
+        ...
+        >>> call(doubled, {"ratio": 1.5, "advantages": None})
+        3.0
     """
     for name in names_read(function):
         if values.get(name) is None and name not in _optional(function):
@@ -83,6 +109,11 @@ def check_names(place: str, name: str, function: Callable, known: Iterable[str])
         place: of the function in a config, such as "clip.name".
         name: what the config calls it.
         known: names that the axis has.
+
+    Examples:
+        >>> def bounded(ratio, *, cap=3.0): ...
+        ...
+        >>> check_names("weight.name", "mine:bounded", bounded, ["ratio", "logprobs"])  # nothing to refuse
     """
     known = list(known)
     for parameter in names_read(function):

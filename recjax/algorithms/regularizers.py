@@ -16,7 +16,12 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def no_regularizer(logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """Zero."""
+    """Zero.
+
+    Examples:
+        >>> print(no_regularizer(jnp.array([[-1.0, -2.0]])))
+        [[0. 0.]]
+    """
     return jnp.zeros_like(logprobs)
 
 
@@ -36,6 +41,12 @@ def log_likelihood_bonus(
     Raises:
         ValueError: a negative β.
     Reference: arXiv 2509.24203 §2 (AsymRE).
+
+    Examples:
+        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(log_likelihood_bonus(logprobs, mask, beta=0.1))
+        [[ 0.1  0.2 -0. ]]
     """
     require(beta >= 0, "beta", beta, "must be 0 or more")
     return -beta * jnp.where(completion_mask, logprobs, 0.0)
@@ -59,6 +70,12 @@ def squared_log_ratio_per_token(
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2509.24203 §2 (OPMD), by token rather than by completion.
+
+    Examples:
+        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(squared_log_ratio_per_token(logprobs, behaviour_logprobs, mask, tau=0.8))
+        [[0.1 0.  0. ]]
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
     return tau / 2 * jnp.square(log_difference(logprobs, behaviour_logprobs, completion_mask))
@@ -85,6 +102,12 @@ def squared_log_ratio_per_completion(
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2509.24203 §2 (OPMD).
+
+    Examples:
+        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(squared_log_ratio_per_completion(logprobs, behaviour_logprobs, mask, tau=0.8))
+        [[0.05 0.05 0.  ]]
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
     difference = log_difference(logprobs, behaviour_logprobs, completion_mask)
@@ -99,6 +122,10 @@ def kl_estimate(log_ratio: Float[Array, "..."], estimator: KLEstimator) -> Float
     k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1, the exponent within ±MAX_LOG_RATIO.
 
     Reference: Schulman 2020, "Approximating KL divergence".
+
+    Examples:
+        >>> [round(float(kl_estimate(jnp.array(0.5), name)), 3) for name in ("k1", "k2", "k3")]
+        [-0.5, 0.125, 0.149]
     """
     exponent = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     estimates = {
@@ -124,6 +151,10 @@ def reference_kl(
         logprobs: log π of each token.
         reference_logprobs: log π_ref of each token, constant.
         estimator: k1, k2 or k3.
+
+    Examples:
+        >>> print(reference_kl(jnp.array([[-1.0]]), jnp.array([[-1.5]]), estimator="k2"))
+        [[0.125]]
     """
     return kl_estimate(reference_logprobs - logprobs, estimator)
 
@@ -145,6 +176,11 @@ def reference_kl_penalty(
         estimator: k1, k2 or k3; see `reference_kl`.
     Raises:
         ValueError: a negative coefficient.
+
+    Examples:
+        >>> logprobs, reference, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -2.0]]), jnp.array([[True, True]])
+        >>> print(reference_kl_penalty(logprobs, reference, mask, coefficient=0.4, estimator="k2"))
+        [[0.05 0.  ]]
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     logprobs, reference_logprobs = (jnp.where(completion_mask, x, 0.0) for x in (logprobs, reference_logprobs))
@@ -172,6 +208,12 @@ def unbiased_reference_kl_penalty(
     Raises:
         ValueError: a negative coefficient.
     Reference: arXiv 2512.02556 (DeepSeek-V3.2).
+
+    Examples:
+        >>> logprobs, reference, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -2.0]]), jnp.array([[True, True]])
+        >>> penalty = unbiased_reference_kl_penalty(logprobs, logprobs, reference, mask, coefficient=1.0)
+        >>> [round(x, 3) for x in penalty[0].tolist()]
+        [0.107, 0.0]
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     ratio = bounded_exp(log_difference(logprobs, behaviour_logprobs, completion_mask))
@@ -189,6 +231,11 @@ def entropy_bonus(
         coefficient: in units of advantage, 0 or more.
     Raises:
         ValueError: a negative coefficient.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(entropy_bonus(jnp.array([[2.0, 1.0, 9.0]]), mask, coefficient=0.5))
+        [[1.  0.5 0. ]]
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * jnp.where(completion_mask, entropy, 0.0)

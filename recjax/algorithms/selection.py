@@ -14,7 +14,13 @@ TIE = 1e-6
 def keep_all(
     rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
 ) -> Bool[Array, " batch"]:
-    """All rows that were kept before."""
+    """All rows that were kept before.
+
+    Examples:
+        >>> rewards, group_ids, kept = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, False])
+        >>> print(keep_all(rewards, group_ids, kept, jax.random.key(0)))
+        [ True False]
+    """
     del rewards, group_ids, key
     return kept
 
@@ -33,6 +39,13 @@ def drop_excess_negatives(
         kept: rows that count; the others stay dropped.
         key: decides which negatives go.
     Reference: arXiv 2509.24203 §2 (RED-Drop).
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
+        >>> kept = jnp.array([True, True, True])
+        >>> left = drop_excess_negatives(rewards, group_ids, kept, jax.random.key(0))
+        >>> print(left[0], left.sum())
+        True 2
     """
     index = group_index(group_ids)
     centred = deviations(rewards, index, kept)

@@ -9,12 +9,23 @@ from recjax.algorithms.ratios import bounded_exp, per_token
 
 
 def unit_token_weights(completion_mask: Bool[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """1 for every token."""
+    """1 for every token.
+
+    Examples:
+        >>> print(unit_token_weights(jnp.array([[True, False]])))
+        [[1. 1.]]
+    """
     return jnp.ones(completion_mask.shape)
 
 
 def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """The ratio as a constant: w_t = sg(ρ_t)."""
+    """The ratio as a constant: w_t = sg(ρ_t).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(importance_weights(ratio))
+        [[0.5 1.  1.5]]
+    """
     return jax.lax.stop_gradient(ratio)
 
 
@@ -27,6 +38,11 @@ def truncated_weights(ratio: Float[Array, "batch time"], *, cap: float = 5.0) ->
     Raises:
         ValueError: a cap below 1, at which every weight would be the cap.
     Reference: arXiv 2506.13585 (CISPO); arXiv 2505.24034 (AIPO); TIS.
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(truncated_weights(ratio, cap=1.2))
+        [[0.5 1.  1.2]]
     """
     require(cap >= 1, "cap", cap, "is the largest ratio itself, not a distance from 1; it must be 1 or more")
     return jnp.minimum(ratio, cap)
@@ -44,6 +60,11 @@ def banded_weights(
     Raises:
         ValueError: a band without 1 in it.
     Reference: arXiv 2510.18855 (IcePop).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(banded_weights(ratio, low=0.8, high=5.0))
+        [[0.  1.  1.5]]
     """
     _require_around_one(low, high)
     return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
@@ -60,6 +81,11 @@ def bounded_weights(
         high: largest weight, 1 or more.
     Raises:
         ValueError: a band without 1 in it.
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(bounded_weights(ratio, low=0.75, high=1.25))
+        [[0.75 1.   1.25]]
     """
     _require_around_one(low, high)
     return jnp.clip(ratio, low, high)
@@ -82,6 +108,11 @@ def tapered_weights(
     Raises:
         ValueError: a cap not above 0.
     Reference: arXiv 2503.14286 (TOPR).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> print(tapered_weights(ratio, jnp.array([-1.0])))
+        [[0.5 1.  1. ]]
     """
     require(cap > 0, "cap", cap, "must be above 0")
     return jnp.where(per_token(advantages) >= 0, 1.0, jnp.minimum(ratio, cap))
@@ -99,6 +130,11 @@ def inverse_weights(
     Raises:
         ValueError: a cap below 1.
     Reference: arXiv 2510.06062 (ASPO).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> [round(x, 3) for x in inverse_weights(ratio, jnp.array([1.0]))[0].tolist()]
+        [2.0, 1.0, 0.667]
     """
     require(cap >= 1, "cap", cap, "must be 1 or more")
     return jnp.where(per_token(advantages) > 0, jnp.minimum(1 / ratio, cap), ratio)
@@ -123,6 +159,11 @@ def soft_weights(
     Raises:
         ValueError: a τ not above 0.
     Reference: arXiv 2511.20347 (SAPO).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> [round(x, 3) for x in soft_weights(ratio, jnp.array([1.0]))[0].tolist()]
+        [0.47, 1.0, 1.41]
     """
     require(tau_positive > 0, "tau_positive", tau_positive, "must be above 0")
     require(tau_negative > 0, "tau_negative", tau_negative, "must be above 0")
@@ -151,6 +192,11 @@ def peaked_weights(
     Raises:
         ValueError: a negative power or decay.
     Reference: arXiv 2602.10693 (VESPO).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> [round(x, 3) for x in peaked_weights(ratio, jnp.array([1.0]))[0].tolist()]
+        [1.12, 1.0, 0.502]
     """
     named = {"power_positive": power_positive, "decay_positive": decay_positive}
     for name, value in (named | {"power_negative": power_negative, "decay_negative": decay_negative}).items():
@@ -180,6 +226,13 @@ def expert_shaped_weights(
     Raises:
         ValueError: γ not above 0.
     Reference: arXiv 2504.14945 (LUFFY).
+
+    Examples:
+        >>> ratio = jnp.array([[0.5, 1.0, 1.5]])
+        >>> logprobs = jnp.log(jnp.array([[0.1, 0.5, 0.9]]))
+        >>> weights = expert_shaped_weights(ratio, logprobs, jnp.array([True]))
+        >>> [round(x, 3) for x in weights[0].tolist()]
+        [0.25, 0.139, 0.09]
     """
     require(gamma > 0, "gamma", gamma, "must be above 0")
     probability = jnp.exp(logprobs)
@@ -197,6 +250,11 @@ def effective_size_capped_weights(
         scored_log_ratio: log ρ of each token of the whole batch.
         completion_mask: True at tokens that count.
     Reference: arXiv 2605.12380 (P3O), which ties the cap to the effective sample size; by a summary of it.
+
+    Examples:
+        >>> log_ratio, mask = jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([[True, True]])
+        >>> [round(x, 3) for x in effective_size_capped_weights(log_ratio, mask)[0].tolist()]
+        [0.8, 0.8]
     """
     ratio = jnp.where(completion_mask, bounded_exp(scored_log_ratio), 0.0)
     # The largest ratio out, so that no square overflows.

@@ -30,6 +30,11 @@ def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch
     Args:
         trajectories: any integers, any order.
         row_mask: rows that count.
+
+    Examples:
+        >>> first = first_rows(jnp.array([3, 3, 8]), jnp.array([True, True, True]))
+        >>> print(first.is_first, first.place)
+        [ True False  True] [0 0 2]
     """
     places, index = jnp.arange(len(row_mask)), group_index(trajectories)
     first = jax.ops.segment_min(jnp.where(row_mask, places, len(row_mask)), index, num_segments=len(row_mask))[index]
@@ -39,12 +44,22 @@ def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch
 def one_per_trajectory(
     row_mask: Bool[Array, " batch"], trajectories: Int[Array, " batch"] | None
 ) -> Bool[Array, " batch"]:
-    """`row_mask` at the first of its rows in each trajectory, False elsewhere; all of it without trajectories."""
+    """`row_mask` at the first of its rows in each trajectory, False elsewhere; all of it without trajectories.
+
+    Examples:
+        >>> print(one_per_trajectory(jnp.array([True, True, True]), jnp.array([3, 3, 8])))
+        [ True False  True]
+    """
     return row_mask if trajectories is None else first_rows(trajectories, row_mask).is_first
 
 
 def trajectory_sums(
     row_sums: Float[Array, " batch"], trajectories: Int[Array, " batch"] | None
 ) -> Float[Array, " batch"]:
-    """For each row the sum over the rows of its trajectory."""
+    """For each row the sum over the rows of its trajectory.
+
+    Examples:
+        >>> print(trajectory_sums(jnp.array([1.0, 2.0, 4.0]), jnp.array([3, 3, 8])))
+        [3. 3. 4.]
+    """
     return row_sums if trajectories is None else group_sums(row_sums, group_index(trajectories))

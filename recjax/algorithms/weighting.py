@@ -15,7 +15,12 @@ BISECTIONS = 40
 
 
 def unit_weights(advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
-    """1 for every kept row, 0 for the others."""
+    """1 for every kept row, 0 for the others.
+
+    Examples:
+        >>> print(unit_weights(jnp.array([0.5, -0.5]), jnp.array([True, False])))
+        [1. 0.]
+    """
     return kept.astype(advantages.dtype)
 
 
@@ -44,6 +49,11 @@ def exp_advantage_weights(
     Raises:
         ValueError: τ not above 0.
     Reference: arXiv 2509.24203 §2 (RED-Weight).
+
+    Examples:
+        >>> weights = exp_advantage_weights(jnp.array([0.5, -0.5]), jnp.array([True, True]))
+        >>> [round(x, 3) for x in weights.tolist()]
+        [1.649, 0.607]
     """
     require(temperature > 0, "temperature", temperature, "must be above 0")
     return _exp_weights(advantages, kept, temperature)
@@ -66,6 +76,11 @@ def bisected_temperature(
     Raises:
         ValueError: floor not above 0, or ceiling below it.
     Reference: arXiv 2509.24203 §2 (RED-Weight) for the weights; for the bisection no source was found.
+
+    Examples:
+        >>> advantages, kept = jnp.array([1.0, -0.5, -0.8]), jnp.array([True, True, True])
+        >>> round(float(bisected_temperature(advantages, kept, floor=0.8, ceiling=100.0)), 2)
+        6.41
     """
     require(floor > 0, "floor", floor, "must be above 0")
     require(ceiling >= floor, "ceiling", ceiling, f"must be at least floor = {floor}")
@@ -103,5 +118,11 @@ def bisected_exp_advantage_weights(
     Raises:
         ValueError: floor not above 0, or ceiling below it.
     Reference: see `bisected_temperature`.
+
+    Examples:
+        >>> advantages, kept = jnp.array([1.0, -0.5, -0.8]), jnp.array([True, True, True])
+        >>> weights = bisected_exp_advantage_weights(advantages, kept)
+        >>> round(abs(float((weights * advantages).sum())), 3)
+        0.0
     """
     return _exp_weights(advantages, kept, bisected_temperature(advantages, kept, floor=floor, ceiling=ceiling))

@@ -43,7 +43,7 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         raise ValueError(f"{path}: not a valid YAML file ({error})") from error
     known, needed = {"config", "output", "settings", "grids", "smoke"}, {"config", "output", "settings", "grids"}
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
-        raise ValueError(f"{path}: takes the keys {', '.join(sorted(known))}, of which only smoke may be left out")
+        raise ValueError(f"{path}: takes the keys {', '.join(sorted(known))}, all of them but smoke needed")
     part = content.get("smoke") if smoke else content
     if not isinstance(part, dict) or "grids" not in part:
         raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")

@@ -206,10 +206,10 @@ def _show_devices(config: Config, needed: int, device: str | None) -> None:
         )
     else:
         fits, rest = map(", ".join, fitting(needed))
-        print(f"one device is enough of: {fits or 'none'}" + (f"; not of: {rest}" if rest else ""))
+        print(f"one device is enough: {fits or 'none'}" + (f"; too small: {rest}" if rest else ""))
         if config.model.dtype == "auto" and jax.default_backend() == "cpu":
-            print("that is planned in float32, which auto is on this CPU; --device NAME plans for another device")
-    print("this is a plan from shapes; python -m recjax.compile_check asks a TPU's compiler")
+            print("planned in float32, as model.dtype=auto is on this CPU; --device NAME plans for another device")
+    print("this plan comes from shapes; python -m recjax.compile_check asks a TPU's compiler")
 
 
 def _in_phases(memory: Sequence[Item]) -> dict[str, int]:

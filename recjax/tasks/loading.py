@@ -49,7 +49,7 @@ def load_task(config: Config) -> Task:
     evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if len(kept) < len(train):
-        logger.info("%d train problems are left out: they are held-out ones as well", len(train) - len(kept))
+        logger.info("%d train problems are left out, because they are held out for evaluation", len(train) - len(kept))
     if len(kept) < config.rollout.prompts_per_step:
         raise ValueError(
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="

@@ -251,7 +251,7 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
     path = str(tmp_path / "tiny.yaml")
     assert print_dry_run(path, ["output=x"]) == 0
     said = capsys.readouterr().out
-    assert f"one device is enough of: {', '.join(ACCELERATORS)}\n" in said and "planned in float32" in said
+    assert f"one device is enough: {', '.join(ACCELERATORS)}\n" in said and "planned in float32" in said
     assert "to run it there: python -m recjax.train --config" in said
     wide = ["output=x", "model.decoder={hidden_size: 4096, num_layers: 6, intermediate_size: 16384}"]
     needed = {}
@@ -262,7 +262,7 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
         assert ("it fits" in said) == (device == "h100-80") and "compute in bfloat16" in said
     assert needed["v5e-16"] == needed["h100-80"] and needed["v5e-16"] * 2**30 > 16e9
     assert print_dry_run(path, wide) == 0
-    fits, rest = re.search("one device is enough of: (.*); not of: (.*)", capsys.readouterr().out).groups()
+    fits, rest = re.search("one device is enough: (.*); too small: (.*)", capsys.readouterr().out).groups()
     assert (
         "h200-141" in fits
         and "t4-16" in rest

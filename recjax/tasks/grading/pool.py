@@ -150,7 +150,7 @@ class Grading:
             self._server.stdin.flush()
             replies = iter(pickle.load(self._server.stdout))
         except (EOFError, OSError) as error:
-            raise RuntimeError("the grading process ended by itself; standard error has its last words") from error
+            raise RuntimeError("the grading process ended by itself; standard error says why") from error
         return [next(replies) if len(row[0]) <= limit else Failure("too_long") for row in rows]
 
 

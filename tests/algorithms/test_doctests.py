@@ -1,0 +1,31 @@
+"""The example of every public function of `algorithms`, run: what a docstring prints is what it says."""
+
+import ast
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import recjax.algorithms
+
+MODULES = sorted(path.stem for path in Path(recjax.algorithms.__file__).parent.glob("[a-z]*.py"))
+
+
+def public_functions(module) -> dict[str, ast.FunctionDef]:
+    """Read from the source: at run time a function may stand in a wrapper that checks its shapes."""
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: node for node in functions if not node.name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_function_has_an_example_that_prints_what_it_says(name):
+    module = importlib.import_module(f"recjax.algorithms.{name}")
+    runner, said = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF), []
+    for title, node in public_functions(module).items():
+        # A copy: an example's names are no other example's.
+        example = doctest.DocTestParser().get_doctest(ast.get_docstring(node), dict(vars(module)), title, None, 0)
+        assert example.examples, f"{name}.{title} has no example"
+        runner.run(example, out=said.append)
+    assert not runner.summarize(verbose=False).failed, "".join(said)

