@@ -12,10 +12,11 @@ import yaml
 
 from recjax import config_help
 from recjax.analysis.sweeps import read_sweep
-from recjax.config import KEYS, Attention, Projection, ReasoningGymTask, Remat, TaskConfig
+from recjax.config import KEYS, ReasoningGymTask, TaskConfig
 from recjax.config_experience import Priority
 from recjax.config_fields import block_of, choices_of
 from recjax.config_loading import load_config, to_yaml
+from recjax.config_model import Attention, Projection, Remat
 from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import PROJECTIONS, REMAT
