@@ -1,9 +1,11 @@
-"""Draws the runs of a sweep: accuracy, reward, KL, entropy, clipping, ratio, length over optimiser steps.
+"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio, length over optimiser steps.
 
+    python -m recjax.plot runs/one runs/other [--output DIR]
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
-The source is a sweep file, or a Parquet table that --table wrote. Lines are the values of one axis of the sweep. A band
-goes from the lowest seed to the highest. Panels side by side are the combinations of the other axes.
+The source is some folders of runs, each a line; or a sweep file; or a Parquet table that --table wrote. Lines are the
+values of one axis of the sweep. A band goes from the lowest seed to the highest. Panels side by side are the
+combinations of the other axes.
 """
 
 from pathlib import Path
@@ -13,7 +15,7 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
-from recjax.analysis.collect import COLUMNS, axes_of, read_runs
+from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
 from recjax.analysis.compare import final
 from recjax.console import command
 from recjax.plots.curves import draw_curves
@@ -41,21 +43,26 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
 @command
 def main(argv: list[str]) -> None:
     """Reads the runs, draws them, prints where they end."""
-    if len(argv) != 2:
-        raise ValueError("give one sweep file or Parquet table: python -m recjax.plot SOURCE")
-    table = chosen_runs(read_runs(argv[1], FLAGS.smoke), FLAGS.only)
+    sources = argv[1:]
+    if not sources or (len(sources) > 1 and not all(Path(source).is_dir() for source in sources)):
+        raise ValueError("give folders of runs, or one sweep file or Parquet table: python -m recjax.plot SOURCE …")
+    are_runs = Path(sources[0]).is_dir()
+    table = chosen_runs(read_folders(sources) if are_runs else read_runs(sources[0], FLAGS.smoke), FLAGS.only)
     axes = [axis for axis in axes_of(table) if axis != "seed"]
     lines = FLAGS.lines or axes[0]
     if lines not in axes:
         raise ValueError(f"--lines {lines!r}: the axes are {', '.join(axes)}")
     if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
         raise ValueError(f"--metrics {unknown[0]!r}: takes some of {', '.join(COLUMNS)}")
+    metrics = [metric for metric in FLAGS.metrics if table[metric].notna().any()]
+    if not metrics:
+        raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have none of these yet")
     if FLAGS.table:
         table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     output = Path(FLAGS.output) / "curves.png"
-    save(draw_curves(table.assign(panel=panels), lines, "panel", FLAGS.metrics), output)
+    save(draw_curves(table.assign(panel=panels), lines, "panel", metrics), output)
 
     finals = final(table)
     shown = Table(*axes, "runs", "held-out accuracy, mean of the last three evaluations", title=f"{len(finals)} runs")
@@ -72,7 +79,7 @@ if __name__ == "__main__":
     flags.DEFINE_list(
         "metrics",
         "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
-        "Rows of panels.",
+        "Panels; those of which the runs have no values are left out.",
     )
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")
     flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")

@@ -37,16 +37,34 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     Raises:
         ValueError: none of the runs has metrics yet.
     """
+    table = _joined([(run.settings, Path(run.config.output)) for run in runs])
+    if table is None:
+        raise ValueError(f"none of the {len(runs)} runs has metrics yet; start them with python -m recjax.sweep")
+    return table
+
+
+def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | None:
+    """The table of run folders, each with its settings; None where none has metrics."""
     tables = []
-    for run in runs:
-        if rows := read_metrics(Path(run.config.output) / "metrics.jsonl"):
+    for settings, folder in folders:
+        if rows := read_metrics(folder / "metrics.jsonl"):
             table = pd.DataFrame(rows)
             places = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
             table = table.reindex(columns=list(COLUMNS)).groupby(places).mean().reset_index()
-            tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
-    if not tables:
-        raise ValueError(f"none of the {len(runs)} runs has metrics yet; start them with python -m recjax.sweep")
-    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32"))
+            tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
+    return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32")) if tables else None
+
+
+def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
+    """The table of some runs by their folders; its one axis, `run`, has the folders as they were given.
+
+    Raises:
+        ValueError: a folder without metrics.
+    """
+    for folder in folders:
+        if not (Path(folder) / "metrics.jsonl").is_file():
+            raise ValueError(f"{str(folder)!r} holds no metrics.jsonl; give folders of runs that have begun")
+    return _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:

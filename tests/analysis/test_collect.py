@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from recjax.analysis.collect import COLUMNS, axes_of, collect, read_runs
+from recjax.analysis.collect import COLUMNS, axes_of, collect, read_folders, read_runs
 from recjax.analysis.sweeps import read_sweep
 from recjax.plot import chosen_runs
 from recjax.plots.curves import draw_curves
@@ -42,6 +42,17 @@ def test_windows_are_averaged_and_evaluations_keep_their_step(path):
     np.testing.assert_allclose(first["evaluation/accuracy"], [0.25, 0.25, 0.5, np.nan])
     second = table[(table["algorithm"] == "wide") & (table["seed"] == "1")].set_index("step")
     np.testing.assert_allclose(second["reward"], 10 * first["reward"])
+
+
+def test_runs_are_read_by_their_folders(path, tmp_path):
+    folders = [str(tmp_path / "runs" / name) for name in ("wide__1", "grpo__0")]
+    table = read_folders(folders)
+    assert axes_of(table) == ["run"] and list(dict.fromkeys(table["run"])) == folders
+    expected = collect(read_sweep(path)[1])
+    own = expected[expected["algorithm"] == "grpo"]["reward"].to_numpy()
+    np.testing.assert_array_equal(table[table["run"] == folders[1]]["reward"], own)
+    with pytest.raises(ValueError, match="nowhere' holds no metrics.jsonl"):
+        read_folders([*folders, "nowhere"])
 
 
 def test_a_table_survives_parquet(path, tmp_path):
