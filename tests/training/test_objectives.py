@@ -101,8 +101,8 @@ def test_a_run_with_a_teacher_comes_nearer_to_it(tiny, tmp_path):
     run, _ = prepare(tiny("alphabet"))
     characters = "".join(sorted(set("".join(map(str, run.policy.tokenizer.get_vocab()))) & set("0123456789+=")))
     teacher = make_teacher(tmp_path / "teacher", characters)
-    options = ["algorithm.preset=on_policy_distillation", f"model.teacher={teacher}", "training.steps=20"]
-    rows = train(tiny("run", *options, "training.checkpoint_every=20", "evaluation.every=0"))[1:]
+    options = ["algorithm.preset=on_policy_distillation", f"model.teacher={teacher}", "training.steps=40"]
+    rows = train(tiny("run", *options, "training.checkpoint_every=40", "evaluation.every=0"))[1:]
     assert rows[0]["teacher_kl"] > 0.01
     assert np.mean([row["teacher_kl"] for row in rows[-4:]]) < 0.6 * np.mean([row["teacher_kl"] for row in rows[:4]])
     other = make_teacher(tmp_path / "other", characters + "?")
