@@ -67,7 +67,8 @@ def main(argv: list[str]) -> None:
     finals = final(table)
     shown = Table(*axes, "runs", "held-out accuracy, mean of the last three evaluations", title=f"{len(finals)} runs")
     for settings, values in finals.groupby(axes, sort=False):
-        shown.add_row(*settings, str(len(values)), f"{values.mean():.3f} ({values.min():.3f}–{values.max():.3f})")
+        spread = f" ({values.min():.3f}–{values.max():.3f})" if len(values) > 1 else ""
+        shown.add_row(*settings, str(len(values)), f"{values.mean():.3f}{spread}")
     Console().print(shown)
     print(f"figure: {output}")
 

@@ -18,8 +18,8 @@ def _evaluations(table: pd.DataFrame, metric: str):
 
 
 def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Series:
-    """The mean of each run's `last` evaluations, by its settings."""
-    return _evaluations(table, metric).apply(lambda values: values.tail(last).mean())
+    """The mean of each run's `last` evaluations after step 0, by its settings."""
+    return _evaluations(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
 
 
 def whole(table: pd.DataFrame) -> pd.Series:

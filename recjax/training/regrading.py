@@ -15,28 +15,40 @@ from recjax.training.metrics import progress_bar
 from recjax.training.run import Run
 from recjax.whole_files import write_whole
 
+Asked = list[tuple[str, Problem]]
 
-def regraded(run: Run) -> Run:
-    """The run with grades of its own for what it has from a store, made once and kept in the run's folder.
 
-    A problem's answer and columns are the task's where that asks the same prompt, and else what the store has.
+def asked_problems(run: Run) -> Asked:
+    """The prompt of each group of the store as the model sees it, and its problem.
+
+    Answer and columns are the task's where that asks the same prompt, and else what the store has.
 
     Raises:
-        ValueError: a prompt without a known answer, a reward function at fault, or a file of grades that is damaged.
+        ValueError: a prompt without a known answer.
+    """
+    known = _known_problems(run)
+    return [_asked(group, known, run) for group in run.stored.groups]
+
+
+def regraded(run: Run, asked: Asked) -> Run:
+    """The run with grades of its own for what it has from a store, made once and kept in the run's folder.
+
+    Args:
+        asked: of `asked_problems`.
+    Raises:
+        ValueError: a reward function at fault, or a file of grades that is damaged.
     """
     path = Path(run.config.output) / "regraded.jsonl"
     groups = run.stored.groups
-    grades = _read(path, groups) if path.exists() else _made(run, groups, path)
+    grades = _read(path, groups) if path.exists() else _made(run, groups, asked, path)
     hosts.wait_for_all("the grades of a store")
     stored = with_rewards(run.stored, grades, run.config)
     return run._replace(stored=stored, others=by_prompt(stored.groups) if run.others else {})
 
 
-def _made(run: Run, groups: list[Group], path: Path) -> dict[str, Grade]:
+def _made(run: Run, groups: list[Group], asked: Asked, path: Path) -> dict[str, Grade]:
     """Grades by completion id, from the reward; written to the file when all are there."""
-    known = _known_problems(run)
-    asked = [(group, *_asked(group, known, run)) for group in groups]
-    rows = [(text, completion, problem) for group, text, problem in asked for completion in group.completions]
+    rows = [(*own, completion) for group, own in zip(groups, asked, strict=True) for completion in group.completions]
     rollout, grades = run.config.rollout, {}
     size = rollout.prompts_per_step * rollout.group_size  # a batch at a time, as the run grades
     with run.grading as grading, progress_bar("regrading", len(rows)) as bar:
@@ -45,13 +57,13 @@ def _made(run: Run, groups: list[Group], path: Path) -> dict[str, Grade]:
             own = [batch[place] for place in hosts.share(len(batch))]
             scores = grading.submit(
                 [text for text, _, _ in own],
-                [completion.text for _, completion, _ in own],
-                [problem.answer for _, _, problem in own],
-                [problem.columns for _, _, problem in own],
-                np.array([len(completion.tokens) for _, completion, _ in own]),
+                [completion.text for _, _, completion in own],
+                [problem.answer for _, problem, _ in own],
+                [problem.columns for _, problem, _ in own],
+                np.array([len(completion.tokens) for _, _, completion in own]),
             )
             found = Grades(scores, len(batch)).result()
-            grades |= {completion.id: grade for (_, completion, _), grade in zip(batch, found, strict=True)}
+            grades |= {completion.id: grade for (_, _, completion), grade in zip(batch, found, strict=True)}
             bar.update(len(batch))
     if hosts.is_first():
         write_whole(path, "".join(json.dumps([name, *grade]) + "\n" for name, grade in grades.items()))
@@ -72,8 +84,9 @@ def _asked(group: Group, known: dict[bytes, tuple[str, Problem]], run: Run) -> t
     found = known.get(group.prompt_tokens.tobytes())
     if found is None and group.answer is None:
         raise ValueError(
-            f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, which is no prompt of the"
-            " task, and the store has no answer to it; import it with its answer, or leave experience.regrade out"
+            f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, which is not among the"
+            " task's problems to train or to evaluate on, and the store has no answer to it; import it with its"
+            " answer, or leave experience.regrade out"
         )
     return found or (run.policy.tokenizer.decode(group.prompt_tokens), Problem(group.prompt, group.answer))
 

@@ -65,9 +65,10 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     if not overwrite:
         _check_same_config(config, output)
         if is_finished(config):
+            longer = " a larger training.steps=… to go on," if config.optimizer.schedule == "constant" else ""
             raise ValueError(
                 f"output = {config.output!r} holds a finished run of {config.training.steps} steps or more; give"
-                " another output=…, a larger training.steps=… to go on, or --overwrite to delete that run"
+                f" another output=…,{longer} or --overwrite to delete that run"
             )
 
 

@@ -16,7 +16,7 @@ from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params
 from recjax.models.trainable import in_compute_dtype, split
 from recjax.training import checkpoint
-from recjax.training.regrading import regraded
+from recjax.training.regrading import asked_problems, regraded
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.update import TrainState, recipe_of
@@ -33,9 +33,11 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
         ValueError: a task, model, store or folder that cannot be used, or a store that has changed since.
     """
     run, params = prepare(config)
+    regrades = config.experience is not None and config.experience.regrade
+    asked = asked_problems(run) if regrades else []
     output = open_run_folder(config, overwrite)
-    if config.experience and config.experience.regrade:
-        run = regraded(run)
+    if regrades:
+        run = regraded(run, asked)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)

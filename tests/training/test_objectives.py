@@ -125,6 +125,19 @@ def test_a_run_normalises_the_parts_of_its_reward(tiny):
         tiny("refused", *options, "task.truncated=penalise")
 
 
+@pytest.mark.parametrize("options", [["regime.sync_interval=3"], ["regime.sync_offset=2"]])
+def test_a_run_goes_on_behind_groups_without_any_reward(tiny, options):
+    rows = train(tiny("run", *options, "task.reward=tests.training.test_objectives:none_for_a_group"))[1:]
+    assert len(rows) == 7 and sum(row["grading/no_reward"] for row in rows) >= 7 * 4
+
+
+def none_for_a_group(prompts, completions, answers) -> list[float | None]:
+    """No reward for the first prompt's completions."""
+    return [
+        None if prompt == prompts[0] else float(len(text)) for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
 def two_parts(prompts, completions, answers) -> dict[str, list[float]]:
     """Digits and other characters of each completion."""
     digits = [sum(character.isdigit() for character in text) / 3 for text in completions]

@@ -49,7 +49,13 @@ def check_weights(reward: Reward, row: Row) -> None:
     Raises:
         ValueError: with the weight and the parts that there are; and as `custom_parts`.
     """
-    check_parts(reward.name, reward.weights, [*custom_parts(reward, [row]), LENGTH, OVERLONG])
+    try:
+        parts = custom_parts(reward, [row])
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\n  (it was asked about an empty completion, to know the names of its parts)"
+        ) from error
+    check_parts(reward.name, reward.weights, [*parts, LENGTH, OVERLONG])
 
 
 def _call(reward: Reward, rows: Sequence[Row]) -> Any:
