@@ -89,7 +89,7 @@ def seed_of(config: Config) -> tuple[Seed, Policy]:
         for first in range(0, settings.problems, count)
     ]
     evaluation_keys = np.stack(parts).reshape(len(evaluated), -1, parts[0].shape[-1])
-    asked = np.stack([batch_indices(problems, count, number, config.seed) for number in numbers])
+    asked = np.stack([batch_indices(problems, count, number, config.seed) for number in range(1, steps + 1)])
     own, held_out = ((prompts.tokens, _answers(prompts)) for prompts in (run.train, run.held_out))
     return Seed(config.seed, params, *own, *held_out, asked, keys, evaluation_keys), run.policy
 

@@ -1,6 +1,5 @@
 """Runs of the laboratory as one program are the trainer's runs."""
 
-import itertools
 import random
 
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from recjax.training.metrics import read_metrics
 
 SMALL = [
     "model.decoder={hidden_size: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
-    "warm_start={steps: 20}",
+    "warm_start={steps: 100, batch_size: 64, learning_rate: 5e-3}",
+    "task.arithmetic.problems=['1..9 + 1..9']",
     "training.steps=8",
     "evaluation={every: 4, problems: 16, samples: 2}",
 ]
@@ -50,7 +50,7 @@ def test_runs_are_the_trainers(tmp_path, monkeypatch):
         if run.settings["algorithm"] == "red_drop" and run.settings["seed"] == "1" and run.settings["rate"] == "1.6e-3"
     ]
     assert len(chosen) == 6
-    chosen = [run for run in chosen if run.settings["regime"] in ("interval_5", "offset_10", "offline")]
+    chosen = [run for run in chosen if run.settings["regime"] in ("interval_5", "offset_10")]
     claims_map.make(claims_map.in_order(chosen))
     table = claims_map.collect(chosen)
     assert table["evaluation/accuracy"].between(0, 1).all()
@@ -63,5 +63,6 @@ def test_runs_are_the_trainers(tmp_path, monkeypatch):
         for name in ("reward", "entropy", "ratio/q99", "gradient_norm"):
             means = [theirs[name].loc[first : first + 3].mean() for first in (1, 5)]
             np.testing.assert_allclose(ours[name].loc[[4, 8]], means, rtol=2e-3)
-    ends = [table[table["regime"] == run.settings["regime"]]["gradient_norm"].iloc[-1] for run in chosen]
-    assert all(abs(one - other) > 1e-3 for one, other in itertools.combinations(ends, 2))
+    learns = table[table["step"] > 0]
+    assert (learns["reward"] > 0).all() and (learns["gradient_norm"] > 0).all()
+    assert learns[learns["step"] == 8]["ratio/q99"].nunique() == 2  # regimes differ
