@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that fields leave to it
+_LONGEST = 10  # characters of a bar's first words, so that 80 columns have room for two fields
 LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a terminal
 
 
@@ -118,7 +119,10 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
     state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
     lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
     options = {"desc": description, "total": total, "initial": initial, "unit": unit, "disable": not shown}
-    return _Bar(**options, mininterval=0.2, bar_format=_BAR) if sys.stderr.isatty() else tqdm(**options, **lines)
+    if not sys.stderr.isatty():
+        return tqdm(**options, **lines)
+    short = description if len(description) <= _LONGEST else f"{description[: _LONGEST - 1]}…"
+    return _Bar(**options | {"desc": short}, mininterval=0.2, bar_format=_BAR)
 
 
 class _Bar(tqdm):

@@ -101,6 +101,19 @@ def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, mo
     assert before.endswith("\r") and after.startswith("\rgrpo   0%|")
 
 
+def test_a_long_description_leaves_room_for_two_fields_at_80_columns(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with console.progress_bar("rec_one_side_nois", 1200, unit="step") as bar:
+        bar.ncols = 80
+        bar.set_postfix({"reward": "0.92", "tok/s": "5000", "stale": "19"}, refresh=False)
+        shown = str(bar)
+    assert shown.startswith("rec_one_s…") and shown.count("=") == 2 and len(shown) <= 80
+
+
 @pytest.mark.parametrize(("columns", "fields"), [(60, 1), (80, 3), (130, 5)])
 def test_fields_leave_room_for_the_bar_and_the_first_unit_says_nothing_of_the_time_left(monkeypatch, columns, fields):
     terminal, clock = Stream(True), [0.0]
