@@ -12,6 +12,7 @@ The file:
       seed: {0: {seed: 0}, 1: {seed: 1}}
     grids:                              # each crosses its axes; "all" takes every name of an axis
       - {algorithm: all, regime: [on_policy, interval_20], seed: all}
+    overrides: {evaluation.samples: 4}                      # optional: for all runs; settings win
     smoke: {grids: [...], overrides: {training.steps: 20}}   # what --smoke runs instead
 
 Runs go in parallel, one process each. The same command goes on with a sweep that was stopped: finished runs are left

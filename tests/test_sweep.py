@@ -50,6 +50,12 @@ def test_grids_are_crossed_and_runs_that_two_grids_name_come_once(write, tmp_pat
     assert wide.output == str(tmp_path / "runs" / "wide__1") and wide.training.steps == 3
 
 
+def test_overrides_are_for_all_runs_and_settings_win(write):
+    runs = read_sweep(write(overrides={"training.steps": 7, "seed": 9}))[1]
+    assert [(run.config.training.steps, run.config.seed) for run in runs] == [(7, 0), (7, 0), (7, 1)]
+    assert read_sweep(write(overrides={"training.steps": 7}), smoke=True)[1][0].config.training.steps == 1
+
+
 def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
     (run,) = read_sweep(write(), smoke=True)[1]
     assert run.name == "grpo__1" and run.config.training.steps == 1

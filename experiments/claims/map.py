@@ -3,8 +3,8 @@
     python -m experiments.claims.map [--smoke] [--seeds 0] [--workers N]    # resumes; finished runs are left alone
     python -m experiments.claims.map --collect                              # writes experiments/claims/map.parquet
 
-Runs of one algorithm are one compiled program (see one_program.py), in `--workers` processes. All runs of a seed come
-before those of the next.
+Runs of one algorithm share compiled programs (see programs.py), an algorithm in one of `--workers` processes.
+All runs of a seed come before those of the next.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import pandas as pd
 from absl import app, flags
 
 from recjax.analysis.sweeps import SweepRun, read_sweep
-from recjax.config import Config
+from recjax.config import Config, RegimeConfig
 from recjax.console import command, progress_bar
 from recjax.whole_files import write_whole
 
@@ -40,18 +40,16 @@ def in_order(runs: list[SweepRun]) -> list[SweepRun]:
 
 def without_arguments(config: Config) -> Config:
     """The config with nothing in it that a program takes as an argument: equal configs are one program."""
-    plain = {"seed": 0, "output": "", "regime": type(config.regime)(sync_offset=config.regime.sync_offset)}
+    plain = {"seed": 0, "output": "", "regime": RegimeConfig(sync_offset=config.regime.sync_offset)}
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0)
     return dataclasses.replace(config, **plain, optimizer=optimizer)
 
 
 def make(runs: list[SweepRun]) -> None:
     """Makes runs, each with its file."""
-    import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from experiments.claims.one_program import OneProgram, Regime, seed_of
+    from experiments.claims.programs import Programs, Regime, seed_of
     from recjax.training.cache import keep_compiled_programs
 
     keep_compiled_programs()
@@ -62,13 +60,11 @@ def make(runs: list[SweepRun]) -> None:
             seeds = {config.seed: seed_of(config)}
         seed, policy = seeds[config.seed]
         if known != (known := without_arguments(config)):
-            program = OneProgram(config, policy, config.regime.sync_offset)
+            program = Programs(config, policy, config.regime.sync_offset)
         steps = config.training.steps
         interval = steps + 1 if config.regime.offline else config.regime.sync_interval
         regime = Regime(jnp.int32(interval), jnp.int32(config.regime.sync_offset))
-        measured = jax.device_get(program.run(seed, jnp.float32(config.optimizer.learning_rate), regime))
-        table = pd.DataFrame({name: np.asarray(values, np.float64) for name, values in measured.items()})
-        table.insert(0, "step", np.arange(0, steps + 1, config.evaluation.every))
+        table = program.run(seed, config.optimizer.learning_rate, regime)
         file_of(run).parent.mkdir(parents=True, exist_ok=True)
         write_whole(file_of(run), json.dumps(table.to_dict("list")))
 
@@ -99,9 +95,10 @@ def main(argv: list[str]) -> None:
     runs = [run for run in runs if not FLAGS.seeds or str(run.config.seed) in FLAGS.seeds]
     waiting = [run for run in runs if not file_of(run).exists()]
     if FLAGS.share is not None:
-        make(waiting[FLAGS.share :: FLAGS.workers])
+        mine = sorted({run.settings["algorithm"] for run in runs})[FLAGS.share :: FLAGS.workers]
+        make([run for run in waiting if run.settings["algorithm"] in mine])
         return
-    environment = os.environ | {"PJRT_NPROC": "1"}  # a thread for each of them
+    environment = os.environ | {"PJRT_NPROC": str(max(1, os.cpu_count() // FLAGS.workers))}
     again = [sys.executable, "-m", "experiments.claims.map", *sys.argv[1:]]
     workers = [subprocess.Popen([*again, f"--share={place}"], env=environment) for place in range(FLAGS.workers)]
     try:

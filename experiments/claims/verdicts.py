@@ -54,23 +54,35 @@ class Claim(NamedTuple):
         return "holds" if outcomes == {"as claimed"} else "not visible at this scale"
 
 
+def compare(
+    what: str, values: pd.Series, first: str, second: str, expected: str, regimes=REGIMES, margin: float = MARGIN
+) -> Check:
+    """`first` minus `second`, paired by seed and regime."""
+    named = f"{what}: {first} − {second}, {regimes[0] if len(regimes) == 1 else 'all of ' + ', '.join(regimes)}"
+    return Check(named, expected, margin, difference(values, "algorithm", first, second, regime=regimes))
+
+
+def gain(table: pd.DataFrame, algorithm: str, regimes: tuple[str, ...]) -> Check:
+    """That an algorithm ends above its start."""
+    ends = final(table)
+    starts = table[table["step"] == 0].set_index(ends.index.names)["evaluation/accuracy"]
+    of_runs = (ends - starts).xs(algorithm, level="algorithm")
+    of_runs = of_runs[of_runs.index.get_level_values("regime").isin(regimes)]
+    what = f"final accuracy − accuracy before training: {algorithm}, {', '.join(regimes)}"
+    return Check(what, "higher", MARGIN, estimate(of_runs.to_numpy()))
+
+
+def log_divergences(table: pd.DataFrame) -> pd.Series:
+    """The logarithm of KL(π ‖ π₀) at the end of each run."""
+    return np.log(final(table, "evaluation/initial_kl").clip(lower=1e-6))
+
+
 def claims(table: pd.DataFrame) -> dict[str, Claim]:
     """The claims with their checks, of a table as `recjax.analysis.collect` makes it."""
-    ends, means, falls = final(table), whole(table), fallen(table)
-    divergences = np.log(final(table, "evaluation/initial_kl").clip(lower=1e-6))
-    starts = table[table["step"] == 0].set_index(ends.index.names)["evaluation/accuracy"]
-
-    def compare(what: str, values: pd.Series, first: str, second: str, expected: str, regimes=REGIMES, margin=MARGIN):
-        named = f"{what}: {first} − {second}, {regimes[0] if len(regimes) == 1 else 'all of ' + ', '.join(regimes)}"
-        return Check(named, expected, margin, difference(values, "algorithm", first, second, regime=regimes))
+    ends, means, falls, divergences = final(table), whole(table), fallen(table), log_divergences(table)
 
     def each(what: str, values: pd.Series, first: str, second: str, expected: str, regimes=REGIMES):
         return [compare(what, values, first, second, expected, (regime,)) for regime in regimes]
-
-    def gain(algorithm: str, regime: str) -> Check:
-        of_runs = (ends - starts).xs((algorithm, regime), level=("algorithm", "regime"))
-        what = f"final accuracy − accuracy before training: {algorithm}, {regime}"
-        return Check(what, "higher", MARGIN, estimate(of_runs.to_numpy()))
 
     mean, last, fall = "mean accuracy over training", "final accuracy", "fall from the best evaluation to the last"
     return {
@@ -87,7 +99,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
             ("reinforce", NARROW),
             [
                 *each(last, ends, "reinforce", NARROW, "lower", OFF_POLICY),
-                *(gain(NARROW, regime) for regime in OFF_POLICY),
+                *(gain(table, NARROW, (regime,)) for regime in OFF_POLICY),
             ],
         ),
         "C3": Claim(

@@ -11,6 +11,8 @@ import yaml
 from recjax.config import Config
 from recjax.config_loading import load_config
 
+_OPTIONAL = ("overrides", "smoke")  # keys of a file
+
 
 class SweepRun(NamedTuple):
     """One run: its place in the grid, the command line that makes it, and the config that gives."""
@@ -41,9 +43,9 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         content = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
     except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
         raise ValueError(f"{path}: not a valid YAML file ({error})") from error
-    known, needed = {"config", "output", "settings", "grids", "smoke"}, {"config", "output", "settings", "grids"}
+    needed, known = {"config", "output", "settings", "grids"}, ["config", "output", "settings", "grids", *_OPTIONAL]
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
-        raise ValueError(f"{path}: takes the keys {', '.join(sorted(known))}, all of them but smoke needed")
+        raise ValueError(f"{path}: takes the keys {', '.join(known)}, all needed but {' and '.join(_OPTIONAL)}")
     part = content.get("smoke") if smoke else content
     if not isinstance(part, dict) or "grids" not in part:
         raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
@@ -56,7 +58,8 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
         if name not in runs:
-            blocks = [*(settings[axis][key] for axis, key in chosen.items()), part.get("overrides", {})]
+            blocks = [content.get("overrides", {}), *(settings[axis][key] for axis, key in chosen.items())]
+            blocks += [part.get("overrides", {})] if smoke else []
             overrides = [*itertools.chain(*map(_as_overrides, blocks)), *extra, f"output={output}/{name}"]
             try:
                 runs[name] = SweepRun(chosen, overrides, load_config(base, overrides))

@@ -75,7 +75,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         recipe = recipe_of(config, run.policy.decoder, teacher)
         learning_rates = learning_rate_schedule(config.optimizer, last)(np.arange(last))
         learning_rates = np.broadcast_to(jax.device_get(learning_rates), last).tolist()
-        drop_key = jax.random.fold_in(jax.random.key(config.seed), 3)
+        drop_key = rounds.drop_key(config.seed)
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)

@@ -118,6 +118,11 @@ def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
 
 
+def drop_key(seed: int) -> Key[Array, ""]:
+    """Folded with a step, it decides which completions the step's update drops."""
+    return jax.random.fold_in(jax.random.key(seed), 3)
+
+
 @functools.lru_cache(maxsize=2)
 def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches batch words"]:
     """Key data of the completions of some consecutive batches.

@@ -76,21 +76,22 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 @functools.cache
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm.
+    """`clipped_adamw` with the config's schedule.
 
     The same object for the same arguments, so that equal runs share one compiled `update`.
 
     Args:
         steps: where a decaying schedule ends.
     """
+    return clipped_adamw(config, learning_rate_schedule(config, steps))
+
+
+def clipped_adamw(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's global norm."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            learning_rate_schedule(config, steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
+            learning_rate, b1=config.beta1, b2=config.beta2, eps=config.epsilon, weight_decay=config.weight_decay
         ),
     )
 

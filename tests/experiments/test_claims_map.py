@@ -1,4 +1,4 @@
-"""Runs of the laboratory as one program are the trainer's runs."""
+"""Runs of the laboratory as compiled programs are the trainer's runs."""
 
 import random
 
@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from experiments.claims import map as claims_map
-from experiments.claims.one_program import last_numbers
+from experiments.claims.programs import last_numbers
 from recjax.analysis.sweeps import read_sweep
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.rewards import last_number_match

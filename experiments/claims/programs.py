@@ -1,8 +1,9 @@
-"""Whole runs of the laboratory as one compiled program, in which learning rate, staleness and seed are arguments.
+"""Whole runs of the laboratory as two compiled programs, in which learning rate, staleness and seed are arguments.
 
-Sampling is the engine's program for a whole batch, the update is the trainer's, and so are prompts, keys and rewards:
-a run made here is the run of `recjax.train` but for rounding. What it lacks is what the laboratory does not need:
-checkpoints, queues of other kinds, files.
+One trains from an evaluation to the next, the other evaluates. (In one program, inside its loop, an evaluation takes
+four times as long on a CPU.) Sampling is the engine's program for a whole batch, the update is the trainer's, and so are
+prompts, keys and rewards: a run made here is the run of `recjax.train` but for rounding. What it lacks is what the
+laboratory does not need: checkpoints, queues of other kinds, files.
 """
 
 import functools
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 from jaxtyping import Array, Float, Int, UInt32
 
+from recjax.analysis.collect import COLUMNS
 from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.hub.policy import Policy
@@ -24,20 +27,9 @@ from recjax.rollout.collecting import row_keys
 from recjax.rollout.decoding import whole_batch
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.evaluation import part_key
-from recjax.training.rounds import batch_key
+from recjax.training.rounds import batch_key, drop_key
 from recjax.training.run import prepare
-from recjax.training.update import TrainState, recipe_of, update
-
-KEPT = (
-    "reward",
-    "entropy",
-    "clip_fraction/all",
-    "ratio/q01",
-    "ratio/q99",
-    "behaviour_kl/k3",
-    "effective_sample_size",
-    "gradient_norm",
-)
+from recjax.training.update import TrainState, clipped_adamw, recipe_of, update
 
 
 class Seed(NamedTuple):
@@ -118,7 +110,7 @@ def last_numbers(tokens: Int[Array, "batch time"], counts: Int[Array, " batch"],
     return jax.lax.scan(read, start, (jnp.arange(tokens.shape[1]), tokens.T))[0][0]
 
 
-class OneProgram:
+class Programs:
     """Runs of one algorithm and one shape, of any rate, seed and regime; compiled once."""
 
     def __init__(self, config: Config, policy: Policy, most_offset: int):
@@ -128,23 +120,15 @@ class OneProgram:
             most_offset: of the regimes; 0 keeps no older weights than the sampler's.
         """
         recipe = recipe_of(config, policy.decoder)
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(config.optimizer.clip_norm),
-            optax.inject_hyperparams(optax.adamw)(
-                learning_rate=0.0,
-                b1=config.optimizer.beta1,
-                b2=config.optimizer.beta2,
-                eps=config.optimizer.epsilon,
-                weight_decay=config.optimizer.weight_decay,
-            ),
-        )
+        optimizer = optax.inject_hyperparams(functools.partial(clipped_adamw, config.optimizer))(learning_rate=0.0)
         self._config, self._policy = config, policy
         self._recipe = recipe._replace(optimizer=optimizer)
         self._sampler = unrolled_for_sampling(policy.decoder)
         texts = policy.tokenizer.convert_ids_to_tokens(range(len(policy.tokenizer)))
         self._digits = jnp.array([int(text) if text.isdecimal() else -1 for text in texts])
         self._most_offset = most_offset
-        self.run = jax.jit(self._run)
+        self._trained = jax.jit(self._train, donate_argnames="carry")
+        self._evaluated = jax.jit(self._evaluate)
 
     def _sample(self, params, prompts, keys, group_size):
         longest, count = self._config.rollout.max_completion_tokens, len(prompts) * group_size
@@ -166,7 +150,7 @@ class OneProgram:
         """As `recjax.tasks.rewards.last_number_match`."""
         return (last_numbers(tokens, counts, self._digits) == answers).astype(jnp.float32)
 
-    def _evaluated(self, seed: Seed, params: dict, keys) -> dict[str, Float[Array, ""]]:
+    def _evaluate(self, seed: Seed, params: dict, keys) -> dict[str, Float[Array, ""]]:
         """Accuracy, and KL to the initial policy in nats a token."""
         samples = self._config.evaluation.samples
         tokens, logprobs, counts = self._sample(params, seed.held_out, keys, samples)
@@ -179,41 +163,47 @@ class OneProgram:
             "evaluation/initial_kl": jnp.where(mask, logprobs - initial, 0.0).sum() / mask.sum(),
         }
 
-    def _run(self, seed: Seed, rate: Float[Array, ""], regime: Regime) -> dict:
-        """What each evaluation finds, the first before training, and means over the steps since the one before it."""
+    def run(self, seed: Seed, rate: float, regime: Regime) -> pd.DataFrame:
+        """A row for each evaluation, the first before training: what it finds, and means of the steps before it."""
         every, steps = self._config.evaluation.every, self._config.training.steps
-        optimizer_state = self._recipe.optimizer.init(seed.params)
-        optimizer_state[1].hyperparams["learning_rate"] = rate
-        drop_key = jax.random.fold_in(jax.random.key(seed.number), 3)
         older = jax.tree.map(lambda x: jnp.repeat(x[None], self._most_offset + 1, 0), seed.params)
+        optimizer_state = self._recipe.optimizer.init(seed.params)
+        optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
+        trained = TrainState(seed.params, optimizer_state)
+        carry = jax.tree.map(jnp.copy, (trained, seed.params, older))  # as the program writes over it
+        rows = [{"step": 0} | self._evaluated(seed, seed.params, seed.evaluation_keys[0])]
+        for first in range(0, steps, every):
+            block = slice(first, first + every)
+            numbers = jnp.arange(first + 1, first + every + 1)
+            carry, measured = self._trained(carry, seed, regime, (numbers, seed.asked[block], seed.keys[block]))
+            evaluated = self._evaluated(seed, carry[0].params, seed.evaluation_keys[first // every + 1])
+            rows.append({"step": first + every} | measured | evaluated)
+        return pd.DataFrame(jax.device_get(rows)).astype(float)
+
+    def _train(self, carry, seed: Seed, regime: Regime, steps: tuple[Array, Array, Array]) -> tuple:
+        """The carry after some steps, and means over them.
+
+        Args:
+            carry: what is trained, the sampler's weights, and those of the last steps, the oldest first; all are the
+                initial ones at the beginning.
+            steps: of each its number, the places of its prompts, and the keys of its completions.
+        """
 
         def step(carry, xs):
             state, sampler, older = carry
             number, asked, keys = xs
-            syncs = (number - 1) % regime.interval == 0
-            # The oldest first; all are the initial ones at the beginning.
             older = jax.tree.map(lambda old, new: jnp.concatenate([old[1:], new[None]]), older, state.params)
             delayed = jax.tree.map(lambda x: x[-1 - regime.offset], older)
+            syncs = (number - 1) % regime.interval == 0
             sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
             batch = self._batch(seed, sampler, asked, keys)
-            key = jax.random.fold_in(drop_key, number)
+            key = jax.random.fold_in(drop_key(seed.number), number)
             state, metrics, _ = update(state, {}, None, batch, key, recipe=self._recipe, micro_batches=1)
-            measured = {name: metrics[name] for name in KEPT if name in metrics} | {"reward": batch.rewards.mean()}
+            measured = {name: metrics[name] for name in COLUMNS if name in metrics} | {"reward": batch.rewards.mean()}
             return (state, sampler, older), measured
 
-        def block(carry, xs):
-            *of_steps, keys = xs
-            carry, measured = jax.lax.scan(step, carry, tuple(of_steps))
-            measured = {name: values.mean() for name, values in measured.items()}
-            return carry, measured | self._evaluated(seed, carry[0].params, keys)
-
-        blocks = steps // every
-        xs = (jnp.arange(1, steps + 1), seed.asked, seed.keys)
-        xs = jax.tree.map(lambda x: x.reshape(blocks, every, *x.shape[1:]), xs)
-        before = self._evaluated(seed, seed.params, seed.evaluation_keys[0])
-        carry = (TrainState(seed.params, optimizer_state), seed.params, older)
-        _, measured = jax.lax.scan(block, carry, (*xs, seed.evaluation_keys[1:]))
-        return {name: jnp.append(before.get(name, jnp.nan), values) for name, values in measured.items()}
+        carry, measured = jax.lax.scan(step, carry, steps)
+        return carry, {name: values.mean() for name, values in measured.items()}
 
     def _batch(self, seed: Seed, params: dict, asked, keys) -> Batch:
         group = self._config.rollout.group_size
