@@ -6,7 +6,6 @@ runs were looked at.
 
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from experiments.claims.staleness import EARLY
@@ -32,7 +31,7 @@ def rates_of(table: pd.DataFrame) -> list[str]:
 
 
 def edge_rate(table: pd.DataFrame) -> str:
-    """The highest rate up to which on-policy REINFORCE ends within MARGIN of its best evaluation, by its seeds' mean."""
+    """The highest rate up to which on-policy REINFORCE ends within MARGIN of its best evaluation, on average."""
     falls = fallen(table).xs(("reinforce", "on_policy"), level=("algorithm", "regime")).groupby("rate").mean()
     rates = rates_of(table)
     monotone = (falls[rates] <= MARGIN).cumprod().sum()
@@ -120,7 +119,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
 
 
 class Best(NamedTuple):
-    """An algorithm's best rate in a regime, the accuracy there, and the rates around it that are within WITHIN of it."""
+    """An algorithm's best rate in a regime, the accuracy there, and the span of rates within WITHIN of it."""
 
     rate: str
     accuracy: float
@@ -161,8 +160,7 @@ def foretold(table: pd.DataFrame) -> Foretold:
     runs, axes = table[table["regime"] != "on_policy"], axes_of(table)
     early = runs[(runs["step"] > 0) & (runs["step"] <= EARLY)].groupby(axes)["effective_sample_size"].mean()
     starts = runs[runs["step"] == 0].set_index(axes)["evaluation/accuracy"]
-    lost = (final(runs) < starts.reindex(early.index)).reindex(early.index).to_numpy()
+    lost = final(runs).reindex(early.index).to_numpy() < starts.reindex(early.index).to_numpy()
     alarmed = early.to_numpy() < THRESHOLD
-    return Foretold(
-        *(int(np.sum(both)) for both in (alarmed & lost, alarmed & ~lost, ~alarmed & lost, ~alarmed & ~lost))
-    )
+    cases = (alarmed & lost, alarmed & ~lost, ~alarmed & lost, ~alarmed & ~lost)
+    return Foretold(*(int(case.sum()) for case in cases))
