@@ -10,12 +10,12 @@ import dataclasses
 import statistics
 import time
 
-import numpy as np
 from absl import app, flags
 
 from recjax.config import Config, GradingConfig
-from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import load_reward
+from recjax.tasks.problems import Problem
 
 FLAGS = flags.FLAGS
 
@@ -36,9 +36,10 @@ def main(argv: list[str]) -> None:
     with Grading(config, reward) as grading:
 
         def in_workers(completions, answers):
-            count = len(completions)
-            scores = grading.submit([""] * count, completions, answers, [{}] * count, np.ones(count)).result()
-            return scores.rewards
+            rows = zip(completions, answers, strict=True)
+            return (
+                grading.submit([Answered("", text, Problem("", answer), 1) for text, answer in rows]).result().rewards
+            )
 
         def in_process(completions, answers):
             return [reward.function(*row, {})["accuracy"] for row in zip(completions, answers, strict=True)]

@@ -37,7 +37,7 @@ from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.collecting import Grades, with_grades
 from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
-from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
@@ -160,14 +160,12 @@ def _remote_rows(
 
 def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
     """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
-    own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
-    scores = grading.submit(
-        own.texts,
-        [row.completion for row in rows],
-        own.answers,
-        [problem.columns for problem in own.problems],
-        np.array([_length(row, policy) for row in rows]),
-    )
+    each = len(rows) // len(prompts.texts)
+    asked = [
+        Answered(prompts.texts[place // each], row.completion, prompts.problems[place // each], _length(row, policy))
+        for place, row in enumerate(rows)
+    ]
+    scores = grading.submit(asked)
     return [
         row
         if grade.reward is None

@@ -9,7 +9,7 @@ from recjax.config import Config
 from recjax.experience.group import Grade
 from recjax.rollout.agent_trials import Tried
 from recjax.tasks.grading.custom import SCORE
-from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import LENGTH, ROWS, TURNS, agent_weights
 from recjax.tasks.problems import Problem
 
@@ -29,14 +29,11 @@ class AgentGrades:
         self._config, self._tried = config, tried
         self._weights = agent_weights(config.task.reward_weights)
         self._graded = [place for place, one in enumerate(tried) if one.failure is None and one.returned is None]
-        own = [problems[place] for place in self._graded]
-        self._scores = self._graded and grading.submit(
-            [texts[place] for place in self._graded],
-            [tried[place].policy.last_text for place in self._graded],
-            [problem.answer for problem in own],
-            [problem.columns for problem in own],
-            np.array([_tokens(tried[place]) for place in self._graded]),
-        )
+        own = [
+            Answered(texts[place], tried[place].policy.last_text, problems[place], _tokens(tried[place]))
+            for place in self._graded
+        ]
+        self._scores = own and grading.submit(own)
 
     def result(self) -> list[Grade]:
         """One grade an agent, in order.

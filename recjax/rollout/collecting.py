@@ -16,7 +16,7 @@ from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled
-from recjax.tasks.grading.pool import FAILURES, Grading, Scores
+from recjax.tasks.grading.pool import FAILURES, Answered, Grading, Scores
 from recjax.tasks.prompts import Prompts
 
 
@@ -137,17 +137,12 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         groups: of the prompts, one each, of one size.
         grading: open.
     """
-    share = hosts.share(len(groups))
-    own = [(place, completion) for place in share for completion in groups[place].completions]
-    problems, completions = [prompts.problems[place] for place, _ in own], [completion for _, completion in own]
-    scores = grading.submit(
-        [prompts.texts[place] for place, _ in own],
-        [completion.text for completion in completions],
-        [problem.answer for problem in problems],
-        [problem.columns for problem in problems],
-        np.array([len(completion.tokens) for completion in completions]),
-    )
-    return Grades(scores, sum(len(group.completions) for group in groups))
+    own = [
+        Answered(prompts.texts[place], completion.text, prompts.problems[place], len(completion.tokens))
+        for place in hosts.share(len(groups))
+        for completion in groups[place].completions
+    ]
+    return Grades(grading.submit(own), sum(len(group.completions) for group in groups))
 
 
 def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:

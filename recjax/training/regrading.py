@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-import numpy as np
-
 from recjax import hosts
 from recjax.experience.group import Grade, Group
 from recjax.experience.sources import by_prompt
 from recjax.experience.stored import with_rewards
 from recjax.rollout.collecting import Grades
+from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import progress_bar
 from recjax.training.run import Run
@@ -54,15 +53,11 @@ def _made(run: Run, groups: list[Group], asked: Asked, path: Path) -> dict[str, 
     with run.grading as grading, progress_bar("regrading", len(rows)) as bar:
         for first in range(0, len(rows), size):
             batch = rows[first : first + size]
-            own = [batch[place] for place in hosts.share(len(batch))]
-            scores = grading.submit(
-                [text for text, _, _ in own],
-                [completion.text for _, _, completion in own],
-                [problem.answer for _, problem, _ in own],
-                [problem.columns for _, problem, _ in own],
-                np.array([len(completion.tokens) for _, _, completion in own]),
-            )
-            found = Grades(scores, len(batch)).result()
+            own = [
+                Answered(text, completion.text, problem, len(completion.tokens))
+                for text, problem, completion in (batch[place] for place in hosts.share(len(batch)))
+            ]
+            found = Grades(grading.submit(own), len(batch)).result()
             grades |= {completion.id: grade for (_, _, completion), grade in zip(batch, found, strict=True)}
             bar.update(len(batch))
     if hosts.is_first():

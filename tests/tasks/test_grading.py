@@ -15,8 +15,9 @@ import pytest
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig
 from recjax.tasks.grading import custom as own_rewards
 from recjax.tasks.grading.graders import GRADERS, Grader
-from recjax.tasks.grading.pool import FAILURES, Grading
+from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
+from recjax.tasks.problems import Problem
 
 CONFIG = dataclasses.replace(
     Config(), grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
@@ -28,8 +29,12 @@ PATIENT = dataclasses.replace(CONFIG, grading=GradingConfig(seconds=20.0, max_ch
 
 def submitted(grading, completions, answers=None, columns=None):
     count = len(completions)
+    of_rows = zip(completions, answers or ["a"] * count, columns or [{}] * count, strict=True)
     return grading.submit(
-        ["p"] * count, completions, answers or ["a"] * count, columns or [{}] * count, np.arange(count) + 1
+        [
+            Answered("p", completion, Problem("p", answer, columns=more), number)
+            for number, (completion, answer, more) in enumerate(of_rows, 1)
+        ]
     )
 
 

@@ -12,7 +12,7 @@ from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show
 from recjax.training import loop, rounds
 from recjax.training.run import prepare
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import TINY, train, train_until_killed, without_times
 
 TRIVIAL = "experience.record=true"
 
@@ -146,17 +146,7 @@ def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch)
         "regime.sync_interval=2",
     ]
     straight = train(tiny("straight", *everything))
-    update, calls = loop.update, itertools.count(1)
-
-    def dies(*args, **named):
-        if next(calls) == stop:
-            raise KeyboardInterrupt
-        return update(*args, **named)
-
-    monkeypatch.setattr(loop, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny("stopped", *everything))
-    monkeypatch.setattr(loop, "update", update)
+    train_until_killed(tiny("stopped", *everything), at=stop)
     assert without_times(train(tiny("stopped", *everything))) == without_times(straight)
     assert (Path(tiny("stopped", *everything).output) / "figures" / "experience.png").is_file()
 

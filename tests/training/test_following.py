@@ -15,7 +15,7 @@ from recjax.experience.feedback import give_rewards
 from recjax.generate_experience import generate
 from recjax.training import loop
 from recjax.training.metrics import read_metrics
-from tests.training.tiny_run import train, without_times
+from tests.training.tiny_run import train, train_until_killed, without_times
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["training.steps=6", "evaluation.every=0", "rollout.max_context_tokens=16", "experience.follow=true"]
@@ -67,18 +67,7 @@ def test_it_trains_on_what_comes_once_also_when_killed(tiny, sampled, tmp_path, 
     writer = threading.Thread(target=write)
     writer.start()
     config = tiny("follows", *OPTIONS, f"experience.store={folder}")
-    update, calls = loop.update, []
-
-    def dies_at_step_five(*args, **named):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return update(*args, **named)
-
-    monkeypatch.setattr(loop, "update", dies_at_step_five)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.setattr(loop, "update", update)
+    train_until_killed(config)
     writer.join()
     rows = train(config)
     assert [step for step, _ in trained_on] == [1, 2, 3, 4, 5, 4, 5, 6]

@@ -22,7 +22,7 @@ from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
-from tests.training.tiny_run import train, without_times
+from tests.training.tiny_run import train, train_until_killed, without_times
 
 REGIMES = {
     "on_policy": [],
@@ -85,18 +85,7 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
     for row in straight[1:]:
         assert row["staleness"] == expected_staleness(row["step"], config.regime)
 
-    update, calls = loop.update, []
-
-    def dies_at_step_five(*args, **options):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return update(*args, **options)
-
-    monkeypatch.setattr(loop, "update", dies_at_step_five)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.setattr(loop, "update", update)
+    train_until_killed(config)
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4  # past the checkpoint of step 3
     assert without_times(train(config)) == without_times(straight)
 

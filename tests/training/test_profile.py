@@ -10,7 +10,7 @@ import pytest
 
 from recjax.training import loop
 from recjax.training.profile import profiled_steps
-from tests.training.tiny_run import train, without_times
+from tests.training.tiny_run import train, train_until_killed, without_times
 
 
 def events(folder, name):
@@ -34,20 +34,8 @@ def test_a_trace_has_the_named_steps_and_their_phases(tiny):
 
 
 def test_a_run_may_be_traced_from_where_it_goes_on_and_not_before(tiny, monkeypatch):
-    update, calls = loop.update, []
-
-    def dies_at_step_five(*args, **options):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return update(*args, **options)
-
-    monkeypatch.setattr(loop, "update", dies_at_step_five)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny("run"))  # the last checkpoint is that of step 3
-    with pytest.raises(KeyboardInterrupt):
-        calls[:] = [1, 1, 1]
-        train(tiny("run", "training.profile_steps=[1, 3]"))
+    train_until_killed(tiny("run"))  # the last checkpoint is that of step 3
+    train_until_killed(tiny("run", "training.profile_steps=[1, 3]"), at=2)
     assert not (Path(tiny("run").output) / "profile").exists()
     train(tiny("run", "training.profile_steps=[2, 5]"))
     assert [step["args"]["step_num"] for step in events(Path(tiny("run").output) / "profile", "step")] == ["4", "5"]

@@ -1,7 +1,6 @@
 """Rewards in a run: graded beside generation, in parts, and what becomes of truncated completions."""
 
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,10 +8,9 @@ import pytest
 
 from recjax.config import TaskConfig
 from recjax.experience.batch import to_learn_from
-from recjax.training import loop, rounds, schedule
-from recjax.training.metrics import read_metrics
+from recjax.training import rounds, schedule
 from tests.training.test_update import make_batch, step
-from tests.training.tiny_run import train, without_times
+from tests.training.tiny_run import train, train_until_killed, without_times
 
 DRAWN = threading.Condition()
 counts = {"drawn": 0, "graded": 0}
@@ -72,17 +70,7 @@ def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny
         np.testing.assert_allclose(row["reward/length"], row["completion_length"] / 3, rtol=1e-5)
         assert {row[f"grading/{reason}"] for reason in ("timeout", "crash", "too_long", "error")} == {0}
     config = tiny("stopped", *options)
-    update = loop.update
-
-    def dies_at_step_five(state, *args, **named):
-        if len(read_metrics(Path(config.output) / "metrics.jsonl")) == 5:
-            raise KeyboardInterrupt
-        return update(state, *args, **named)
-
-    monkeypatch.setattr(loop, "update", dies_at_step_five)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.setattr(loop, "update", update)
+    train_until_killed(config)
     assert without_times(train(config)) == without_times(straight)
 
 

@@ -22,7 +22,7 @@ from recjax.training import loop, regrading, rounds
 from recjax.training.metrics import batch_metrics, read_metrics
 from recjax.training.run import State, prepare
 from tests.experience.rows import make_row, text_row
-from tests.training.tiny_run import TINY, train, without_times
+from tests.training.tiny_run import TINY, train, train_until_killed, without_times
 
 STEPS = 7
 LEFT_OUT = [f"experience/left_out/{name}" for name in ("pending_groups", "pending_rows", "rows_beside_pending")]
@@ -153,19 +153,8 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
 def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(tiny, texts, monkeypatch, tmp_path):
     options = [f"experience.store={texts}", "experience.missing_logprobs=current"]
     straight = train(tiny("straight", *options))
-    update, calls = loop.update, []
-
-    def dies_at_step_five(*args, **named):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return update(*args, **named)
-
-    monkeypatch.setattr(loop, "update", dies_at_step_five)
     config = tiny("stopped", *options)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.setattr(loop, "update", update)
+    train_until_killed(config)
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4
     shutil.copytree(texts, tmp_path / "copy")
     store.append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])

@@ -1,6 +1,9 @@
 """A run small enough to repeat: a tiny decoder on one-digit sums, rewarded for every digit."""
 
+import itertools
 from pathlib import Path
+
+import pytest
 
 from recjax.training import loop
 from recjax.training.metrics import read_metrics
@@ -26,6 +29,21 @@ def train(config) -> list[dict]:
     """The rows of metrics.jsonl after the whole run."""
     loop.train(config)
     return read_metrics(Path(config.output) / "metrics.jsonl")
+
+
+def train_until_killed(config, at: int = 5) -> None:
+    """Trains until update `at` of this call, in whose place a KeyboardInterrupt is raised."""
+    update, calls = loop.update, itertools.count(1)
+
+    def dies(*args, **named):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return update(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "update", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
 
 
 def without_times(rows: list[dict]) -> list[dict]:
