@@ -1,0 +1,99 @@
+"""What the map has to show: heat maps, each algorithm's best rates, and the claims under three readings."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.claims.readings import READINGS, REGIMES, THRESHOLD, best_of, foretold, rates_of
+from experiments.claims.verdicts import MARGIN, Claim
+from recjax.analysis.compare import fallen, final, whole
+from recjax.plots.style import new_figure
+
+SHORT = {
+    "on_policy": "on-policy",
+    "interval_5": "m = 5",
+    "interval_20": "m = 20",
+    "interval_50": "m = 50",
+    "offset_10": "n = 10",
+    "offline": "offline",
+}
+FIGURES = {"final": final, "whole": whole}  # what a heat map of runs shows, by the end of its file's name
+
+
+def draw_map(table: pd.DataFrame, values: pd.Series, title: str, names: dict[str, str]) -> Figure:
+    """A panel an algorithm, rates across and regimes down; a number's arrow marks cells that fell by over MARGIN.
+
+    Args:
+        values: of each run.
+    """
+    rates, algorithms = rates_of(table), list(dict.fromkeys(table["algorithm"]))
+    cells = ["algorithm", "regime", "rate"]
+    means, falls = values.groupby(cells).mean(), fallen(table).groupby(cells).mean()
+    figure = new_figure(16, 6.4, title)
+    panels = figure.subplots(2, -(-len(algorithms) // 2), sharex=True, sharey=True)
+    for axes, algorithm in zip(panels.flat, algorithms, strict=False):
+        grid, fell = (of.loc[algorithm].unstack("rate").reindex(REGIMES)[rates].to_numpy() for of in (means, falls))
+        image = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(grid):
+            text = f"{value:.2f}"[1 if value < 1 else 0 :] + ("↓" if fell[row, column] > MARGIN else "")
+            axes.text(
+                column, row, text, ha="center", va="center", fontsize=8, color="black" if value > 0.6 else "white"
+            )
+        axes.set_title(names[algorithm], fontsize=10)
+        axes.set_xticks(range(len(rates)), rates, fontsize=8)
+        axes.set_yticks(range(len(REGIMES)), [SHORT[regime] for regime in REGIMES], fontsize=8)
+    for axes in panels.flat[len(algorithms) :]:
+        axes.set_visible(False)
+    figure.supxlabel("learning rate", fontsize=10)
+    figure.colorbar(image, ax=panels, label="held-out accuracy (share)", shrink=0.6)
+    return figure
+
+
+def draw_maps(table: pd.DataFrame, names: dict[str, str], folder: Path) -> None:
+    """The heat maps as PNG files."""
+    titles = "Final accuracy (↓: ends below its best evaluation)", "Mean accuracy over training"
+    for (name, values), title in zip(FIGURES.items(), titles, strict=True):
+        draw_map(table, values(table), title, names).savefig(folder / f"map_{name}.png", dpi=100)
+
+
+def best_rows(table: pd.DataFrame, names: dict[str, str]) -> list[list[str]]:
+    """Of each algorithm and regime the best rate, the accuracy there, and the span of rates that are as good."""
+    ends, rates, rows = final(table), rates_of(table), []
+    for algorithm in dict.fromkeys(table["algorithm"]):
+        row = [names[algorithm]]
+        for regime in REGIMES:
+            best = best_of(ends.xs((algorithm, regime), level=("algorithm", "regime")), rates)
+            span = "" if best.slowest == best.fastest else f" ({best.slowest} to {best.fastest})"
+            row.append(f"{best.accuracy:.3f} at {best.rate}{span}")
+        rows.append(row)
+    return rows
+
+
+def check_rows(found: dict[str, dict[str, Claim]]) -> list[list[str]]:
+    """Every number of every claim: what it is, and its mean, interval and outcome under each reading.
+
+    Args:
+        found: claims by reading.
+    """
+    rows = []
+    for name in found["edge"]:
+        for number, check in enumerate(found["edge"][name].checks):
+            expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
+            row = [name, check.what, expected]
+            for reading in READINGS:
+                own = found[reading][name].checks[number]
+                row.append(f"{own.found.mean:+.3f} ({own.found.low:+.3f} to {own.found.high:+.3f}): {own.outcome}")
+            rows.append(row)
+    return rows
+
+
+def foretelling_text(table: pd.DataFrame) -> str:
+    """A sentence on what the early effective sample size foretold."""
+    told = foretold(table)
+    return (
+        f"Of {sum(told)} off-policy runs, {told.hits + told.misses} ended below their start. An effective sample size "
+        f"below {THRESHOLD} in the first 50 steps foretold {told.hits} of them and missed {told.misses}; it gave a "
+        f"false alarm for {told.false_alarms} runs and was rightly quiet for {told.rightly_quiet}."
+    )

@@ -1,0 +1,99 @@
+"""The map's three readings, on tables that a reader checks by hand."""
+
+import itertools
+
+import pandas as pd
+import pytest
+
+from experiments.claims import readings
+from experiments.claims.map_page import best_rows, check_rows, draw_map
+from recjax.analysis.compare import final
+
+RATES = ("1e-4", "2e-4", "4e-4")
+NAMES = ("reinforce", "grpo", "rec_one_side_is", "rec_one_side_nois", "rec_one_side_nois_wide")
+OTHERS = ("rec_ring_nois", "opmd", "asymre", "red_drop", "red_weight")
+STEPS = (0, 25, 50, 75)
+
+
+def table_of(accuracies, seeds=("0", "1"), algorithms=(*NAMES, *OTHERS), sample_size=lambda *_: 1.0):
+    """A map whose accuracies are a function of algorithm, rate, regime, seed and step."""
+    rows = []
+    for place in itertools.product(algorithms, RATES, readings.REGIMES, seeds, STEPS):
+        named = dict(zip(("algorithm", "rate", "regime", "seed", "step"), place, strict=True))
+        measured = {"evaluation/accuracy": accuracies(*place), "evaluation/initial_kl": 0.1}
+        rows.append(named | measured | {"effective_sample_size": sample_size(*place)})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("falling", "edge"), [((), "4e-4"), (("4e-4",), "2e-4"), (("2e-4",), "1e-4"), (("1e-4", "2e-4"), "1e-4")]
+)
+def test_the_edge_is_the_last_rate_before_the_first_at_which_on_policy_reinforce_falls(falling, edge):
+    def accuracy(algorithm, rate, regime, seed, step):
+        falls = rate in falling if (algorithm, regime) == ("reinforce", "on_policy") else regime != "on_policy"
+        return (0.9 if step < 75 else 0.8) if falls else 0.5
+
+    table = table_of(accuracy)
+    assert readings.edge_rate(table) == edge
+    assert "rate" not in readings.read(table)["edge"]
+
+
+def test_the_best_rate_is_that_of_the_other_seeds():
+    """Seed 0 is best at 2e-4, and gets 4e-4, at which the others are best."""
+    of = {"0": (0.1, 0.9, 0.2), "1": (0.1, 0.5, 0.6), "2": (0.1, 0.4, 0.7)}
+    table = table_of(lambda _a, rate, _r, seed, _s: of[seed][RATES.index(rate)], seeds=tuple(of))
+    ends = final(readings.read(table)["best"]).xs(("grpo", "offline"), level=("algorithm", "regime"))
+    assert ends.to_dict() == pytest.approx({"0": 0.2, "1": 0.5, "2": 0.4})
+    alone = readings.read(table[table["seed"] == "0"])["best"]
+    assert final(alone).eq(0.9).all()
+
+
+def test_the_area_is_the_mean_over_rates():
+    table = table_of(lambda _a, rate, _r, seed, step: (RATES.index(rate) + int(seed) + step / 75) / 10)
+    area = readings.read(table)["area"]
+    ends = area[area["step"] == 75].set_index(["algorithm", "regime", "seed"])["evaluation/accuracy"]
+    assert ends.xs("0", level="seed").to_numpy() == pytest.approx((1 + 0 + 1) / 10)
+    assert len(area) == len(table) / 3
+
+
+def test_claims_follow_from_what_differs():
+    better = {"rec_one_side_nois_wide": 0.2, "reinforce": -0.3, "red_weight": 0.1, "red_drop": 0.1}
+    table = table_of(lambda name, _ra, _re, seed, step: 0.5 + (step > 0) * (better.get(name, 0) + int(seed) / 100))
+    claims = {name: readings.claims(own) for name, own in readings.read(table).items()}
+    for found in claims.values():
+        verdicts = {name: claim.verdict for name, claim in found.items()}
+        assert verdicts["C1"] == verdicts["C2"] == verdicts["C5"] == verdicts["C6"] == "holds"
+        assert verdicts["C3"] == verdicts["C7"] == "not visible at this scale"  # falls are alike
+    rows = check_rows(claims)
+    assert {row[0] for row in rows} == {"C1", "C2", "C3", "C5", "C6", "C7"}
+    where = "all of interval_5, interval_20, interval_50, offset_10, offline"
+    assert rows[2][:3] == ["C2", f"final accuracy: reinforce − rec_one_side_nois, {where}", "lower than 0"]
+    assert rows[2][3:] == ["-0.300 (-0.300 to -0.300): as claimed"] * 3
+
+
+def test_the_span_of_good_rates_is_what_joins_the_best_one():
+    place = ["rate", "seed"]
+    ends = pd.DataFrame({"rate": [*RATES, "8e-4"], "seed": "0", "x": [0.78, 0.5, 0.79, 0.8]}).set_index(place)["x"]
+    assert readings.best_of(ends, [*RATES, "8e-4"]) == readings.Best("8e-4", 0.8, "4e-4", "8e-4")
+
+
+def test_what_an_early_effective_sample_size_foretells_is_counted():
+    def accuracy(algorithm, rate, regime, seed, step):
+        return 0.5 if step == 0 else 0.2 if algorithm in ("reinforce", "red_drop") else 0.8
+
+    def sample_size(algorithm, rate, regime, seed, step):
+        return 0.1 if algorithm in ("reinforce", "grpo") and step <= 50 else 1.0
+
+    runs = 3 * 5 * 2  # of an algorithm off-policy: rates × regimes × seeds
+    told = readings.foretold(table_of(accuracy, sample_size=sample_size))
+    assert told == readings.Foretold(runs, runs, runs, 7 * runs)
+
+
+def test_tables_and_heat_maps_show_every_cell():
+    table = table_of(lambda name, rate, *_: 0.9 if rate == "2e-4" else 0.5)
+    names = {name: name.upper() for name in (*NAMES, *OTHERS)}
+    rows = best_rows(table, names)
+    assert len(rows) == 10 and rows[0] == ["REINFORCE", *["0.900 at 2e-4"] * 6]
+    figure = draw_map(table, final(table), "", names)
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert len(texts) == 10 * 3 * 6 and set(texts) == {".90", ".50"}
