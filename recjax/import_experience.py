@@ -117,7 +117,9 @@ def main(argv: list[str]) -> None:
     found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
     groups = Counter(row.group_id for row in found.rows)
     pending = sum(row.reward is None for row in found.rows)
-    print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} of them pending")
+    total = len(store.ids(FLAGS.output))
+    in_all = f"; the store has {total} rows now" if total > len(found.rows) else ""
+    print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} of them pending{in_all}")
     if alone := sum(count == 1 for count in groups.values()):
         logger.warning(
             "%d of %d groups have one completion, from which most advantages learn nothing. Rows with equal prompts are"

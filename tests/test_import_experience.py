@@ -216,5 +216,8 @@ def test_the_command(tmp_path):
     done = subprocess.run([*command, "--source", "claude"], capture_output=True, text=True)
     assert "3 rows in 2 groups, 1 of them pending\ncolumns left aside: mood" in done.stdout, done.stderr
     assert store.read(tmp_path / "s")[0].source == "claude"
+    more = write(tmp_path / "b.csv", [{**row, "mood": 1} for row in PLAIN])
+    done = subprocess.run([*command[:4], more, *command[5:]], capture_output=True, text=True)
+    assert "1 of them pending; the store has 6 rows now" in done.stdout, done.stderr
     done = subprocess.run([*command, "--reward_column", "score"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has it")

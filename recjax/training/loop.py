@@ -42,6 +42,8 @@ from recjax.training.update import Learned, learning_rate_schedule, recipe_of, u
 from recjax.whole_files import write_whole, writing
 
 logger = logging.getLogger(__name__)
+_SAMPLED = "sampling the first batch, for which the sampler is compiled"
+_FROM_STORE = "taking the first batch from the store"
 
 
 class Preempted(Exception):
@@ -99,7 +101,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            with under_way("sampling the first batch, for which the sampler is compiled", step == first):
+            with under_way(_FROM_STORE if config.experience.store else _SAMPLED, step == first):
                 state, groups = next_groups(run, state, step, stopping)
             if groups is None:  # it was asked to stop while it waited
                 metrics.settle()

@@ -249,6 +249,7 @@ def test_parts_that_change_between_batches_are_refused():
         ("def score(:\n", r"SyntaxError: .*\(broken\.py, line 1\)"),
         ("x = 1\ny = 1 / 0\n", r"ZeroDivisionError: division by zero\n  .*broken\.py:2 in <module>: y = 1 / 0$"),
         ("import nothing_of_this_name\n", r"ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("def scores(): ...\n", r"broken has no function 'score'; did you mean 'scores'\?$"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_one_error_with_the_users_own_lines(tmp_path, monkeypatch, text, reason):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from recjax.algorithms.options import did_you_mean
 from recjax.tasks.grading.graders import GRADERS
 
 PACKAGE = Path(__file__).parents[2]
@@ -82,17 +83,18 @@ def imported(name: str) -> Callable[..., Any]:
     """
     module, _, function = name.partition(":")
     try:
-        loaded = getattr(importlib.import_module(module), function)
+        loaded = importlib.import_module(module)
     except SystemExit as error:
         raise ValueError(
             f"task.reward = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
             ' script does under `if __name__ == "__main__":`'
         ) from error
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         remedy = "the module must be importable from the folder you start in or installed"
         raise ValueError(f"task.reward = {name!r}: {described(error)}; {remedy}") from error
     except Exception as error:
         raise ValueError(f"task.reward = {name!r}: importing it failed with {described(error)}") from error
-    if not callable(loaded):
-        raise ValueError(f"task.reward = {name!r}: {function} is not a function")
-    return loaded
+    if not callable(found := getattr(loaded, function, None)):
+        own = [name for name, value in vars(loaded).items() if callable(value)]
+        raise ValueError(f"task.reward = {name!r}: {module} has no function {function!r}{did_you_mean(function, own)}")
+    return found
