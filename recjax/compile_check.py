@@ -2,10 +2,11 @@
 
     python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
 
-Nothing runs, and no weights are read: the model's config.json is enough. No TPU is needed; pip install -e ".[tpu]"
-installs its compiler. `--topology host` compiles for this machine's own GPUs or CPU devices. The exit status is 0 if
-both programs fit, 1 if not, and 2 for an invalid config or topology. If a program does not fit, it is compiled again
-with changes of the config, the cheapest first, until one fits or `--tries` changes have been tried.
+Nothing runs, and no weights are read: the model's config.json is enough. Neither a TPU nor a GPU is needed; their
+compilers come with pip install -e ".[tpu]" and ".[cuda]". `--topology host` compiles for this machine's own GPUs or CPU
+devices. The exit status is 0 if both programs fit, 1 if not, and 2 for an invalid config or topology. If a program does
+not fit, it is compiled again with changes of the config, the cheapest first, until one fits or `--tries` changes have
+been tried.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ class Checked(NamedTuple):
 def main(argv: list[str]) -> None:
     """Reads the flags, compiles, prints."""
     if FLAGS.topology != "host":
-        jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
+        jax.config.update("jax_platforms", "cpu")  # an accelerator of this machine stays free for other programs
         # What was compiled for devices that are not here cannot be read back.
         jax.config.update("jax_enable_compilation_cache", False)
     sys.exit(check(FLAGS.config, FLAGS.topology, argv[1:], FLAGS.memory, FLAGS.tries))
@@ -184,7 +185,9 @@ def show_collectives(console: Console, checked: Checked) -> None:
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
     flags.DEFINE_string("config", None, "YAML file of a training run.", required=True)
-    flags.DEFINE_string("topology", None, "host, or a TPU slice such as v5e:4x4.", required=True)
+    flags.DEFINE_string(
+        "topology", None, "host, a TPU slice such as v5e:4x4, or GPUs such as h100-80:8.", required=True
+    )
     flags.DEFINE_float(
         "memory", None, "GiB of each device that may be used; default: what its kind has.", lower_bound=0
     )

@@ -12,6 +12,7 @@ from recjax.models.placement import param_shardings
 from recjax.planning import ahead
 from recjax.planning.ahead import PROGRAMS, Program, bytes_on_device, cache_bytes, plan
 from recjax.planning.dry_run import dry_run
+from recjax.planning.gpus import has_compiler
 from recjax.planning.remedies import changes
 from recjax.planning.topology import GIB, load_target
 from recjax.training.update import make_optimizer
@@ -191,7 +192,7 @@ def test_the_compilers_own_number_is_read(message, needed):
 @pytest.mark.parametrize(
     ("topology", "options", "reason"),
     [
-        ("v9:4x4", [], "--topology 'v9:4x4' is not known; give host, or"),
+        ("v9:4x4", [], "--topology 'v9:4x4' is not known; give host, GENERATION"),
         ("host", ["mesh.data=3"], "3 does not equal the 4 devices"),
         ("host", ["mesh.data=1", "mesh.tensor=4"], "mesh.tensor = 4 does not divide the model's 2 attention heads"),
         ("host", ["model.decoder=null", "model.path=/nowhere", "rollout.max_prompt_tokens=8"], "/nowhere"),
@@ -202,6 +203,14 @@ def test_the_compilers_own_number_is_read(message, needed):
 def test_what_could_not_be_is_status_2_with_the_reason(file, capsys, topology, options, reason):
     assert compile_check.check(file, topology, ["output=x", *options]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not has_compiler(), reason='needs JAX\'s CUDA plugin, of pip install -e ".[cuda]"; no GPU')
+def test_gpus_that_are_not_here_are_compiled_for(file, capsys):
+    assert compile_check.check(file, "h100:4", ["output=x", "mesh.fsdp=2", "model.attention=plain"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 devices (NVIDIA h100-80) of 55.88 GiB as data 2 × fsdp 2 × tensor 1" in printed
+    assert "compute in bfloat16" in printed and "fits h100:4" in printed
 
 
 @pytest.mark.skipif(

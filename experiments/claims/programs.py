@@ -128,7 +128,8 @@ class Programs:
         self._digits = jnp.array([int(text) if text.isdecimal() else -1 for text in texts])
         self._most_offset = most_offset
         self._trained = jax.jit(self._train, donate_argnames="carry")
-        self._evaluated = jax.jit(self._evaluate)
+        self.batch = jax.jit(self._batch)
+        self.evaluated = jax.jit(self._evaluate)
 
     def _sample(self, params, prompts, keys, group_size):
         longest, count = self._config.rollout.max_completion_tokens, len(prompts) * group_size
@@ -171,12 +172,12 @@ class Programs:
         optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
         trained = TrainState(seed.params, optimizer_state)
         carry = jax.tree.map(jnp.copy, (trained, seed.params, older))  # as the program writes over it
-        rows = [{"step": 0} | self._evaluated(seed, seed.params, seed.evaluation_keys[0])]
+        rows = [{"step": 0} | self.evaluated(seed, seed.params, seed.evaluation_keys[0])]
         for first in range(0, steps, every):
             block = slice(first, first + every)
             numbers = jnp.arange(first + 1, first + every + 1)
             carry, measured = self._trained(carry, seed, regime, (numbers, seed.asked[block], seed.keys[block]))
-            evaluated = self._evaluated(seed, carry[0].params, seed.evaluation_keys[first // every + 1])
+            evaluated = self.evaluated(seed, carry[0].params, seed.evaluation_keys[first // every + 1])
             rows.append({"step": first + every} | measured | evaluated)
         return pd.DataFrame(jax.device_get(rows)).astype(float)
 

@@ -145,7 +145,7 @@ def compiled(plan: Plan, program: str) -> Program:
         traced = _traced_sample(plan) if program == "sample" else _traced_update(plan)
         flops = matmul_flops(traced.jaxpr, unknown_trips=turns) // len(plan.target.devices)
         try:
-            executable = traced.lower().compile()
+            executable = traced.lower().compile(compiler_options=dict(plan.target.options))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

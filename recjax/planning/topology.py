@@ -1,12 +1,16 @@
-"""What a program can be compiled for: TPU slices that are not here, by name, and this host's own devices."""
+"""What a program can be compiled for: TPU slices and GPUs that are not here, by name, and this host's own devices."""
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
+
+from recjax.planning.devices import ACCELERATORS
+from recjax.planning.gpus import COUNTS, GPU_OPTIONS, GPUS, gpu_devices
 
 GIB = 2**30
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -35,18 +39,21 @@ CHIPS = {
 
 
 class Target(NamedTuple):
-    """Devices to compile for, and the bytes of memory that a program may use of each."""
+    """Devices to compile for, the bytes of memory that a program may use of each, and options of the compiler."""
 
     name: str
     devices: Sequence[jax.Device]
     memory: int
+    options: Mapping[str, bool] = MappingProxyType({})
 
 
 def load_target(name: str) -> Target:
-    """The devices that `name` stands for: "host", or a TPU slice such as "v5e:4x4", which need not be here.
+    """The devices that `name` stands for: "host", a TPU slice such as "v5e:4x4" or GPUs such as "h100-80:8".
+
+    Slices and GPUs need not be here.
 
     Raises:
-        ValueError: no such topology, or libtpu, which compiles for TPUs, is not installed.
+        ValueError: no such topology, or what compiles for it is not installed.
     """
     if name == "host":
         devices = jax.local_devices()
@@ -54,18 +61,31 @@ def load_target(name: str) -> Target:
         share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
         return Target(name, devices, (devices[0].memory_stats() or {}).get("bytes_limit", share))
     generation, _, shape = name.partition(":")
+    if (kind := _gpu_kind(generation)) and shape in map(str, COUNTS):
+        devices = gpu_devices(name, kind, int(shape))
+        return Target(name, devices, int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.slices:
         known = "; ".join(f"{key}: {' '.join(chip.slices)}" for key, chip in CHIPS.items())
-        raise ValueError(f"--topology {name!r} is not known; give host, or GENERATION:SLICE out of {known}")
+        raise ValueError(
+            f"--topology {name!r} is not known; give host, GENERATION:SLICE out of {known}, or GPU:COUNT out of"
+            f" {' '.join(GPUS)} and {' '.join(map(str, COUNTS))}"
+        )
     return Target(name, _slice_devices(name, shape, chip), int(chip.memory * GIB))
 
 
 def larger_slices(name: str) -> list[str]:
     """Topologies of the same generation with more chips, the next first."""
     generation, _, shape = name.partition(":")
-    slices = CHIPS[generation].slices if generation in CHIPS else ()
+    counts = tuple(map(str, COUNTS)) if _gpu_kind(generation) else ()
+    slices = CHIPS[generation].slices if generation in CHIPS else counts
     return [f"{generation}:{other}" for other in slices[slices.index(shape) + 1 :]] if shape in slices else []
+
+
+def _gpu_kind(name: str) -> str | None:
+    """The one of GPUS that is meant, whose memory may be left out where one kind has that name."""
+    kinds = [kind for kind in GPUS if name in (kind, kind.partition("-")[0])]
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:

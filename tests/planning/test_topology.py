@@ -5,6 +5,8 @@ import importlib.util
 import jax
 import pytest
 
+from recjax.planning.devices import ACCELERATORS
+from recjax.planning.gpus import COUNTS, GPUS, has_compiler
 from recjax.planning.topology import CHIPS, GIB, larger_slices, load_target
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -18,9 +20,14 @@ def test_host_is_the_devices_here_and_an_equal_share_of_the_memory():
     assert abs(target.memory * 4 - total) < 8192
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e:3x4", "v5e:4x4x1", "v9:2x2", "V5E:4x4", "", "gpu", "v4:4x4"])
+@pytest.mark.parametrize(
+    "name",
+    ["v5e", "v5e:3x4", "v5e:4x4x1", "v9:2x2", "V5E:4x4", "", "gpu", "v4:4x4", "h100", "h100:3", "a100:8", "h100-40:8"],
+)
 def test_an_unknown_topology_is_refused_with_those_that_are_known(name):
-    with pytest.raises(ValueError, match=r"--topology .* not known; give host, .*v5e: 1x1 2x2.*v4: 1x1x1"):
+    with pytest.raises(
+        ValueError, match=r"--topology .* not known; give host, .*v5e: 1x1 2x2.*v4: 1x1x1.*h100-80 .*1 2 4 8"
+    ):
         load_target(name)
 
 
@@ -28,6 +35,30 @@ def test_an_unknown_topology_is_refused_with_those_that_are_known(name):
 def test_without_libtpu_the_remedy_is_named():
     with pytest.raises(ValueError, match=r"v5e:4x4: libtpu.*needs no TPU: pip install -e \"\.\[tpu\]\""):
         load_target("v5e:4x4")
+
+
+@pytest.mark.skipif(has_compiler(), reason="JAX's CUDA plugin is installed")
+def test_without_the_cuda_plugin_the_remedy_is_named():
+    with pytest.raises(ValueError, match=r"h100:8: JAX's CUDA plugin.*needs no GPU: pip install -e \"\.\[cuda\]\""):
+        load_target("h100:8")
+
+
+def test_every_gpu_has_a_data_sheet():
+    assert [*GPUS] == [name for name in ACCELERATORS if not name.startswith("v")]
+
+
+@pytest.mark.skipif(not has_compiler(), reason='needs JAX\'s CUDA plugin, of pip install -e ".[cuda]"; no GPU')
+def test_programs_are_compiled_for_gpus_that_are_not_here():
+    for kind in GPUS:
+        for count in COUNTS:
+            target = load_target(f"{kind}:{count}")
+            assert len(target.devices) == count and target.memory == int(ACCELERATORS[kind].usable_bytes)
+        mesh = jax.sharding.Mesh(load_target(f"{kind}:8").devices, "rows")
+        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+        given = jax.ShapeDtypeStruct((800, 40), "float32", sharding=where)
+        program = jax.jit(lambda x: (x @ x.T).sum()).lower(given).compile(compiler_options=dict(target.options))
+        assert program.memory_analysis().argument_size_in_bytes == 100 * 40 * 4
+        assert "all-reduce" in program.as_text()
 
 
 def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
@@ -38,6 +69,7 @@ def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
         return total
 
     assert larger_slices("v5e:4x4") == ["v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"]
+    assert larger_slices("h100:16") == ["h100:32", "h100:64"]
     assert larger_slices("v5p:8x8x8") == larger_slices("host") == []
     for generation, chip in CHIPS.items():
         first = f"{generation}:{chip.slices[0]}"
