@@ -15,7 +15,6 @@ from absl import app, flags
 from recjax.config import Config, GradingConfig
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import load_reward
-from recjax.tasks.problems import Problem
 
 FLAGS = flags.FLAGS
 
@@ -36,10 +35,8 @@ def main(argv: list[str]) -> None:
     with Grading(config, reward) as grading:
 
         def in_workers(completions, answers):
-            rows = zip(completions, answers, strict=True)
-            return (
-                grading.submit([Answered("", text, Problem("", answer), 1) for text, answer in rows]).result().rewards
-            )
+            rows = [Answered("", *row, {}, 1) for row in zip(completions, answers, strict=True)]
+            return grading.submit(rows).result().rewards
 
         def in_process(completions, answers):
             return [reward.function(*row, {})["accuracy"] for row in zip(completions, answers, strict=True)]

@@ -160,10 +160,10 @@ def _remote_rows(
 
 def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
     """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
-    each = len(rows) // len(prompts.texts)
+    own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
     asked = [
-        Answered(prompts.texts[place // each], row.completion, prompts.problems[place // each], _length(row, policy))
-        for place, row in enumerate(rows)
+        Answered(text, row.completion, problem.answer, problem.columns, _length(row, policy))
+        for text, problem, row in zip(own.texts, own.problems, rows, strict=True)
     ]
     scores = grading.submit(asked)
     return [

@@ -30,8 +30,8 @@ class AgentGrades:
         self._weights = agent_weights(config.task.reward_weights)
         self._graded = [place for place, one in enumerate(tried) if one.failure is None and one.returned is None]
         own = [
-            Answered(texts[place], tried[place].policy.last_text, problems[place], _tokens(tried[place]))
-            for place in self._graded
+            Answered(texts[place], one.policy.last_text, problem.answer, problem.columns, _tokens(one))
+            for place, one, problem in ((place, tried[place], problems[place]) for place in self._graded)
         ]
         self._scores = own and grading.submit(own)
 

@@ -138,8 +138,8 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         grading: open.
     """
     own = [
-        Answered(prompts.texts[place], completion.text, prompts.problems[place], len(completion.tokens))
-        for place in hosts.share(len(groups))
+        Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, len(completion.tokens))
+        for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
         for completion in groups[place].completions
     ]
     return Grades(grading.submit(own), sum(len(group.completions) for group in groups))

@@ -54,7 +54,7 @@ def _made(run: Run, groups: list[Group], asked: Asked, path: Path) -> dict[str, 
         for first in range(0, len(rows), size):
             batch = rows[first : first + size]
             own = [
-                Answered(text, completion.text, problem, len(completion.tokens))
+                Answered(text, completion.text, problem.answer, problem.columns, len(completion.tokens))
                 for text, problem, completion in (batch[place] for place in hosts.share(len(batch)))
             ]
             found = Grades(grading.submit(own), len(batch)).result()

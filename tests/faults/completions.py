@@ -9,7 +9,6 @@ import time
 from recjax.config import Config, GradingConfig
 from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.grading.reward import load_reward
-from recjax.tasks.problems import Problem
 
 SECONDS = 2.0
 GOOD = {"math": r"\boxed{5}", "guru_math": r"\boxed{5}", "gsm8k": "<answer>5</answer>"}
@@ -51,7 +50,7 @@ def campaign():
         with Grading(config, load_reward(reward)) as grading:
             started = time.monotonic()
             scores = grading.submit(
-                [Answered("", text, Problem("", answer), 1) for text, answer in zip(asked, answers, strict=True)]
+                [Answered("", text, answer, {}, 1) for text, answer in zip(asked, answers, strict=True)]
             ).result()
             votes = grading.parsed(asked)
             seconds = time.monotonic() - started

@@ -17,7 +17,6 @@ from recjax.tasks.grading import custom as own_rewards
 from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
-from recjax.tasks.problems import Problem
 
 CONFIG = dataclasses.replace(
     Config(), grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
@@ -32,7 +31,7 @@ def submitted(grading, completions, answers=None, columns=None):
     of_rows = zip(completions, answers or ["a"] * count, columns or [{}] * count, strict=True)
     return grading.submit(
         [
-            Answered("p", completion, Problem("p", answer, columns=more), number)
+            Answered("p", completion, answer, more, number)
             for number, (completion, answer, more) in enumerate(of_rows, 1)
         ]
     )

@@ -2,7 +2,7 @@
 
 import pickle
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from recjax.tasks.grading import processes
 from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS, Failure
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
-from recjax.tasks.problems import Problem
 
 # Why a completion could not be graded; no_reward: the user's function said None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
@@ -33,11 +32,15 @@ class Scores(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A completion to be graded: its prompt as the model saw it, its text, its problem, its length in tokens."""
+    """A completion to be graded: its prompt as the model saw it, its text, and of its problem answer and columns.
+
+    length: in tokens.
+    """
 
     prompt: str
     completion: str
-    problem: Problem
+    answer: str
+    columns: Mapping[str, Any]
     length: int
 
 
@@ -71,8 +74,7 @@ class Grading:
 
     def submit(self, asked: Sequence[Answered]) -> "Future[Scores]":
         """Scores of a batch to come; what is raised while they are made, `result()` raises."""
-        rows = [(row.prompt, row.completion, row.problem.answer, row.problem.columns) for row in asked]
-        return self._thread.submit(self._scores, rows, np.array([row.length for row in asked]))
+        return self._thread.submit(self._scores, [row[:-1] for row in asked], np.array([row.length for row in asked]))
 
     def _scores(self, rows: Sequence[Row], lengths: np.ndarray) -> Scores:
         parts, failures = self._graded(rows) if self._server else self._custom(rows)
