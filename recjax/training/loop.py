@@ -101,7 +101,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             lock.check()
 
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
-            with under_way(_FROM_STORE if config.experience.store else _SAMPLED, step == first):
+            with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
                 state, groups = next_groups(run, state, step, stopping)
             if groups is None:  # it was asked to stop while it waited
                 metrics.settle()
