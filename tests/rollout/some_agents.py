@@ -30,6 +30,29 @@ async def several_turns(problem: Problem, policy: AgentPolicy) -> dict[str, floa
     return {"digits": sum(character.isdigit() for character in reply.text + last.text) / 6, "accuracy": 0.0}
 
 
+async def paid_by_turn(problem: Problem, policy: AgentPolicy) -> float:
+    """Three turns, of which two get rewards and the last one is in another context."""
+    reply = await policy.complete(problem.prompt)
+    more = await policy.complete(problem.prompt + reply.raw)
+    policy.reward(0.5)
+    policy.reward(0.25, reply)
+    policy.reward(0.25, more)
+    await policy.complete("7" + problem.prompt, max_tokens=2)
+    if problem.answer == "37":
+        raise KeyError("a mistake")
+    return 1.0
+
+
+async def paid_by_answer(problem: Problem, policy: AgentPolicy) -> float:
+    """Three turns, each of which is rewarded for its digits."""
+    text = problem.prompt
+    for _ in range(3):
+        reply = await policy.complete(text)
+        policy.reward(sum(character.isdigit() for character in reply.text) / 3)
+        text += reply.raw + "1"
+    return 0.0
+
+
 async def at_once(problem: Problem, policy: AgentPolicy) -> float:
     """Two replies at one time."""
     both = await asyncio.gather(*(policy.complete(problem.prompt) for _ in range(2)))
@@ -69,6 +92,8 @@ async def by_column(problem: Problem, policy: AgentPolicy):
             return "a lot"
         case "infinite":
             return {"score": float("nan")}
+        case "paid nonsense":
+            policy.reward(float("nan"))
         case "long":
             await policy.complete(problem.prompt * 100)
         case "on and on":

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
+from recjax.experience.queue import Queue, from_plain, to_plain
+from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import row_keys, sample_groups
+from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
@@ -152,7 +154,8 @@ def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
 
 DOES = {
     "raise": "raised", "exit": "raised", "cancel": "raised", "hang": "timeout", "deaf": "timeout",
-    "nonsense": "invalid", "infinite": "invalid", "silent": "silent", "long": "context", "on and on": "turns",
+    "nonsense": "invalid", "infinite": "invalid", "paid nonsense": "invalid", "silent": "silent",
+    "long": "context", "on and on": "turns",
 }  # fmt: skip
 
 
@@ -163,7 +166,7 @@ def test_failing_agents_cost_themselves_alone(made):
     assert [grade.failure for grade in grades] == ["none", *DOES.values(), "none"]
     assert {*DOES.values()} == {*FAILURES}
     assert [grade.reward for grade in grades] == [0.5, *[None] * len(DOES), 0.5]
-    alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * 11], group_size=1)
+    alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * (len(DOES) + 1)], group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
     same(ours, theirs, 1e-5)
 
@@ -216,6 +219,39 @@ def test_weights_are_of_what_agents_return_and_of_their_turns(made):
         sampled(*made("several_turns", "task.reward_weights={digit: 2.0}"))
 
 
+def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
+    parts = made("paid_by_turn", "task.agent_failure_reward=-1.0", "task.reward_weights={score: 2.0, turns: -0.1}")
+    groups, grades = sampled(*parts, group_size=2)
+    np.testing.assert_allclose([grade.reward for grade in grades], [3.7, 3.7, -1, -1], atol=1e-6)
+    groups = with_grades(groups, grades)
+    (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
+    assert [one.turns for one in kept.group.completions] == [one.turns for one in groups[0].completions]
+    groups = [kept.group, groups[1]]
+    batch, _ = pad_trajectories(groups, 89, (1, 8), together=False, turns=4)
+    of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
+    for number, group in enumerate(groups):
+        for one in group.completions:
+            assert [turn.row for turn in one.turns] == [0, 0, 1] and one.turns[1].end == len(one.tokens)
+            first, second = one.tokens[: one.turns[0].end], one.tokens[one.turns[0].end :]
+            rows = np.flatnonzero([(row[: len(one.tokens)] == one.tokens).all() for row in _sampled_of(batch)])
+            assert rows.size and one.mask.all()
+            np.testing.assert_allclose(batch.turn_rewards[rows[0]], of_turns[number], atol=1e-6)
+            turns = batch.token_turns[rows[0]][batch.completion_mask[rows[0]]]
+            assert turns.tolist() == [0] * len(first) + [1] * len(second)
+    assert {*batch.token_turns[batch.completion_mask].tolist()} == {0, 1, 2}
+    assert (batch.token_turns[~batch.completion_mask] == -1).all()
+    with pytest.raises(ValueError, match="its turns were not recorded"):
+        bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
+        pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
+
+
+def _sampled_of(batch):
+    """The tokens of each row that its policy sampled, filled up with -1."""
+    return [
+        np.r_[row[mask], np.full(99, -1)] for row, mask in zip(batch.completions, batch.completion_mask, strict=True)
+    ]
+
+
 def test_an_environment_is_played_to_its_end(made):
     parts = made("environment", f"task.environment={HERE}Countdown")
     groups, grades = sampled(*parts)
@@ -227,6 +263,7 @@ def test_an_environment_is_played_to_its_end(made):
         turns = np.split(one.tokens, np.flatnonzero(np.diff(one.mask)) + 1)[::2]
         said = [turn[:-1] if turn[-1] in parts[1].stop_ids else turn for turn in turns]
         assert grade.reward == sum(len(tokenizer.decode(turn)) for turn in said)
+        assert [turn.reward for turn in one.turns] == [len(tokenizer.decode(turn)) for turn in said]
 
 
 @pytest.mark.parametrize(
