@@ -12,6 +12,7 @@ from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import load_params, policy_alone
+from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout.agent_trials import FAILURES
@@ -26,6 +27,7 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training.packing import RowShape, pack_trajectories
 from recjax.training.scoring import batch_logprobs
 from tests.rollout import some_agents, some_tools
+from tests.training.on_mesh import on
 from tests.training.tiny_run import TINY
 
 HERE, TOOLS = "tests.rollout.some_agents:", "tests.rollout.some_tools:"
@@ -94,6 +96,28 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
     assert all(grade.reward_parts["turns"] == grade.reward_parts["rows"] == 1 for grade in grades)
 
 
+def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
+    """On the mesh in context, laid out in rows and packed."""
+    overrides = [*options, *(["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else [])]
+    config, policy, params = made(agent, *overrides)
+    if lora:
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, jax.random.key(4))
+        # Adapters begin as nothing.
+        params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+        policy = policy._replace(decoder=decoder)
+    groups, _ = sampled(config, policy, params)
+    batch, count = pad_trajectories(groups, 89, (2, 4), together=True)
+    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
+    mask = batch.completion_mask
+    assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
+    for layout in ((None, count), (packed, None)):
+        logprobs, _ = scored(policy.decoder, params, put_rows(batch), *layout, Sampling(), 64)
+        np.testing.assert_allclose(on_host(logprobs)[mask], batch.behaviour_logprobs[mask], atol=1e-5)
+
+
+scored = jax.jit(batch_logprobs, static_argnums=(0, 4, 5, 6))
+
+
 @pytest.mark.parametrize(
     ("agent", "lora"),
     [
@@ -105,22 +129,24 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
     ],
 )
 def test_the_trainers_logprobs_are_the_engines(made, agent, lora):
-    overrides = ["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else []
-    config, policy, params = made(agent, *overrides)
-    if lora:
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, jax.random.key(4))
-        # Adapters begin as nothing.
-        params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
-        policy = policy._replace(decoder=decoder)
-    groups, _ = sampled(config, policy, params)
-    batch, count = pad_trajectories(groups, 89, (2, 3), together=True)
-    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
-    mask = batch.completion_mask
-    assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
-    on_device = jax.tree.map(jnp.asarray, batch)
-    for layout in ((None, count), (packed, None)):
-        logprobs, _ = batch_logprobs(policy.decoder, params, on_device, *layout, Sampling(), 64)
-        np.testing.assert_allclose(np.asarray(logprobs)[mask], batch.behaviour_logprobs[mask], atol=1e-5)
+    trainers_logprobs_are_the_engines(made, agent, lora)
+
+
+CALLS = f"task.tools=['{TOOLS}add']"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 1)], ids=["data-tensor", "fsdp"])
+@pytest.mark.parametrize(
+    ("agent", "lora", "options"),
+    [("several_turns", False, ()), ("talks", True, ()), ("tools", False, (CALLS, "rollout.max_completion_tokens=4"))],
+    ids=["text", "chat-lora", "tools"],
+)
+def test_they_are_on_a_mesh(made, monkeypatch, sizes, agent, lora, options):
+    calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
+    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    with on(sizes):
+        trainers_logprobs_are_the_engines(made, agent, lora, options)
 
 
 def test_turns_join_into_rows_as_they_should(made):
