@@ -1,5 +1,6 @@
 """What an agent holds of the policy: it asks for replies, and all that it was told becomes its trajectory."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ class AgentPolicy:
         self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
         self.rewards: dict[int, float] = {}  # by turn
+        self._waiting: set[asyncio.Task] = set()
 
     async def chat(
         self,
@@ -140,14 +142,22 @@ class AgentPolicy:
         turn, self._asked = self._asked, self._asked + 1
         limit = min(room, self._limits.reply, max_tokens or self._limits.reply)
         self._at_work(True)
+        task = asyncio.current_task()
+        self._waiting.add(task)
         try:
             sampled = await self._live.sample(Request(ids, self._key(turn), limit, self._sampling))
         finally:
+            self._waiting.discard(task)
             self._at_work(False)
         sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
         return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
+
+    def stop(self) -> None:
+        """Cancels what still waits for a reply: its slot is free in the next round, and nothing more is added."""
+        for task in self._waiting:
+            task.cancel()
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Gives a reply a reward, which adds to what the agent returns; several for one reply add up.

@@ -59,6 +59,7 @@ class Trial:
         if failure is None and returned is not None:
             failure, words = _wrong_with(returned)
         self.done.set_result(Tried(self._policy, returned, failure, words))
+        self._policy.stop()
 
     # --- Its seconds are those in which it does not wait for the policy.
 

@@ -1,6 +1,8 @@
 """Agents, tools and an environment for tests."""
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.tasks.problems import Problem
@@ -100,6 +102,39 @@ async def by_column(problem: Problem, policy: AgentPolicy):
             while True:
                 await policy.complete(problem.prompt)
     return 0.5 if reply else None
+
+
+async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
+    """A short reply, and a long one that its end may find in the engine, as the problem's column `do` says."""
+
+    def ask_long() -> Coroutine:
+        return policy.complete(problem.prompt, max_tokens=80)
+
+    async def break_soon() -> None:
+        await policy.complete(problem.prompt, max_tokens=2)
+        raise KeyError("a mistake")
+
+    match problem.columns["do"]:
+        case "leaves":
+            background.append(asyncio.create_task(ask_long()))
+        case "breaks":
+            await asyncio.gather(ask_long(), break_soon())
+    await policy.complete(problem.prompt, max_tokens=2)
+    match problem.columns["do"]:
+        case "plays":
+            await ask_long()
+        case "gives up":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ask_long(), 0.02)
+            await asyncio.Event().wait()
+        case "overruns":
+            # Its clock stands still while it waits for the policy, so its time is ended from outside.
+            asyncio.get_running_loop().call_later(0.02, policy._at_work.__self__._time_out)
+            await ask_long()
+    return 0.5
+
+
+background: list[asyncio.Task] = []
 
 
 async def waits_for_others(problem: Problem, policy: AgentPolicy) -> float:

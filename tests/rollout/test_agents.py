@@ -1,6 +1,7 @@
 """Agents of a batch: their tokens and log-probs, what one of them does to itself and not to others, their tools."""
 
 import asyncio
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from recjax.models.trainable import with_adapters
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
+from recjax.rollout.engine import Engine
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
@@ -194,6 +196,34 @@ def test_failing_agents_cost_themselves_alone(made):
     assert [grade.reward for grade in grades] == [0.5, *[None] * len(DOES), 0.5]
     alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * (len(DOES) + 1)], group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
+    same(ours, theirs, 1e-5)
+
+
+def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
+    live, one_round = [], Engine.round
+
+    def slow_round(engine):
+        time.sleep(0.1)
+        done = one_round(engine)
+        live.append(int(engine._slots.live.sum()))
+        return done
+
+    monkeypatch.setattr(Engine, "round", slow_round)
+    config, policy, params = made("asks_at_length", "task.agent_seconds=0.3", "rollout.max_completion_tokens=80")
+    parts = config, policy._replace(stop_ids=()), params
+    ends = {"overruns": "timeout", "gives up": "timeout", "leaves": "none", "breaks": "raised"}
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("plays", *ends, "plays")]
+    groups, grades = sampled(*parts, asked, group_size=1)
+    assert [grade.failure for grade in grades] == ["none", *ends.values(), "none"]
+    assert [grade.reward for grade in grades] == [0.5, None, None, 0.5, None, 0.5]
+    # The long replies take five rounds. In the last ones nobody else has a slot any more.
+    assert max(live) == 4 and live[-4:] == [2, 2, 2, 0]
+    turns = [grade.reward_parts["turns"] if grade.reward_parts else None for grade in grades]
+    assert turns == [2, None, None, 1, None, 2]
+    assert [len(one.tokens) for one in completions_of(groups)[1:-1]] == [2] * 4
+    alone, _ = sampled(*parts, [asked[0]] * 6, group_size=1)
+    ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
+    assert all(len(one.further) == 1 and len(one.further[0].tokens) == 80 for one in ours)
     same(ours, theirs, 1e-5)
 
 
