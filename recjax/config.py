@@ -269,8 +269,9 @@ def _check_trajectories(config: Config) -> None:
         _check_agent(config)
     read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
     algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
-    remedy = "has advantages of tokens, and those of trajectories are of the whole; take another"
-    of_tokens = algorithm.objective is None and read & {*names_read(algorithm.advantage)}
+    remedy = "has advantages of tokens, and those of trajectories are of the whole, or of turns; take another"
+    names = {*names_read(algorithm.advantage)}
+    of_tokens = algorithm.objective is None and read & names and "trajectories" not in names
     require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
     remedy = f"compares whole groups, which packing does not keep together with {by}; remove it"
     packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
@@ -297,8 +298,13 @@ def _check_algorithm(config: Config) -> None:
     remedy = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
     require(teacher is not None or not algorithm.needs_teacher, "algorithm.distillation", "on", remedy)
     remedy = "replaces rewards, and this algorithm's advantage is of their parts; take train or mask"
-    penalised = algorithm.reads("reward_parts") and config.task.truncated == "penalise"
-    require(not penalised, "task.truncated", config.task.truncated, remedy)
+    penalises = config.task.truncated == "penalise"
+    require(not (penalises and algorithm.reads("reward_parts")), "task.truncated", config.task.truncated, remedy)
+    of_turns, name = algorithm.reads("turn_rewards", "token_turns"), config.algorithm.advantage.get("name")
+    remedy = "replaces rewards of whole trajectories, and this algorithm's advantage is of turns; take train or mask"
+    require(not (penalises and of_turns), "task.truncated", config.task.truncated, remedy)
+    remedy = "is of the turns of agents, which nothing else records; set task.agent, or take another"
+    require(config.task.agent is not None or not of_turns, "algorithm.advantage", name, remedy)
     from_store = config.experience is not None and config.experience.store is not None
     if config.rollout.group_size == 1 and (config.follows or not from_store):
         config.algorithm.check_singletons()

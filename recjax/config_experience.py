@@ -115,6 +115,8 @@ class RegimeConfig:
     # Async, or with experience.follow: optimiser steps that experience may be behind the trainer.
     max_staleness: int | None = at_least(0, None)
     generators: int = at_least(1, 1)  # async: processes that sample
+    # Async: completions under way go on with new weights as these come; false: each batch has those that it began with.
+    swap_within: bool = False
     address: str | None = None  # async: address of a Ray cluster; null: Ray is started on this machine
     # Async: time limit for one batch; a generator that takes longer is restarted.
     generator_seconds: float = at_least(1, 600.0)
@@ -126,7 +128,7 @@ class RegimeConfig:
             require_defaults("regime", self, ("sync_interval", "sync_offset"), f"{remedy} remove one of them")
         if self.mode == "sync":
             remedy = "is read with regime.mode = async alone; set that, or remove it"
-            require_defaults("regime", self, ("generators", "address", "generator_seconds"), remedy)
+            require_defaults("regime", self, ("generators", "swap_within", "address", "generator_seconds"), remedy)
             remedy = "is read with regime.mode = async and experience.follow; set one of these, or remove it"
             require(follows or self.max_staleness is None, "regime.max_staleness", self.max_staleness, remedy)
             return

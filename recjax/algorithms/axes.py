@@ -16,6 +16,7 @@ from recjax.algorithms import (
     regularizers,
     selection,
     token_weighting,
+    turns,
     weighting,
 )
 from recjax.algorithms.options import did_you_mean, imported, require
@@ -43,6 +44,7 @@ ADVANTAGES = {
     "part_normalized": batch_advantages.part_normalized_advantages,
     "log_mean_exp": batch_advantages.log_mean_exp_advantages,
     "discounted": batch_advantages.discounted_advantages,
+    "turn_returns": turns.turn_return_advantages,
     "none": batch_advantages.no_advantages,
 }
 ANCHORS = {

@@ -16,7 +16,7 @@ from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.consistency import pairwise_consistency_loss
 from recjax.algorithms.options import require
 from recjax.algorithms.ratios import bounded_exp, log_ratio, per_token, sequence_sum
-from recjax.algorithms.reading import call, is_of_whole_batch
+from recjax.algorithms.reading import call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
 from recjax.algorithms.trajectories import first_rows, one_per_trajectory, trajectory_sums
 
@@ -93,6 +93,8 @@ def row_terms(
     scored: Scored | None = None,
     teacher_logprobs: Float[Array, "batch time"] | None = None,
     trajectories: Int[Array, " batch"] | None = None,
+    turn_rewards: Float[Array, "batch turns"] | None = None,
+    token_turns: Int[Array, "batch time"] | None = None,
 ) -> RowTerms:
     """Selection, advantages, row weights and masks of a whole batch; take it before micro-batches are cut.
 
@@ -110,8 +112,11 @@ def row_terms(
         scored: of the scoring pass; its values are ignored where masked.
         teacher_logprobs: of a teacher, at each token; ignored where masked.
         trajectories: equal for rows of one completion, whose rewards are equal too; None: each row is one.
+        turn_rewards: of the turns of each row's trajectory; NaN behind its last one.
+        token_turns: the turn that sampled each token; ignored where masked.
     Raises:
-        ValueError: an input that the algorithm reads is None; advantages of tokens beside trajectories.
+        ValueError: an input that the algorithm reads is None; beside trajectories, advantages of tokens by a function
+            that does not read these.
 
     Examples:
         >>> from recjax import algorithms
@@ -125,7 +130,7 @@ def row_terms(
     first = None if trajectories is None else first_rows(trajectories, row_mask)
     values = {"rewards": rewards, "group_ids": group_ids, "key": key, "foreign": foreign}
     values |= {"reward_parts": reward_parts, "part_weights": part_weights, "completion_mask": completion_mask}
-    values["trajectories"] = trajectories
+    values |= {"trajectories": trajectories, "turn_rewards": turn_rewards, "token_turns": token_turns}
     if completion_mask is not None:
         lengths = jnp.sum(completion_mask, axis=-1)
         values["lengths"] = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
@@ -136,12 +141,15 @@ def row_terms(
     if scored is not None:
         values |= _scored_values(scored, completion_mask & kept[:, None])
     values["advantages"] = advantages = call(algorithm.advantage, values)
+    if first and advantages.ndim == 2:
+        remedy = "must be [batch], of whole trajectories, or of a function that reads `trajectories`; choose such a one"
+        require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
+        values["kept"] = kept
     weights = call(algorithm.row_weight, values)
     if first:
-        remedy = "must be [batch], of whole trajectories; choose such a function"
-        require(advantages.ndim == 1, "advantages", advantages.shape, remedy)
-        advantages, weights = first.shared(advantages), weights if weights.ndim == 2 else first.shared(weights)
-        advantages = jnp.where(kept, advantages, 0.0)
+        advantages, weights = (
+            x if x.ndim == 2 else jnp.where(kept, first.shared(x), 0.0) for x in (advantages, weights)
+        )
         values |= {"advantages": advantages, "kept": kept}
     masks = [call(function, values) for function in (algorithm.clip, algorithm.mask) if is_of_whole_batch(function)]
     return jax.lax.stop_gradient(

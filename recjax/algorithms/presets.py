@@ -113,6 +113,7 @@ def _try(algorithm: Algorithm) -> None:
 
     def once(row, ids, flag, token, mask, key):
         parts = {"reward_parts": {"part": row}, "part_weights": {"part": row}, "foreign": flag}
+        parts |= {"turn_rewards": token, "token_turns": token.astype(int)}
         scored = losses.Scored(token, token, token)
         rows = losses.row_terms(
             algorithm, row, ids, flag, key, completion_mask=mask, scored=scored, teacher_logprobs=token, **parts

@@ -32,6 +32,8 @@ WHOLE_BATCH = {
     "lengths": "tokens of each completion, [batch]",
     "reward_parts": "dict of [batch]: the named parts of the rewards, not weighted; NaN in rows without one",
     "part_weights": "dict of [batch]: the weight of each part in the reward",
+    "turn_rewards": "[batch, turns], the reward of each turn of an agent's trajectory; NaN behind its last one",
+    "token_turns": "[batch, time], the turn of an agent that sampled the token, from 0; ignored where masked",
     "scored_logprobs": "log π of each token before the update, [batch, time]; asks for the scoring pass",
     "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; asks for the scoring pass",
     "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; asks for the scoring pass",

@@ -25,6 +25,9 @@ class Batch(NamedTuple):
     part_weights: the weight of each of these parts, equal in all rows; empty where nothing reads it.
     token_mask: of trajectories, True at real tokens, what stands between turns among them; None: as completion_mask.
     trajectories: equal for rows of one completion; None: each row is one.
+    turn_rewards: of each turn of the row's trajectory, in their order; NaN behind the last one; None where no
+        algorithm reads them.
+    token_turns: the turn that sampled each token, from 0; likewise.
     """
 
     prompts: Int[np.ndarray, "prompts prompt_time"]
@@ -41,6 +44,8 @@ class Batch(NamedTuple):
     part_weights: dict[str, Float[np.ndarray, " batch"]] = {}
     token_mask: Bool[np.ndarray, "batch time"] | None = None
     trajectories: Int[np.ndarray, " batch"] | None = None
+    turn_rewards: Float[np.ndarray, "batch turns"] | None = None
+    token_turns: Int[np.ndarray, "batch time"] | None = None
 
     @property
     def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:

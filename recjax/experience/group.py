@@ -39,6 +39,20 @@ class Row(NamedTuple):
     behaviour_logprobs: Float[np.ndarray, " time"] | None
 
 
+class Turn(NamedTuple):
+    """A reply in a trajectory.
+
+    row: of the trajectory's rows, in order; 0 is the first.
+    end: the place behind its last token among the row's tokens; its other tokens are the sampled ones between this and
+        the end of the row's turn before.
+    reward: what its agent gave it, weighted; it stands at the last token.
+    """
+
+    row: int
+    end: int
+    reward: float
+
+
 class Completion(NamedTuple):
     """One answer to a group's prompt, whoever gave it, in one turn or in many; ragged host arrays.
 
@@ -60,6 +74,7 @@ class Completion(NamedTuple):
     further: an agent's further rows.
     version_runs: where new weights came on the way, (version, tokens) of one after the other, of the tokens that the
         policy chose in all rows; empty: all are of `policy_version`.
+    turns: of an agent, in the order of its replies; what its reward is above the sum of theirs came at the end.
     """
 
     id: str
@@ -75,6 +90,7 @@ class Completion(NamedTuple):
     prompt_tokens: Int[np.ndarray, " prompt_time"] | None = None
     further: tuple[Row, ...] = ()
     version_runs: tuple[tuple[int, int], ...] = ()
+    turns: tuple[Turn, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:

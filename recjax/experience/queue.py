@@ -37,7 +37,7 @@ ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
 
 # Why completions and groups leave without being trained on, or before their last use.
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
-LEFT = ("capacity", "stale", "used_up", "no_signal", "no_signal_completions", "no_signal_tokens")
+LEFT = ("capacity", "stale", "stale_tokens", "used_up", "no_signal", "no_signal_completions", "no_signal_tokens")
 
 
 class Settings(NamedTuple):
@@ -286,7 +286,16 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
 
 def _kept(queue: Queue, kept: Sequence[Entry], of: Sequence[Entry], reason: str) -> Queue:
     """The queue with `kept` as what is ready, and the others of `of` counted under `reason`."""
-    return queue._replace(ready=tuple(kept), left=queue.left | {reason: queue.left[reason] + len(of) - len(kept)})
+    gone = {reason: len(of) - len(kept)}
+    if reason == "stale" and gone[reason]:
+        gone["stale_tokens"] = _tokens(of) - _tokens(kept)
+    left = queue.left | {name: queue.left[name] + count for name, count in gone.items()}
+    return queue._replace(ready=tuple(kept), left=left)
+
+
+def _tokens(entries: Sequence[Entry]) -> int:
+    """That were sampled."""
+    return sum(completion.sampled_tokens for entry in entries for completion in entry.group.completions)
 
 
 def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> tuple[Queue, list[Group] | None]:

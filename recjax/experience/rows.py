@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store import Experience
 from recjax.models.sampling import Sampling
 
-_VERSIONS = "token_versions"  # key of the metadata: `Completion.version_runs`
+_VERSIONS, _TURNS = "token_versions", "turns"  # keys of the metadata: `Completion.version_runs` and `turns`
 
 
 def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> list[Experience]:
@@ -70,9 +70,15 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         accurate=accurate,
         truncated=completion.truncated,
         policy_version=completion.policy_version,
-        metadata=json.dumps({_VERSIONS: completion.version_runs}) if completion.version_runs else None,
+        metadata=_metadata(completion),
         **dict(zip(Sampling._fields, completion.sampling or (None,) * 3, strict=True)),
     )
+
+
+def _metadata(completion: Completion) -> str | None:
+    found = {_VERSIONS: completion.version_runs, _TURNS: completion.turns}
+    found = {key: value for key, value in found.items() if value}
+    return json.dumps(found) if found else None
 
 
 def groups_of(rows: Iterable[Experience]) -> list[Group]:
@@ -118,6 +124,7 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             for other in others
         ),
         version_runs=_version_runs(rows),
+        turns=_turns(rows),
     )
 
 
@@ -131,3 +138,18 @@ def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
         isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs
     )
     return tuple(map(tuple, runs)) if are_runs and sum(count for _, count in runs) == tokens else ()
+
+
+def _turns(rows: Sequence[Experience]) -> tuple[Turn, ...]:
+    """What metadata says of a trajectory's turns; nothing where somebody else has written it."""
+    found = json.loads(rows[0].metadata).get(_TURNS) if rows[0].metadata else None
+    are_turns = isinstance(found, list) and all(
+        isinstance(one, list)
+        and len(one) == 3
+        and all(type(number) is int for number in one[:2])
+        and type(one[2]) in (int, float)
+        and 0 <= one[0] < len(rows)
+        and 0 < one[1] <= len(rows[one[0]].completion_tokens)
+        for one in found
+    )
+    return tuple(Turn(*one[:2], float(one[2])) for one in found) if are_turns else ()

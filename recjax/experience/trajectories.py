@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.group import Completion, Group, Row
 
 
 def pad_trajectories(
-    groups: Sequence[Group], time: int, row_counts: tuple[int, int], *, together: bool, whole_groups: bool = False
+    groups: Sequence[Group],
+    time: int,
+    row_counts: tuple[int, int],
+    *,
+    together: bool,
+    whole_groups: bool = False,
+    turns: int | None = None,
 ) -> tuple[Batch, int]:
     """Trajectories of any numbers of rows as a batch of equal micro-batches, and the number of these.
 
@@ -22,29 +29,66 @@ def pad_trajectories(
         row_counts: micro-batches, and rows of each, that trajectories of one row need.
         together: rows of a trajectory stay in one micro-batch.
         whole_groups: and so do all trajectories of a group.
+        turns: the most that a trajectory has, whose rewards are in the batch as well; None: they are not.
     Raises:
-        ValueError: a row that is longer.
+        ValueError: a row that is longer, or a trajectory whose turns were not recorded.
     """
     numbered = [
-        (number, completion, row)
+        (number, completion, place, row)
         for number, group in enumerate(groups)
         for completion in group.completions
-        for row in rows_of_trajectory(completion, group)
+        for place, row in enumerate(rows_of_trajectory(completion, group))
     ]
     units: dict[object, list[int]] = {}
-    for place, (number, completion, _) in enumerate(numbered):
+    for place, (number, completion, *_) in enumerate(numbered):
         units.setdefault(number if whole_groups else completion.id if together else place, []).append(place)
     count, size = row_counts
     size = _doubled(size, max(map(len, units.values()), default=0))
     while (places := _places(list(units.values()), count, size)) is None:
         count *= 2
-    batch = _empty(count * size, time, len(groups), [completion for _, completion, _ in numbered])
+    batch = _empty(count * size, time, len(groups), [completion for _, completion, *_ in numbered])
     first_rows: dict[str, int] = {}
-    for (number, completion, row), place in zip(numbered, places, strict=True):
+    for (number, completion, _, row), place in zip(numbered, places, strict=True):
         batch.group_ids[place] = number
         batch.trajectories[place] = first_rows.setdefault(completion.id, place)
         _fill(batch, place, completion, row)
-    return batch, count
+    if turns is None:
+        return batch, count
+    most = max([turns, *(len(completion.turns) for _, completion, *_ in numbered)])
+    rewards, of_tokens = np.full((count * size, most), np.nan, np.float32), np.full((count * size, time), -1, np.int32)
+    for (_, completion, own, row), place in zip(numbered, places, strict=True):
+        before = len(row.prompt_tokens) - 1
+        rewards[place, : len(completion.turns)] = turn_rewards(completion)
+        of_tokens[place, before : before + len(row.tokens)] = token_turns(completion, own, row.mask)
+    return batch._replace(turn_rewards=rewards, token_turns=of_tokens), count
+
+
+def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
+    """The reward of each turn of a trajectory; the last one has also what no turn was given.
+
+    Raises:
+        ValueError: there are no turns.
+    """
+    if not completion.turns:
+        raise ValueError(
+            f"row {completion.id!r}: its turns were not recorded, as earlier versions did not; choose an advantage of"
+            " whole trajectories, or begin the run anew"
+        )
+    rewards = np.array([turn.reward for turn in completion.turns])
+    rewards[-1] += completion.grade.reward - rewards.sum()
+    return rewards.astype(np.float32)
+
+
+def token_turns(completion: Completion, row: int, mask: Bool[np.ndarray, " time"]) -> Int[np.ndarray, " time"]:
+    """The turn of a trajectory that sampled each token of one of its rows; -1 where none did.
+
+    Args:
+        row: its number.
+        mask: of its tokens, True where they were sampled.
+    """
+    own = [place for place, turn in enumerate(completion.turns) if turn.row == row]
+    ended = np.searchsorted([completion.turns[place].end for place in own], np.arange(len(mask)), side="right")
+    return np.where(mask, np.array([*own, -1])[ended], -1).astype(np.int32)
 
 
 def rows_of_trajectory(completion: Completion, group: Group) -> list[Row]:

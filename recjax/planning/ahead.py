@@ -204,11 +204,13 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
     params, optimizer_state, *reference, frozen = arguments.values()
     packed, micro_batches = _packed(plan), config.micro_batches()
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=_prompts(plan, micro_batches))
+    of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
+    arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
     return update.trace(
         TrainState(params, optimizer_state),
         frozen,
         reference[0] if reference else None,
-        jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), batch_arrays(shape)),
+        jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays),
         jax.eval_shape(lambda: jax.random.key(0)),
         packed,
         teacher,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape
@@ -109,9 +110,17 @@ def most_completions(config: Config) -> int:
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
-def batch_arrays(shape: Shape) -> Batch:
-    """The arrays of a batch, as shapes."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pad([], shape))
+def batch_arrays(shape: Shape, turns: int | None = None) -> Batch:
+    """The arrays of a batch, as shapes.
+
+    Args:
+        turns: the most of a trajectory, where their rewards are read.
+    """
+    batch = pad([], shape)
+    if turns is not None:
+        rewards = np.zeros((len(batch.rewards), turns), np.float32)
+        batch = batch._replace(turn_rewards=rewards, token_turns=np.zeros(batch.completions.shape, np.int32))
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
 
 
 def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:

@@ -48,6 +48,10 @@ class AgentGrades:
                 parts = {part: float(values[row]) for part, values in scores.parts.items()}
                 parts = {part: value for part, value in parts.items() if not math.isnan(value)}
                 reward = None if np.isnan(scores.rewards[row]) else float(scores.rewards[row])
+                rewarded = self._tried[place].policy.rewarded
+                if rewarded is not None:
+                    parts[SCORE] = parts.get(SCORE, 0.0) + rewarded
+                    reward = None if reward is None else reward + self._weights.get(SCORE, 1.0) * rewarded
                 graded = self._with_counts(self._tried[place], reward, parts, bool(scores.accurate[row]))
                 grades[place] = graded._replace(failure=FAILURES[scores.failures[row]])
         return grades
@@ -60,6 +64,8 @@ class AgentGrades:
             return Grade(None)
         parts = tried.returned if isinstance(tried.returned, Mapping) else {SCORE: tried.returned}
         parts = {part: float(value) for part, value in parts.items()}
+        if tried.policy.rewarded is not None:
+            parts[SCORE] = parts.get(SCORE, 0.0) + tried.policy.rewarded
         parts[LENGTH] = _tokens(tried) / self._config.rollout.max_completion_tokens
         unknown = [part for part in self._config.task.reward_weights if part not in {*parts, TURNS, ROWS}]
         if unknown:

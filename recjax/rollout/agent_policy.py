@@ -1,5 +1,6 @@
 """What an agent holds of the policy: it asks for replies, and all that it was told becomes its trajectory."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
 from recjax.rollout.stops import up_to_stop
 from recjax.rollout.trajectory import Trajectory
+from recjax.tasks.grading.reward import MOST_REWARD
 
 
 class ContextFull(Exception):
@@ -23,6 +25,10 @@ class TurnsSpent(Exception):
     """The agent has had its `task.agent_turns`."""
 
 
+class InvalidReward(ValueError):
+    """A turn's reward that is no finite number."""
+
+
 class Reply(NamedTuple):
     """What the policy said.
 
@@ -30,6 +36,7 @@ class Reply(NamedTuple):
     raw: as it was written, with that; a prompt that goes on from prompt + raw keeps the tokens.
     prompt_tokens, tokens: what it followed, and what was sampled, the token that ended it among that.
     truncated: it ran into a limit and did not end.
+    turn: its number among the replies of its agent, from 0, in the order in which they came.
     """
 
     text: str
@@ -37,6 +44,7 @@ class Reply(NamedTuple):
     prompt_tokens: Int[np.ndarray, " prompt_time"]
     tokens: Int[np.ndarray, " time"]
     truncated: bool
+    turn: int
 
     @property
     def message(self) -> dict[str, str]:
@@ -75,6 +83,8 @@ class AgentPolicy:
         self._live, self._policy, self._chats, self._sampling = live, policy, chats, sampling
         self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
+        self.rewards: dict[int, float] = {}  # by turn
+        self._waiting: set[asyncio.Task] = set()
 
     async def chat(
         self,
@@ -132,11 +142,44 @@ class AgentPolicy:
         turn, self._asked = self._asked, self._asked + 1
         limit = min(room, self._limits.reply, max_tokens or self._limits.reply)
         self._at_work(True)
+        task = asyncio.current_task()
+        self._waiting.add(task)
         try:
             sampled = await self._live.sample(Request(ids, self._key(turn), limit, self._sampling))
         finally:
+            self._waiting.discard(task)
             self._at_work(False)
         sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
-        return Reply(said, raw, ids, sampled.tokens, sampled.truncated)
+        return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
+
+    def stop(self) -> None:
+        """Cancels what still waits for a reply: its slot is free in the next round, and nothing more is added."""
+        for task in self._waiting:
+            task.cancel()
+
+    def reward(self, value: float, reply: Reply | None = None) -> None:
+        """Gives a reply a reward, which adds to what the agent returns; several for one reply add up.
+
+        Args:
+            reply: None: the one that came last.
+        Raises:
+            InvalidReward: no finite number of at most MOST_REWARD either way.
+            ValueError: there is no reply yet.
+        """
+        try:
+            sound = abs(float(value)) <= MOST_REWARD
+        except (TypeError, ValueError, OverflowError):
+            sound = False
+        if not sound:
+            raise InvalidReward(f"policy.reward({value!r:.200}): takes a finite number of at most {MOST_REWARD:g}")
+        if not self.trajectory.turns:
+            raise ValueError(f"policy.reward({value!r}): there is no reply yet; ask the policy first")
+        turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
+        self.rewards[turn] = self.rewards.get(turn, 0.0) + float(value)
+
+    @property
+    def rewarded(self) -> float | None:
+        """The sum of the rewards of turns, in their order; None where there are none."""
+        return sum(self.rewards[turn] for turn in sorted(self.rewards)) if self.rewards else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from recjax.rollout.agent_loading import Agent
-from recjax.rollout.agent_policy import AgentPolicy, ContextFull, TurnsSpent
+from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward, TurnsSpent
 from recjax.tasks.grading.reward import MOST_REWARD, described
 from recjax.tasks.problems import Problem
 
@@ -43,6 +43,8 @@ class Trial:
             found |= {"failure": "context", "words": str(error)}
         except TurnsSpent as error:
             found |= {"failure": "turns", "words": str(error)}
+        except InvalidReward as error:
+            found |= {"failure": "invalid", "words": str(error)}
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the agent
             found |= {"failure": "raised", "words": described(error)}
         finally:
@@ -57,6 +59,7 @@ class Trial:
         if failure is None and returned is not None:
             failure, words = _wrong_with(returned)
         self.done.set_result(Tried(self._policy, returned, failure, words))
+        self._policy.stop()
 
     # --- Its seconds are those in which it does not wait for the policy.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from recjax.config import Config
-from recjax.experience.group import Completion, Group
+from recjax.experience.group import Completion, Group, Turn
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
@@ -24,7 +24,9 @@ from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.tools import Tools
+from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -100,7 +102,10 @@ class Agents:
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         tried = _run(self._all_tried(engine, policy, problems, key, sampling))
         self._check_some_succeeded(tried)
-        completions = [completion_of(one, f"{name}/{place:05d}", source, sampling) for place, one in enumerate(tried)]
+        weight = agent_weights(self._config.task.reward_weights).get(SCORE, 1.0)
+        completions = [
+            completion_of(one, f"{name}/{place:05d}", source, sampling, weight) for place, one in enumerate(tried)
+        ]
         groups = []
         for place, problem in enumerate(prompts.problems):
             own = tuple(completions[place * group_size : (place + 1) * group_size])
@@ -169,8 +174,12 @@ def _turn_keys(key: PRNGKeyArray, turn: int, count: int) -> np.ndarray:
     return row_keys(jax.random.fold_in(key, _LAST - turn) if turn else key, count)
 
 
-def completion_of(tried: Tried, name: str, source: str, sampling: Sampling) -> Completion:
-    """A trajectory as a completion without a grade; one without any turn has no token."""
+def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weight: float) -> Completion:
+    """A trajectory as a completion without a grade; one without any turn has no token.
+
+    Args:
+        weight: of the rewards of turns, which are not counted where the agent failed.
+    """
     trajectory, none = tried.policy.trajectory, np.zeros(0, np.int32)
     first, *further = trajectory.rows or [(none, none, none.astype(bool), none.astype(np.float32))]
     prompt, tokens, mask, logprobs = first
@@ -186,6 +195,10 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling) -> C
         truncated=bool(trajectory.turns) and trajectory.truncated,
         prompt_tokens=prompt,
         further=tuple(further),
+        turns=tuple(
+            Turn(*end, 0.0 if tried.failure else weight * tried.policy.rewards.get(turn, 0.0))
+            for turn, end in enumerate(trajectory.ends)
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Prompts to groups: completions sampled by the engine, and their grades, which may still be computed."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from recjax import hosts
-from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.group import Completion, Grade, Group, runs_of
 from recjax.hub.policy import Policy
 from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
-from recjax.rollout.requests import Request, Sampled
+from recjax.rollout.requests import Request, Sampled, Weights
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading, Scores
 from recjax.tasks.prompts import Prompts
 
@@ -32,6 +32,7 @@ def sample_groups(
     name: str,
     source: str,
     version: int,
+    newer: Callable[[], Weights | None] | None = None,
 ) -> list[Group]:
     """A group of `group_size` completions for each prompt, without grades.
 
@@ -40,11 +41,13 @@ def sample_groups(
         name: of this batch, given to no other; ids of its groups and completions begin with it.
         source: who samples.
         version: of `params`, in optimiser updates.
+        newer: gives, between rounds of tokens, weights that have come since; None: there will be none.
         (others): as those of `sample_completions`.
     """
     engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
     engine.replace_weights(params, version)
-    sampled = sample_completions(engine, prompts.tokens, prompts.mask, keys, group_size, max_tokens, sampling)
+    asked = prompts.tokens, prompts.mask, keys, group_size, max_tokens, sampling
+    sampled = sample_completions(engine, *asked, newer)
     texts = policy.tokenizer.batch_decode([one.tokens if one.truncated else one.tokens[:-1] for one in sampled])
     completions = [
         Completion(
@@ -57,6 +60,7 @@ def sample_groups(
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,
+            version_runs=runs_of(one.versions),
         )
         for row, (one, text) in enumerate(zip(sampled, texts, strict=True))
     ]
@@ -76,6 +80,7 @@ def sample_completions(
     group_size: int,
     max_tokens: int,
     sampling: Sampling,
+    newer: Callable[[], Weights | None] | None = None,
 ) -> list[Sampled]:
     """`group_size` completions of each prompt, from an engine that has nothing else to do.
 
@@ -85,12 +90,13 @@ def sample_completions(
             sampled with fold_in(its key, t), so that the same keys repeat the same completions.
         max_tokens: limit on a completion's length, end-of-sequence token included.
         sampling: the distribution.
+        newer: as of `sample_groups`.
     Reference: arXiv 2509.24203 §2 (behaviour policy μ).
     """
     prefixes = [tokens[real] for tokens, real in zip(prompts, prompt_mask, strict=True)]
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
     tickets = engine.admit(requests, group_size)
-    finished = engine.drain()
+    finished = engine.drain(newer)
     return [finished[ticket] for ticket in tickets]
 
 

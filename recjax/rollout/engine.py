@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from recjax.rollout.requests import (
     Request,
     Sampled,
     Started,
+    Weights,
     by_sampling,
     check_requests,
     padded,
@@ -113,10 +114,16 @@ class Engine:
         finished, self._finished = self._finished, {}
         return finished
 
-    def drain(self) -> dict[int, Sampled]:
-        """Rounds until nothing is left; returns all completions, by ticket."""
+    def drain(self, newer: Callable[[], Weights | None] | None = None) -> dict[int, Sampled]:
+        """Rounds until nothing is left; returns all completions, by ticket.
+
+        Args:
+            newer: gives, before each round, weights that have come since the last one, or None.
+        """
         finished = {}
         while self._queue or self._prefilled or self._slots.live.any():
+            if newer is not None and (weights := newer()) is not None:
+                self.replace_weights(weights.params, weights.version)
             finished |= self.round()
         return finished
 

@@ -9,11 +9,12 @@ from recjax.tasks.problems import Problem
 
 
 def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Callable:
-    """An agent that plays an environment to its end; what it gets is the sum of the steps' rewards.
+    """An agent that plays an environment to its end; each step's reward is that of the reply which it answers.
 
     The environment is made of the problem. `reset(seed=…)` returns (observation, info) and `step(action)` returns
     (observation, reward, terminated, truncated, info), both observations text. They run in the event loop, so they must
-    not block. Its info at the end may have "parts", which are then the named parts of the reward.
+    not block. Its info at the end may have "parts", which are then the named parts of the whole reward, in place of the
+    steps' rewards.
 
     Args:
         environment: a class, or a function; takes the problem.
@@ -24,16 +25,20 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
         world = environment(problem)
         observation, info = world.reset(seed=_seed(problem))
         begin = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
-        told, total = _told(begin, observation), 0.0
+        told, steps = _told(begin, observation), []
         for _ in range(turns):
             ask = policy.complete if isinstance(told, str) else policy.chat
             reply = await ask(told)
             observation, reward, terminated, truncated, info = world.step(reply.text)
-            total += float(reward)
+            steps.append((float(reward), reply))
             if terminated or truncated:
                 break
             told = _told(_said(told, reply), observation)
-        return info["parts"] if "parts" in info else total
+        if "parts" in info:
+            return info["parts"]
+        for reward, reply in steps:
+            policy.reward(reward, reply)
+        return 0.0
 
     return play
 

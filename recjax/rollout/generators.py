@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 RESTARTS = 5  # of one generator in a row, with nothing from it in between, before the run ends
 
 
-# A function that opens a context with a function from (number, version, weights) to a batch.
-Sampler = Callable[..., AbstractContextManager[Callable[[int, int, dict], Any]]]
+# A function that opens a context with a function from (number, version, weights, newest) to a batch; newest() gives
+# version and weights that have come since, or None.
+Sampler = Callable[..., AbstractContextManager[Callable[[int, int, dict, Callable[[], tuple[int, dict] | None]], Any]]]
 
 
 class Assignment(NamedTuple):
@@ -39,16 +40,22 @@ class Assignment(NamedTuple):
 
 
 class Generator:
-    """What runs in the process: a function from (number, version, weights), made once, and called by two threads."""
+    """What runs in the process: a function that samples, made once, and called by two threads."""
 
     def __init__(self, sampler: Sampler, arguments: tuple):
         """Enters the context `sampler(*arguments)`, which lasts as long as the process."""
         self._context = contextlib.ExitStack()
         self._sample = self._context.enter_context(sampler(*arguments))
+        self._newest: tuple[int, dict] | None = None
 
     def sample(self, number: int, version: int, weights: dict) -> Any:
-        """What the function makes of a batch's number and the weights that sample it."""
-        return self._sample(number, version, weights)
+        """What the function makes of a batch's number and the weights that sample it, or its beginning."""
+        return self._sample(number, version, weights, lambda: self._newest)
+
+    def replace_weights(self, version: int, weights: dict) -> None:
+        """Takes weights for what is sampled from now on; calls may come in any order."""
+        if self._newest is None or self._newest[0] < version:
+            self._newest = version, weights
 
 
 def require_ray(config: Config) -> None:
@@ -130,15 +137,21 @@ class Generators:
         self._actor = self._ray.remote(Generator).options(
             num_cpus=1,
             num_gpus=gpus,
-            max_concurrency=AT_A_TIME,
+            max_concurrency=AT_A_TIME + self._regime.swap_within,  # new weights come while batches are sampled
             runtime_env={"env_vars": _environment(self._regime, on_gpu=gpus > 0)},
         )
         self._arguments = sampler, self._ray.put(arguments)
         self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
 
     def publish(self, version: int, weights: dict) -> None:
-        """The weights, on the host, that sample the batches which are issued from now on."""
+        """The weights, on the host, that sample the batches which are issued from now on.
+
+        With `regime.swap_within` also the rest of those that are being sampled.
+        """
         self._version, self._weights = version, self._ray.put(weights)
+        if self._regime.swap_within:
+            for actor in self._actors:
+                actor.replace_weights.remote(version, self._weights)
 
     def begin_step(self) -> None:
         """Forgets the seconds that were waited for an earlier step."""

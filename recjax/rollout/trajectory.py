@@ -28,6 +28,7 @@ class Trajectory:
         self._rows: list[Row] = []
         self._texts: list[str | None] = []  # of whole rows; None where nobody said what the prompt's is
         self.turns: list[Sampled] = []
+        self.ends: list[tuple[int, int]] = []  # of each turn: its row, and the place behind it among the row's tokens
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -74,6 +75,7 @@ class Trajectory:
             place = len(self._rows) - 1
         else:
             self._rows[place] = _grown(self._rows[place], prompt, sampled, ones)
+        self.ends.append((place, len(self._rows[place].tokens)))
         written = self._written(prompt, sampled.tokens)
         self._texts[place] = None if text is None else text + written
         return written

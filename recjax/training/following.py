@@ -12,7 +12,7 @@ import numpy as np
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch
 from recjax.experience.following import UNUSABLE, Candidate, Found
-from recjax.experience.group import Group, staleness, token_staleness
+from recjax.experience.group import Group, token_staleness
 from recjax.experience.queue import Queue
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5  # from one look at the store to the next, while a step waits
 LINE_SECONDS = 10.0  # between two lines that say what it waits for
-STALE_TOKENS = "stale_tokens"  # sampled ones, of groups that were too stale when they came
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
@@ -68,11 +67,8 @@ def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) ->
     """The queue with groups that have left the store by that."""
     unrewarded = [name for one in candidates for name in one.unrewarded]
     taken = queue.followed.with_taken([*(name for one in candidates for name in one.ids), *unrewarded], unrewarded)
-    groups, limit = [run.follower.group(one, step) for one in candidates], run.settings.limits.max_staleness
-    stale = [group for group in groups if limit is not None and staleness(group, step) > limit]
-    tokens = sum(one.sampled_tokens for group in stale for one in group.completions)
+    groups = [run.follower.group(one, step) for one in candidates]
     left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
-    left |= {STALE_TOKENS: left.get(STALE_TOKENS, 0) + tokens}
     return queues.add_rewarded(queue._replace(followed=taken, left=left), groups, step, run.settings)
 
 
@@ -109,7 +105,7 @@ def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str,
     last, of_tokens = run.follower.last, token_staleness(groups, step)
     groups, completions, pending = last.waiting
     return {
-        **{f"experience/left_out/{reason}": queue.left.get(reason, 0) for reason in (*UNUSABLE, STALE_TOKENS)},
+        **{f"experience/left_out/{reason}": queue.left.get(reason, 0) for reason in UNUSABLE},
         **({} if of_tokens is None else {"follow/token_staleness": of_tokens}),
         "follow/waited_seconds": run.follower.waited_seconds,
         "follow/rewarded_groups": len(last.candidates),

@@ -223,7 +223,8 @@ def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], mi
     shape = run.shape
     rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
     whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
-    return pad_trajectories(groups, shape.time, (micro_batches, rows), **whole)
+    turns = run.config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+    return pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
 
 
 def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) -> None:

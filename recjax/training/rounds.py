@@ -16,7 +16,7 @@ from recjax import hosts
 from recjax.config import Config
 from recjax.experience import queue as queues
 from recjax.experience import store
-from recjax.experience.group import Grade, Group, completion_ids, without
+from recjax.experience.group import Grade, Group, completion_ids, token_staleness, without
 from recjax.experience.queue import Queue
 from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
@@ -28,6 +28,7 @@ from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
+from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.tasks.prompts import Prompts, batch_indices
@@ -84,7 +85,13 @@ def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
 
 
 def sample_batch(
-    run: Run, behaviour_params: dict, version: int, number: int, prefix: str = "", source: str = "policy"
+    run: Run,
+    behaviour_params: dict,
+    version: int,
+    number: int,
+    prefix: str = "",
+    source: str = "policy",
+    newer: Callable[[], Weights | None] | None = None,
 ) -> tuple[list[Group], Grades | AgentGrades]:
     """The groups of a batch, which follow from its number and the weights, and their grades to come.
 
@@ -93,6 +100,7 @@ def sample_batch(
         version: of these.
         prefix: of the completions' ids, before the batch's number.
         source: the completions' source.
+        newer: gives, between rounds of tokens, weights that have come since; None: there will be none.
     """
     config = run.config
     count, group_size = run.own
@@ -108,7 +116,7 @@ def sample_batch(
         keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
         longest = config.rollout.max_completion_tokens
         groups = sample_groups(
-            run.policy, params, prompts, keys, group_size, longest, config.rollout.sampling(), **names
+            run.policy, params, prompts, keys, group_size, longest, config.rollout.sampling(), **names, newer=newer
         )
         return groups, submit(groups, prompts, run.grading)
 
@@ -214,6 +222,8 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dic
         in_flight = len(run.generators.in_flight)
         logged |= {"generators/waited_seconds": waited, "generators/in_flight": in_flight}
         logged["generators/restarts"] = restarts
+        of_tokens = token_staleness(groups, step)
+        logged |= {} if of_tokens is None else {"generators/token_staleness": of_tokens}
     return logged
 
 
@@ -235,6 +245,8 @@ def require_some(run: Run, queue: Queue, step: int) -> None:
 
 
 # --- Asynchronous sampling: generators sample numbered batches, which arrive in any order.
+
+Newest = Callable[[], tuple[int, dict] | None]  # the trained parameters that have come last, and their version
 
 
 def start_generators(run: Run, state: State) -> None:
@@ -261,22 +273,39 @@ def _number(row: str) -> int:
 @contextlib.contextmanager
 def sampler(
     config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
-) -> Iterator[Callable[[int, int, dict], tuple[list[Group], list[Grade]]]]:
+) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
     """What a generator runs: from a batch's number, policy version and weights to its groups and their grades.
 
-    One batch is sampled at a time, while that before it is graded.
+    One batch is sampled at a time, while that before it is graded. Weights that come meanwhile are taken between two
+    rounds of tokens.
     """
     with Grading(config, reward) as grading:
         frozen = jax.tree.map(jnp.asarray, frozen)
         run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen)
         one_at_a_time = threading.Lock()
 
-        def sample(number: int, version: int, weights: dict) -> tuple[list[Group], list[Grade]]:
+        def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:
             with one_at_a_time:
-                groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number)
+                newer = _newer(version, newest, frozen)
+                groups, grades = sample_batch(run, jax.tree.map(jnp.asarray, weights), version, number, newer=newer)
             return groups, grades.result()
 
         yield sample
+
+
+def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights | None]:
+    """A function that gives weights which are newer than `version` and than those that it gave before, or None."""
+    taken = version
+
+    def newer() -> Weights | None:
+        nonlocal taken
+        found = newest()
+        if found is None or found[0] <= taken:
+            return None
+        taken = found[0]
+        return Weights(combine(jax.tree.map(jnp.asarray, found[1]), frozen), taken)
+
+    return newer
 
 
 def _received(run: Run, state: State, step: int, wait: bool) -> Queue:

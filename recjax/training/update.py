@@ -174,6 +174,8 @@ def update(
         "reward_parts": batch.reward_parts,
         "part_weights": batch.part_weights,
         "trajectories": batch.trajectories,
+        "turn_rewards": batch.turn_rewards,
+        "token_turns": batch.token_turns,
     }
     extras = jax.tree.map(of_all, extras)
     if algorithm.needs_scoring:

@@ -62,6 +62,8 @@ def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
         reward_parts=parts,
         part_weights={"first": jnp.ones(len(x.rewards)), "second": jnp.full(len(x.rewards), 0.5)},
         scored=scored,
+        turn_rewards=jnp.stack([x.rewards, x.rewards**2 + 0.3], axis=1),
+        token_turns=jnp.arange(x.completion_mask.shape[1])[None].repeat(len(x.rewards), 0) // 2,
         teacher_logprobs=x.reference_logprobs if algorithm.needs_teacher else None,
     )
 

@@ -193,6 +193,8 @@ OPTIONS = {
     "advantage.part_normalized.epsilon": (1e-6, 0.1, {}),
     "advantage.log_mean_exp.beta": (1.0, 0.5, {}),
     "advantage.discounted.discount": (0.99, 0.5, {}),
+    "advantage.turn_returns.discount": (1.0, 0.5, {}),
+    "advantage.turn_returns.baseline": ("none", "group", {}),
     "anchor.interpolated.share": (0.5, 0.2, READS_RATIO),
     "ratio.clipped_sequence_mean.epsilon_low": (0.4, 0.1, READS_RATIO),
     "ratio.clipped_sequence_mean.epsilon_high": (0.4, 0.1, READS_RATIO),

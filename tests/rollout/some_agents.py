@@ -1,6 +1,8 @@
 """Agents, tools and an environment for tests."""
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.tasks.problems import Problem
@@ -28,6 +30,29 @@ async def several_turns(problem: Problem, policy: AgentPolicy) -> dict[str, floa
     beside = await policy.complete("7" + problem.prompt, max_tokens=2)
     last = await policy.complete([*more.prompt_tokens, *more.tokens, *beside.tokens])
     return {"digits": sum(character.isdigit() for character in reply.text + last.text) / 6, "accuracy": 0.0}
+
+
+async def paid_by_turn(problem: Problem, policy: AgentPolicy) -> float:
+    """Three turns, of which two get rewards and the last one is in another context."""
+    reply = await policy.complete(problem.prompt)
+    more = await policy.complete(problem.prompt + reply.raw)
+    policy.reward(0.5)
+    policy.reward(0.25, reply)
+    policy.reward(0.25, more)
+    await policy.complete("7" + problem.prompt, max_tokens=2)
+    if problem.answer == "37":
+        raise KeyError("a mistake")
+    return 1.0
+
+
+async def paid_by_answer(problem: Problem, policy: AgentPolicy) -> float:
+    """Three turns, each of which is rewarded for its digits."""
+    text = problem.prompt
+    for _ in range(3):
+        reply = await policy.complete(text)
+        policy.reward(sum(character.isdigit() for character in reply.text) / 3)
+        text += reply.raw + "1"
+    return 0.0
 
 
 async def at_once(problem: Problem, policy: AgentPolicy) -> float:
@@ -69,12 +94,47 @@ async def by_column(problem: Problem, policy: AgentPolicy):
             return "a lot"
         case "infinite":
             return {"score": float("nan")}
+        case "paid nonsense":
+            policy.reward(float("nan"))
         case "long":
             await policy.complete(problem.prompt * 100)
         case "on and on":
             while True:
                 await policy.complete(problem.prompt)
     return 0.5 if reply else None
+
+
+async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
+    """A short reply, and a long one that its end may find in the engine, as the problem's column `do` says."""
+
+    def ask_long() -> Coroutine:
+        return policy.complete(problem.prompt, max_tokens=80)
+
+    async def break_soon() -> None:
+        await policy.complete(problem.prompt, max_tokens=2)
+        raise KeyError("a mistake")
+
+    match problem.columns["do"]:
+        case "leaves":
+            background.append(asyncio.create_task(ask_long()))
+        case "breaks":
+            await asyncio.gather(ask_long(), break_soon())
+    await policy.complete(problem.prompt, max_tokens=2)
+    match problem.columns["do"]:
+        case "plays":
+            await ask_long()
+        case "gives up":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ask_long(), 0.02)
+            await asyncio.Event().wait()
+        case "overruns":
+            # Its clock stands still while it waits for the policy, so its time is ended from outside.
+            asyncio.get_running_loop().call_later(0.02, policy._at_work.__self__._time_out)
+            await ask_long()
+    return 0.5
+
+
+background: list[asyncio.Task] = []
 
 
 async def waits_for_others(problem: Problem, policy: AgentPolicy) -> float:

@@ -1,6 +1,7 @@
 """Agents of a batch: their tokens and log-probs, what one of them does to itself and not to others, their tools."""
 
 import asyncio
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,17 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
+from recjax.experience.queue import Queue, from_plain, to_plain
+from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import load_params, policy_alone
+from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
-from recjax.rollout.collecting import row_keys, sample_groups
+from recjax.rollout.collecting import row_keys, sample_groups, with_grades
+from recjax.rollout.engine import Engine
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
@@ -24,6 +29,7 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training.packing import RowShape, pack_trajectories
 from recjax.training.scoring import batch_logprobs
 from tests.rollout import some_agents, some_tools
+from tests.training.on_mesh import on
 from tests.training.tiny_run import TINY
 
 HERE, TOOLS = "tests.rollout.some_agents:", "tests.rollout.some_tools:"
@@ -92,6 +98,28 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
     assert all(grade.reward_parts["turns"] == grade.reward_parts["rows"] == 1 for grade in grades)
 
 
+def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
+    """On the mesh in context, laid out in rows and packed."""
+    overrides = [*options, *(["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else [])]
+    config, policy, params = made(agent, *overrides)
+    if lora:
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, jax.random.key(4))
+        # Adapters begin as nothing.
+        params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+        policy = policy._replace(decoder=decoder)
+    groups, _ = sampled(config, policy, params)
+    batch, count = pad_trajectories(groups, 89, (2, 4), together=True)
+    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
+    mask = batch.completion_mask
+    assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
+    for layout in ((None, count), (packed, None)):
+        logprobs, _ = scored(policy.decoder, params, put_rows(batch), *layout, Sampling(), 64)
+        np.testing.assert_allclose(on_host(logprobs)[mask], batch.behaviour_logprobs[mask], atol=1e-5)
+
+
+scored = jax.jit(batch_logprobs, static_argnums=(0, 4, 5, 6))
+
+
 @pytest.mark.parametrize(
     ("agent", "lora"),
     [
@@ -103,22 +131,24 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
     ],
 )
 def test_the_trainers_logprobs_are_the_engines(made, agent, lora):
-    overrides = ["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else []
-    config, policy, params = made(agent, *overrides)
-    if lora:
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, jax.random.key(4))
-        # Adapters begin as nothing.
-        params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
-        policy = policy._replace(decoder=decoder)
-    groups, _ = sampled(config, policy, params)
-    batch, count = pad_trajectories(groups, 89, (2, 3), together=True)
-    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
-    mask = batch.completion_mask
-    assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
-    on_device = jax.tree.map(jnp.asarray, batch)
-    for layout in ((None, count), (packed, None)):
-        logprobs, _ = batch_logprobs(policy.decoder, params, on_device, *layout, Sampling(), 64)
-        np.testing.assert_allclose(np.asarray(logprobs)[mask], batch.behaviour_logprobs[mask], atol=1e-5)
+    trainers_logprobs_are_the_engines(made, agent, lora)
+
+
+CALLS = f"task.tools=['{TOOLS}add']"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 1)], ids=["data-tensor", "fsdp"])
+@pytest.mark.parametrize(
+    ("agent", "lora", "options"),
+    [("several_turns", False, ()), ("talks", True, ()), ("tools", False, (CALLS, "rollout.max_completion_tokens=4"))],
+    ids=["text", "chat-lora", "tools"],
+)
+def test_they_are_on_a_mesh(made, monkeypatch, sizes, agent, lora, options):
+    calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
+    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    with on(sizes):
+        trainers_logprobs_are_the_engines(made, agent, lora, options)
 
 
 def test_turns_join_into_rows_as_they_should(made):
@@ -152,7 +182,8 @@ def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
 
 DOES = {
     "raise": "raised", "exit": "raised", "cancel": "raised", "hang": "timeout", "deaf": "timeout",
-    "nonsense": "invalid", "infinite": "invalid", "silent": "silent", "long": "context", "on and on": "turns",
+    "nonsense": "invalid", "infinite": "invalid", "paid nonsense": "invalid", "silent": "silent",
+    "long": "context", "on and on": "turns",
 }  # fmt: skip
 
 
@@ -163,8 +194,36 @@ def test_failing_agents_cost_themselves_alone(made):
     assert [grade.failure for grade in grades] == ["none", *DOES.values(), "none"]
     assert {*DOES.values()} == {*FAILURES}
     assert [grade.reward for grade in grades] == [0.5, *[None] * len(DOES), 0.5]
-    alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * 11], group_size=1)
+    alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * (len(DOES) + 1)], group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
+    same(ours, theirs, 1e-5)
+
+
+def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
+    live, one_round = [], Engine.round
+
+    def slow_round(engine):
+        time.sleep(0.1)
+        done = one_round(engine)
+        live.append(int(engine._slots.live.sum()))
+        return done
+
+    monkeypatch.setattr(Engine, "round", slow_round)
+    config, policy, params = made("asks_at_length", "task.agent_seconds=0.3", "rollout.max_completion_tokens=80")
+    parts = config, policy._replace(stop_ids=()), params
+    ends = {"overruns": "timeout", "gives up": "timeout", "leaves": "none", "breaks": "raised"}
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("plays", *ends, "plays")]
+    groups, grades = sampled(*parts, asked, group_size=1)
+    assert [grade.failure for grade in grades] == ["none", *ends.values(), "none"]
+    assert [grade.reward for grade in grades] == [0.5, None, None, 0.5, None, 0.5]
+    # The long replies take five rounds. In the last ones nobody else has a slot any more.
+    assert max(live) == 4 and live[-4:] == [2, 2, 2, 0]
+    turns = [grade.reward_parts["turns"] if grade.reward_parts else None for grade in grades]
+    assert turns == [2, None, None, 1, None, 2]
+    assert [len(one.tokens) for one in completions_of(groups)[1:-1]] == [2] * 4
+    alone, _ = sampled(*parts, [asked[0]] * 6, group_size=1)
+    ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
+    assert all(len(one.further) == 1 and len(one.further[0].tokens) == 80 for one in ours)
     same(ours, theirs, 1e-5)
 
 
@@ -216,6 +275,39 @@ def test_weights_are_of_what_agents_return_and_of_their_turns(made):
         sampled(*made("several_turns", "task.reward_weights={digit: 2.0}"))
 
 
+def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
+    parts = made("paid_by_turn", "task.agent_failure_reward=-1.0", "task.reward_weights={score: 2.0, turns: -0.1}")
+    groups, grades = sampled(*parts, group_size=2)
+    np.testing.assert_allclose([grade.reward for grade in grades], [3.7, 3.7, -1, -1], atol=1e-6)
+    groups = with_grades(groups, grades)
+    (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
+    assert [one.turns for one in kept.group.completions] == [one.turns for one in groups[0].completions]
+    groups = [kept.group, groups[1]]
+    batch, _ = pad_trajectories(groups, 89, (1, 8), together=False, turns=4)
+    of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
+    for number, group in enumerate(groups):
+        for one in group.completions:
+            assert [turn.row for turn in one.turns] == [0, 0, 1] and one.turns[1].end == len(one.tokens)
+            first, second = one.tokens[: one.turns[0].end], one.tokens[one.turns[0].end :]
+            rows = np.flatnonzero([(row[: len(one.tokens)] == one.tokens).all() for row in _sampled_of(batch)])
+            assert rows.size and one.mask.all()
+            np.testing.assert_allclose(batch.turn_rewards[rows[0]], of_turns[number], atol=1e-6)
+            turns = batch.token_turns[rows[0]][batch.completion_mask[rows[0]]]
+            assert turns.tolist() == [0] * len(first) + [1] * len(second)
+    assert {*batch.token_turns[batch.completion_mask].tolist()} == {0, 1, 2}
+    assert (batch.token_turns[~batch.completion_mask] == -1).all()
+    with pytest.raises(ValueError, match="its turns were not recorded"):
+        bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
+        pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
+
+
+def _sampled_of(batch):
+    """The tokens of each row that its policy sampled, filled up with -1."""
+    return [
+        np.r_[row[mask], np.full(99, -1)] for row, mask in zip(batch.completions, batch.completion_mask, strict=True)
+    ]
+
+
 def test_an_environment_is_played_to_its_end(made):
     parts = made("environment", f"task.environment={HERE}Countdown")
     groups, grades = sampled(*parts)
@@ -227,6 +319,7 @@ def test_an_environment_is_played_to_its_end(made):
         turns = np.split(one.tokens, np.flatnonzero(np.diff(one.mask)) + 1)[::2]
         said = [turn[:-1] if turn[-1] in parts[1].stop_ids else turn for turn in turns]
         assert grade.reward == sum(len(tokenizer.decode(turn)) for turn in said)
+        assert [turn.reward for turn in one.turns] == [len(tokenizer.decode(turn)) for turn in said]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
-from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params, logits
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import capacity, decoding
@@ -17,6 +17,7 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
+from tests.rollout.across_versions import logprobs_across
 from tests.rollout.reference_sampler import sample
 
 SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4}
@@ -261,22 +262,9 @@ def test_weights_are_replaced_between_rounds():
         np.testing.assert_array_equal(one.tokens[:6], other.tokens[:6])
         np.testing.assert_allclose(one.logprobs[:6], other.logprobs[:6], atol=1e-5)
         # The keys and values of the first tokens stay those of the earlier weights.
-        np.testing.assert_allclose(one.logprobs[6:], logprobs_across(decoder, params, others, request, one), atol=1e-5)
+        found = logprobs_across(decoder, {3: params, 5: others}, request.prefix, one.tokens, one.versions)
+        np.testing.assert_allclose(one.logprobs, found, atol=1e-5)
     assert any((one.tokens != other.tokens).any() for one, other in zip(found, before, strict=True))
-
-
-def logprobs_across(decoder, params, others, request, found):
-    """Log-probabilities of the tokens from place 6 on, over what `params` make of all before place 5."""
-    start = len(request.prefix) + 5
-    tokens = jnp.concatenate([request.prefix, found.tokens])[None]
-    positions, real = jnp.arange(tokens.shape[1])[None], jnp.ones(tokens.shape, bool)
-    early = slice(None), slice(start)
-    _, cache = decoder.apply({"params": params}, tokens[early], positions[early], real[early])
-    late = slice(None), slice(start, -1)
-    context = Context(*cache, real[early], positions[early])
-    hidden, _ = decoder.apply({"params": others}, tokens[late], positions[late], real[late], (context,))
-    scores = jax.nn.log_softmax(logits(decoder.config, others, hidden[0]))
-    return np.take_along_axis(np.asarray(scores), np.asarray(tokens)[0, start + 1 :, None], axis=1)[:, 0]
 
 
 # --- How many slots there are, and what is refused.

@@ -82,6 +82,33 @@ def test_packing_and_micro_batches_change_nothing(straight):
             np.testing.assert_allclose(found[key], rows[1][key], rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
 
 
+TURNS = ["task.agent=tests.rollout.some_agents:paid_by_answer", "training.steps=3", *AGENT]
+
+
+@pytest.mark.slow
+def test_turns_without_a_discount_and_with_a_reward_at_the_end_train_as_whole_trajectories(straight):
+    make, _, rows = straight
+    short = [*SEVERAL, "training.steps=2"]
+    same = train(make("whole", *short, "algorithm.advantage={name: turn_returns}"))
+    other = train(make("less", *short, "algorithm.advantage={name: turn_returns, discount: 0.5}"))
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(same[2][name], rows[2][name], rtol=1e-5, atol=1e-7, err_msg=name)
+    assert not np.allclose(other[1]["loss"], rows[1]["loss"], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch):
+    make, *_ = straight
+    queued = ["regime.sync_offset=1", "training.checkpoint_every=1", "algorithm.advantage={name: turn_returns}"]
+    options = [*TURNS, *queued, "algorithm.advantage.discount=0.5", "evaluation.every=0"]
+    expected = without_times(train(make("unbroken", *options)))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.ocp.CheckpointManager, "close", lambda self: None)
+        train(make("killed", *options, "training.steps=1"))
+    assert without_times(train(make("killed", *options)))[2:] == expected[2:]
+    assert all(row["gradient_norm"] > 0 for row in expected[1:])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -92,6 +119,14 @@ def test_packing_and_micro_batches_change_nothing(straight):
         ([*ONE, "experience.store=x"], "experience.store = 'x': does not work with task.agent yet"),
         ([*ONE, "task.overlong_tokens=2"], "task.overlong_tokens = 2: is of completions of one turn"),
         ([*ONE, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'.*of tokens"),
+        (
+            ["algorithm.advantage={name: turn_returns}"],
+            "algorithm.advantage = 'turn_returns': is of the turns of agents",
+        ),
+        (
+            [*ONE, "algorithm.advantage={name: turn_returns}", "task.truncated=penalise"],
+            "task.truncated = 'penalise': replaces rewards of whole trajectories",
+        ),
         (["task.agent=alone", *AGENT[:1]], "task.agent = 'alone': takes module:function, tools or environment"),
         (["task.agent=tools", *AGENT[:1]], "needs the functions that the model may call"),
         (["task.agent=environment", *AGENT[:1]], "needs the environment to play"),

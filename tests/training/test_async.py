@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -46,12 +47,16 @@ def learned(rows):
 def quick(folder):
     """A function that says who drew what, and is slow or wrong where a file in the folder says so."""
 
-    def sample(number, version, weights):
+    def sample(number, version, weights, newest):
         if (folder / f"wrong{number}").exists():
             raise ValueError(f"batch {number} is wrong")
         (folder / f"at{number}").touch()
         time.sleep(0.1)
         while (folder / f"slow{number}").exists():
+            time.sleep(0.02)
+        while (folder / f"swap{number}").exists():
+            if (found := newest()) and found[0] > version:
+                return found[0], float(found[1]["w"].sum()), os.getpid()
             time.sleep(0.02)
         return version, float(weights["w"].sum()), os.getpid()
 
@@ -122,6 +127,24 @@ def test_what_a_generator_raises_the_trainer_raises(two):
         collected(apart, 1)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_new_weights_reach_generators_that_are_at_work(ray, tmp_path, count):
+    regime = RegimeConfig(mode="async", max_staleness=9, generators=count, swap_within=True)
+    numbers = list(range(1, 2 * count + 1))
+    for number in numbers:
+        (tmp_path / f"swap{number}").touch()
+    with Generators(regime) as apart:
+        apart.start(quick, tmp_path)
+        apart.publish(0, {"w": np.zeros(3)})
+        for number in numbers:
+            apart.issue(number)
+        while not all((tmp_path / f"at{number}").exists() for number in numbers):
+            time.sleep(0.02)
+        apart.publish(4, {"w": np.full(3, 4)})
+        found = collected(apart, len(numbers))
+    assert {(version, total) for version, total, _ in found.values()} == {(4, 12.0)}
+
+
 def dies(folder):
     """Something that never comes up."""
     raise OSError("no room")
@@ -145,6 +168,12 @@ def recorded(config):
     rows = store.read(Path(config.output) / "experience")
     plain = [row._replace(time=None) for row in rows]
     return [[value.tolist() if isinstance(value, np.ndarray) else value for value in row] for row in plain]
+
+
+def _runs(row):
+    """The versions of a stored row's tokens, one after the other, and the row."""
+    runs = json.loads(row.metadata)["token_versions"] if row.metadata else [[row.policy_version, 1]]
+    return [version for version, _ in runs], row
 
 
 def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny):
@@ -200,9 +229,12 @@ def is_running(pid):
         return False
 
 
-def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path):
+@pytest.mark.parametrize("swaps", [False, True], ids=["whole batches", "swap_within"])
+def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_path, swaps):
     pytest.importorskip("ray")
     options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
+    # Completions of several rounds, between which there may be new weights.
+    options += ["regime.swap_within=true", "rollout.max_completion_tokens=100"] if swaps else []
     config, trained = tiny("run", *options), tmp_path / "trained.txt"
     trained.touch()
     command = [sys.executable, "-c", DANGEROUS, str(tmp_path), f"output={config.output}", *options]
@@ -230,7 +262,11 @@ def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_
     for row in rows[1:]:
         ages = Counter(str(row["step"] - 1 - versions[group]) for group in steps[row["step"]] for _ in range(4))
         assert ages == row["staleness_rows"] and max(map(int, ages)) <= 2
-        assert row["experience/left_out/stale"] == 0
+        assert row["experience/left_out/stale"] == row["experience/left_out/stale_tokens"] == 0
+        assert row["generators/token_staleness"] <= row["staleness"] + 1e-6 if swaps else True
+    runs = [_runs(row) for row in stored]
+    assert all(versions == sorted({*versions}) and versions[0] == row.policy_version for versions, row in runs)
+    assert swaps == any(len(versions) > 1 for versions, _ in runs)
     # Ray notices by itself that its driver is gone, the last of it after some seconds.
     deadline = time.monotonic() + 60
     while any(map(is_running, left_over)) and time.monotonic() < deadline:

@@ -6,12 +6,20 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.experience.queue import settings_of
+from recjax.experience.group import token_staleness
+from recjax.experience.queue import Queue, settings_of, take
+from recjax.experience.replay import Entry
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
+from recjax.training import rounds
+from recjax.training.run import prepare
+from tests.experience.groups import make_group
+from tests.rollout.across_versions import logprobs_across
 from tests.training.simulated_run import batch_of, simulated
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
@@ -97,12 +105,45 @@ def test_replay_draws_as_seldom_as_it_says(tiny, monkeypatch):
     assert 25 // 3 <= drawn <= 25 // 3 + 1 + 6 // 3
 
 
+def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
+    options = ["regime.swap_within=true", "rollout.max_completion_tokens=40", "rollout.prompts_per_step=2"]
+    config = tiny("run", *ASYNC, *options)
+    run, params = prepare(config)
+    policy = run.policy._replace(stop_ids=())
+    weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
+    come = iter([(3, weights[3]), (5, weights[5]), (9, weights[9]), (5, weights[5])])
+    with rounds.sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+    completions = [one for group in groups for one in group.completions]
+    assert len(grades) == len(completions) == 8
+    for group in groups:
+        for one in group.completions:
+            # The first token and a round of sixteen, another round, and what is left.
+            assert one.version_runs == ((3, 17), (5, 16), (9, 7)) and one.policy_version == 3
+            versions = np.repeat(*np.array(one.version_runs).T)
+            found = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, versions)
+            np.testing.assert_allclose(one.behaviour_logprobs, found, atol=1e-5)
+            alone = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, np.full(40, 3))
+            assert np.abs(alone - found)[17:].max() > 0.01
+    assert token_staleness(groups, 11) == (7 * 17 + 5 * 16 + 1 * 7) / 40
+
+
+def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
+    config = tiny("run", *ASYNC)
+    old, new = make_group(1, version=0), make_group(2, version=4)
+    queue = Queue(ready=(Entry(old, 1, 0), Entry(new, 1, 0)))
+    queue, groups = take(queue, 1, 5, 0, settings_of(config))
+    assert groups == [new] and queue.left["stale"] == 1
+    assert queue.left["stale_tokens"] == sum(int(one.mask.sum()) for one in old.completions) > 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["regime.mode=later"], "regime.mode = 'later': takes sync, async"),
         (["regime.max_staleness=2"], "max_staleness = 2: is read with regime.mode = async and"),
         (["regime.generators=2"], "generators = 2: is read with"),
+        (["regime.swap_within=true"], "swap_within = True: is read with regime.mode = async alone"),
         (["regime.address=auto"], "address = 'auto': is read with"),
         (["regime.generator_seconds=5"], "generator_seconds = 5.0: is read with"),
         (["regime.mode=async"], "max_staleness = None: is needed"),

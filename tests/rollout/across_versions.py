@@ -1,0 +1,32 @@
+"""What the log-probs of a completion must be whose weights were replaced on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from recjax.models.decoder import Context, Decoder, logits
+
+
+def logprobs_across(
+    decoder: Decoder, params: dict[int, dict], prefix: np.ndarray, tokens: np.ndarray, versions: np.ndarray
+) -> np.ndarray:
+    """The log-prob of each token under the weights of its version, over the keys and values of those before it.
+
+    A token's weights run the token before it, which the first ones of a completion do with the whole prefix.
+
+    Args:
+        params: by version.
+    """
+    everything = jnp.concatenate([prefix, tokens])[None]
+    positions, real = jnp.arange(everything.shape[1])[None], jnp.ones(everything.shape, bool)
+    of_inputs = np.concatenate([np.full(len(prefix) - 1, versions[0]), versions])
+    bounds = [0, *(np.flatnonzero(np.diff(of_inputs)) + 1), len(of_inputs)]
+    contexts, scores = [], []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        weights, part = params[int(of_inputs[start])], (slice(None), slice(start, stop))
+        asked = everything[part], positions[part], real[part], tuple(contexts)
+        hidden, cache = decoder.apply({"params": weights}, *asked)
+        contexts.append(Context(*cache, real[part], positions[part]))
+        scores.append(jax.nn.log_softmax(logits(decoder.config, weights, hidden[0])))
+    found = np.concatenate(scores)[len(prefix) - 1 :]
+    return np.take_along_axis(found, np.asarray(tokens)[:, None], axis=1)[:, 0]
