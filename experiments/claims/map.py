@@ -1,10 +1,10 @@
 """Makes the runs of map.yaml, and their table.
 
-    python -m experiments.claims.map [--smoke] [--seeds 0] [--workers N]    # resumes; finished runs are left alone
+    python -m experiments.claims.map [--smoke] [--seeds 0] [--workers N]    # makes what is missing
     python -m experiments.claims.map --collect                              # writes experiments/claims/map.parquet
 
-Runs of one algorithm share compiled programs (see programs.py), an algorithm in one of `--workers` processes.
-All runs of a seed come before those of the next.
+It resumes: a run that has a file or is in the table is finished. Runs of one algorithm share compiled programs (see
+programs.py), an algorithm in one of `--workers` processes. All runs of a seed come before those of the next.
 """
 
 import dataclasses
@@ -69,12 +69,26 @@ def make(runs: list[SweepRun]) -> None:
         write_whole(file_of(run), json.dumps(table.to_dict("list")))
 
 
+def collected(runs: list[SweepRun]) -> dict[str, pd.DataFrame]:
+    """The rows of TABLE by their run's name."""
+    if not TABLE.exists():
+        return {}
+    axes = list(runs[0].settings)
+    return {"__".join(place): rows for place, rows in pd.read_parquet(TABLE).groupby(axes, sort=False)}
+
+
 def collect(runs: list[SweepRun]) -> pd.DataFrame:
-    """A row for each evaluation of each finished run: its settings, the step, what was measured since the last one."""
-    tables = []
-    for run in filter(lambda run: file_of(run).exists(), runs):
-        table = pd.DataFrame(json.loads(file_of(run).read_text()))
-        tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
+    """A row for each evaluation of each finished run: its settings, the step, what was measured since the last one.
+
+    A run without a file of its own may be in TABLE.
+    """
+    tables, known = [], collected(runs)
+    for run in runs:
+        if file_of(run).exists():
+            table = pd.DataFrame(json.loads(file_of(run).read_text()))
+            tables.append(pd.concat([pd.DataFrame(run.settings, index=table.index), table], axis=1))
+        elif run.name in known:
+            tables.append(known[run.name])
     if not tables:
         raise ValueError(f"none of the {len(runs)} runs is finished; python -m experiments.claims.map makes them")
     return pd.concat(tables, ignore_index=True)
@@ -93,7 +107,8 @@ def main(argv: list[str]) -> None:
         print(f"{TABLE}: {len(table.drop_duplicates(list(runs[0].settings)))} of {len(runs)} runs")
         return
     runs = [run for run in runs if not FLAGS.seeds or str(run.config.seed) in FLAGS.seeds]
-    waiting = [run for run in runs if not file_of(run).exists()]
+    known = collected(runs)
+    waiting = [run for run in runs if not file_of(run).exists() and run.name not in known]
     if FLAGS.share is not None:
         mine = sorted({run.settings["algorithm"] for run in runs})[FLAGS.share :: FLAGS.workers]
         make([run for run in waiting if run.settings["algorithm"] in mine])
@@ -105,7 +120,7 @@ def main(argv: list[str]) -> None:
         with progress_bar("map", len(runs), len(runs) - len(waiting), unit="run") as bar:
             while any(worker.poll() is None for worker in workers):
                 time.sleep(1)
-                bar.update(sum(file_of(run).exists() for run in runs) - bar.n)
+                bar.update(len(runs) - sum(not file_of(run).exists() for run in waiting) - bar.n)
     finally:
         for worker in workers:
             worker.terminate()

@@ -1,5 +1,6 @@
 """Runs of the laboratory as compiled programs are the trainer's runs."""
 
+import json
 import random
 
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 from experiments.claims import map as claims_map
 from experiments.claims.programs import last_numbers
-from recjax.analysis.sweeps import read_sweep
+from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.config import Config
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.rewards import last_number_match
 from recjax.training.loop import train
@@ -37,6 +39,22 @@ def test_rewards_are_those_of_the_tasks_function():
     found = last_numbers(jnp.array(tokens), jnp.array(counts), digits) == jnp.array([int(answer) for answer in answers])
     assert np.array(found, float).tolist() == last_number_match([""] * len(texts), texts, answers)
     assert 0 < found.sum() < len(texts)
+
+
+def test_a_run_in_the_table_is_finished_without_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_map, "TABLE", tmp_path / "map.parquet")
+    runs = [
+        SweepRun({"algorithm": name, "seed": "0"}, [], Config(output=str(tmp_path / f"{name}__0")))
+        for name in ("grpo", "opmd", "asymre")
+    ]
+    for place, run in enumerate(runs[:2]):
+        claims_map.file_of(run).write_text(json.dumps({"step": [0, 25], "reward": [None, place]}))
+    table = claims_map.collect(runs)
+    assert len(table) == 4 and table["reward"].tolist()[1::2] == [0, 1]
+    table.to_parquet(claims_map.TABLE)
+    claims_map.file_of(runs[0]).unlink()
+    assert claims_map.collected(runs).keys() == {"grpo__0", "opmd__0"}
+    pd.testing.assert_frame_equal(claims_map.collect(runs), table, check_dtype=False)
 
 
 @pytest.mark.slow
