@@ -34,6 +34,7 @@ flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2"], "Read these runs and
 
 HERE = Path(__file__).parent
 TABLES = {"grid": HERE / "metrics.parquet", "smollm2": HERE / "smollm2.parquet"}
+PEER = HERE / "peer.parquet"
 VERDICTS = HERE / "verdicts.json"
 DOCS = HERE.parent.parent / "docs"
 NAMES = {
@@ -149,6 +150,21 @@ def smollm2_table(table: pd.DataFrame) -> str:
     return markdown_table(header, rows)
 
 
+def peer_table(table: pd.DataFrame) -> str:
+    """Held-out accuracy of the same runs through recjax's loss and through TRL's."""
+    steps, rows = sorted(table["step"].unique())[::2], []
+    for (algorithm, rate), both in table.groupby(["algorithm", "rate"], sort=False):
+        curves = both.pivot(index="step", columns="loss", values="evaluation/accuracy")
+        apart = (curves["recjax"] - curves["trl"]).abs()
+        equal = int(apart.index[(apart == 0).cumprod() == 1].max())
+        for loss, name in (("recjax", "recjax"), ("trl", "TRL")):
+            cells = [f"{accuracy:.3f}" for accuracy in curves[loss][steps]]
+            last = [str(equal), f"{apart.max():.3f}"] if loss == "trl" else ["", ""]
+            rows.append([f"{NAMES[algorithm]}, {rate}, {name}", *cells, *last])
+    header = ["", *(f"{step:.0f}" for step in steps), "equal up to step", "largest difference"]
+    return markdown_table(header, rows)
+
+
 def draw_all(table: pd.DataFrame, smollm2: pd.DataFrame, found: dict[str, Claim], folder: Path) -> None:
     """Every figure of the page, as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,6 +204,7 @@ def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, docs: Path, verdicts:
         "claims": "".join(claim_section(name, claim) for name, claim in found.items()),
         "staleness": staleness_section(table),
         "smollm2": smollm2_table(smollm2),
+        "peer": peer_table(pd.read_parquet(PEER)),
         "seeds": str(seeds),
         "runs": str(runs),
     }

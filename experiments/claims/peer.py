@@ -138,6 +138,7 @@ def main(argv: list[str]) -> None:
     """Trains every run twice and writes the table."""
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; see --help")
+    torch.set_num_threads(1)  # the decoder is so small that threads wait for each other
     everything = read_sweep(HERE / "map.yaml", extra=[f"training.steps={FLAGS.steps}"])[1]
     runs = [
         run
@@ -151,7 +152,8 @@ def main(argv: list[str]) -> None:
         for run in runs:
             tables.append(both(run))
             bar.update(1)
-            print(tables[-1].pivot(index="step", columns="loss", values="evaluation/accuracy").round(3).to_string())
+            curves = tables[-1].pivot(index="step", columns="loss", values="evaluation/accuracy")
+            print(curves.round(3).to_string(), flush=True)
     pd.concat(tables, ignore_index=True).to_parquet(TABLE, index=False, compression="zstd")
 
 
