@@ -30,7 +30,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
     if isinstance(shape.model, Sizes):
         sizes = shape.model
         vocabulary, tokenizer = sizes.vocabulary, word_tokenizer(sizes.vocabulary)
-        _write_random_model(folder / "model", sizes, tokenizer)
+        write_random_model(folder / "model", sizes, tokenizer)
         prompts = random.integers(1, vocabulary, (shape.prompts + 1, shape.prompt_tokens))
     else:
         tokenizer = _link_model(folder / "model", Path(shape.model))
@@ -70,7 +70,8 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=word(0), eos_token=NEVER)
 
 
-def _write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes a Hugging Face folder, of a tokenizer with a token more than the model has, which ends completions."""
     config = DecoderConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,

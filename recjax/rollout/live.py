@@ -39,13 +39,14 @@ class LiveEngine:
     A completion is the same whatever else is asked for: it follows from its request and the weights.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, passes: int = PASSES):
         """Takes the engine, which nobody else may use until this is closed, and the mesh in context.
 
         Args:
             engine: with weights.
+            passes: of the event loop before a round. Two are enough for whoever follows a completion to close it.
         """
-        self._engine, self._mesh = engine, jax.sharding.get_mesh()
+        self._engine, self._mesh, self._passes = engine, jax.sharding.get_mesh(), passes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._arrived: list[_Asked] = []
         self._waiting: dict[int, _Asked] = {}
@@ -111,7 +112,7 @@ class LiveEngine:
         """Rounds, until nobody waits."""
         try:
             while self._arrived or self._waiting:
-                for _ in range(PASSES):
+                for _ in range(self._passes):
                     await asyncio.sleep(0)
                 await self._serve_round()
         except Exception as error:

@@ -24,6 +24,8 @@ from recjax.serving.versions import Versions
 
 CHAT_SECONDS = 10.0  # for the chat template, at each request
 PREFIX_TIME = 64  # tokens that shorter prompts are padded to
+# Of the event loop before a round: stop strings free their slots then, and replies are written beside the round.
+PASSES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ def made(serving: Serving, when_ready: str) -> Server:
     recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
     engine = Engine(policy.decoder, policy.stop_ids, slots=limits.slots, prefix_time=PREFIX_TIME)
     engine.replace_weights(serving.weights.params, serving.weights.version)
-    live, chats = LiveEngine(engine), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
+    live, chats = LiveEngine(engine, PASSES), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
     versions = Versions(live, serving.weights, serving.newer)
     sampler = Sampler(live, policy, limits, serving.seed)
     numbers = Numbers(

@@ -156,15 +156,17 @@ def test_a_cancelled_request_frees_its_slot_and_its_place_in_line():
     same(asyncio.run(main()), expected)
 
 
-def test_a_follower_who_stops_early_frees_its_slot():
+@pytest.mark.parametrize("passes", [2, 16])
+def test_a_follower_who_stops_early_frees_its_slot_before_the_next_round(passes):
     async def main():
         made = engine()
-        async with LiveEngine(made) as live:
+        async with LiveEngine(made, passes) as live:
             follower = live.follow(request(2, limit=10_000))
-            await anext(follower)
+            piece = await anext(follower)
             await follower.aclose()
             while live._serving:
                 await asyncio.sleep(0)
             assert not made._slots.live.any() and live.error is None
+            assert made._slots.columns.counts.max() == len(piece.tokens)
 
     asyncio.run(main())
