@@ -262,8 +262,8 @@ def test_weights_are_replaced_between_rounds():
         np.testing.assert_array_equal(one.tokens[:6], other.tokens[:6])
         np.testing.assert_allclose(one.logprobs[:6], other.logprobs[:6], atol=1e-5)
         # The keys and values of the first tokens stay those of the earlier weights.
-        found = logprobs_across(decoder, {3: params, 5: others}, request.prefix, one.tokens, one.versions)
-        np.testing.assert_allclose(one.logprobs, found, atol=1e-5)
+        expected = logprobs_across(decoder, {3: params, 5: others}, request.prefix, one.tokens, one.versions)
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
     assert any((one.tokens != other.tokens).any() for one, other in zip(found, before, strict=True))
 
 
