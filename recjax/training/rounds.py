@@ -126,7 +126,7 @@ def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
 
 
-def drop_key(seed: int) -> Key[Array, ""]:
+def drop_key(seed: int | Array) -> Key[Array, ""]:
     """Folded with a step, it decides which completions the step's update drops."""
     return jax.random.fold_in(jax.random.key(seed), 3)
 
