@@ -69,20 +69,21 @@ def make(runs: list[SweepRun]) -> None:
         write_whole(file_of(run), json.dumps(table.to_dict("list")))
 
 
-def collected(runs: list[SweepRun]) -> dict[str, pd.DataFrame]:
-    """The rows of TABLE by their run's name."""
-    if not TABLE.exists():
+def collected(runs: list[SweepRun], path: Path) -> dict[str, pd.DataFrame]:
+    """The rows of a table by their run's name; no table is no rows."""
+    if not path.exists():
         return {}
     axes = list(runs[0].settings)
-    return {"__".join(place): rows for place, rows in pd.read_parquet(TABLE).groupby(axes, sort=False)}
+    return {"__".join(place): rows for place, rows in pd.read_parquet(path).groupby(axes, sort=False)}
 
 
-def collect(runs: list[SweepRun]) -> pd.DataFrame:
+def collect(runs: list[SweepRun], path: Path) -> pd.DataFrame:
     """A row for each evaluation of each finished run: its settings, the step, what was measured since the last one.
 
-    A run without a file of its own may be in TABLE.
+    Args:
+        path: of the table that runs without a file of their own may be in.
     """
-    tables, known = [], collected(runs)
+    tables, known = [], collected(runs, path)
     for run in runs:
         if file_of(run).exists():
             table = pd.DataFrame(json.loads(file_of(run).read_text()))
@@ -100,14 +101,16 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; see --help")
     runs = in_order(read_sweep(HERE / "map.yaml", FLAGS.smoke)[1])
+    # The smoke block's runs have the names of others, and fewer steps.
+    path = file_of(runs[0]).parent / TABLE.name if FLAGS.smoke else TABLE
     if FLAGS.collect:
-        table = collect(runs)
+        table = collect(runs, path)
         floats = table.select_dtypes("float").columns
-        table.astype(dict.fromkeys(floats, "float32")).to_parquet(TABLE, index=False, compression="zstd")
-        print(f"{TABLE}: {len(table.drop_duplicates(list(runs[0].settings)))} of {len(runs)} runs")
+        table.astype(dict.fromkeys(floats, "float32")).to_parquet(path, index=False, compression="zstd")
+        print(f"{path}: {len(table.drop_duplicates(list(runs[0].settings)))} of {len(runs)} runs")
         return
     runs = [run for run in runs if not FLAGS.seeds or str(run.config.seed) in FLAGS.seeds]
-    known = collected(runs)
+    known = collected(runs, path)
     waiting = [run for run in runs if not file_of(run).exists() and run.name not in known]
     if FLAGS.share is not None:
         mine = sorted({run.settings["algorithm"] for run in runs})[FLAGS.share :: FLAGS.workers]

@@ -89,9 +89,13 @@ def inputs_of(batch: Batch, algorithm: str, group_size: int) -> dict:
     return inputs
 
 
-def learned_with_trl(program: Programs, run: SweepRun, seed: Seed, policy: Policy) -> Iterator[dict]:
-    """What each evaluation finds, the first before training."""
-    config, folder = run.config, Path(tempfile.mkdtemp())
+def learned_with_trl(program: Programs, run: SweepRun, seed: Seed, policy: Policy, folder: Path) -> Iterator[dict]:
+    """What each evaluation finds, the first before training.
+
+    Args:
+        folder: for weights on their way from torch.
+    """
+    config = run.config
     rollout, own = config.rollout, config.optimizer
     model_folder = written(policy, seed.params, folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -127,7 +131,8 @@ def both(run: SweepRun) -> pd.DataFrame:
     program = Programs(config, policy, 0)
     regime = Regime(jnp.int32(config.regime.sync_interval))
     own = program.run(seed, config.optimizer.learning_rate, regime)
-    theirs = pd.DataFrame(learned_with_trl(program, run, seed, policy)).astype(float)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = pd.DataFrame(learned_with_trl(program, run, seed, policy, Path(folder))).astype(float)
     tables = {"recjax": own, "trl": theirs}
     columns = ["step", "evaluation/accuracy", "evaluation/initial_kl"]
     return pd.concat([table[columns].assign(loss=name, **run.settings) for name, table in tables.items()])

@@ -5,6 +5,7 @@ text and its reward.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
@@ -148,6 +149,7 @@ def _turns(rows: Sequence[Experience]) -> tuple[Turn, ...]:
         and len(one) == 3
         and all(type(number) is int for number in one[:2])
         and type(one[2]) in (int, float)
+        and math.isfinite(one[2])
         and 0 <= one[0] < len(rows)
         and 0 < one[1] <= len(rows[one[0]].completion_tokens)
         for one in found

@@ -41,20 +41,20 @@ def test_rewards_are_those_of_the_tasks_function():
     assert 0 < found.sum() < len(texts)
 
 
-def test_a_run_in_the_table_is_finished_without_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims_map, "TABLE", tmp_path / "map.parquet")
+def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
+    path = tmp_path / "map.parquet"
     runs = [
         SweepRun({"algorithm": name, "seed": "0"}, [], Config(output=str(tmp_path / f"{name}__0")))
         for name in ("grpo", "opmd", "asymre")
     ]
     for place, run in enumerate(runs[:2]):
         claims_map.file_of(run).write_text(json.dumps({"step": [0, 25], "reward": [None, place]}))
-    table = claims_map.collect(runs)
+    table = claims_map.collect(runs, path)
     assert len(table) == 4 and table["reward"].tolist()[1::2] == [0, 1]
-    table.to_parquet(claims_map.TABLE)
+    table.to_parquet(path)
     claims_map.file_of(runs[0]).unlink()
-    assert claims_map.collected(runs).keys() == {"grpo__0", "opmd__0"}
-    pd.testing.assert_frame_equal(claims_map.collect(runs), table, check_dtype=False)
+    assert claims_map.collected(runs, path).keys() == {"grpo__0", "opmd__0"}
+    pd.testing.assert_frame_equal(claims_map.collect(runs, path), table, check_dtype=False)
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_runs_are_the_trainers(tmp_path, monkeypatch):
     assert len(chosen) == 6
     chosen = [run for run in chosen if run.settings["regime"] in ("interval_5", "offset_10")]
     claims_map.make(claims_map.in_order(chosen))
-    table = claims_map.collect(chosen)
+    table = claims_map.collect(chosen, tmp_path / "map.parquet")
     assert table["evaluation/accuracy"].between(0, 1).all()
     for run in chosen:
         train(run.config)

@@ -1,5 +1,7 @@
 """Turns become rows: what was sampled stays as it was, and is in one row once."""
 
+import json
+
 import numpy as np
 import pytest
 import tokenizers
@@ -117,6 +119,30 @@ GROUPS = [
     Group("g0", LONG.prompt_tokens, (completion("a", [LONG, OTHER], 1.0), completion("b", [SHORT], 0.0)), "c", "x"),
     Group("g1", SHORT.prompt_tokens, (completion("c", [SHORT, LONG, OTHER], 0.5),), "d", "x"),
 ]
+
+
+TURN = [0, 2, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("turns", "kept"),
+    [
+        ([TURN, [1, 2, -1]], True),
+        ([TURN, [2, 1, 0.0]], False),
+        ([[0, 5, 0.5]], False),
+        ([[0, 0, 0.5]], False),
+        ([[0, 2, float("nan")]], False),
+        ([[0, 2, float("inf")]], False),
+        ([[0, 2, True]], False),
+        ([[0, 2]], False),
+        ("turns", False),
+    ],
+)
+def test_turns_are_read_where_they_can_be_those_of_the_rows(turns, kept):
+    first, second = rows_of([GROUPS[0]], "t", TIME)[:2]
+    first = first._replace(metadata=json.dumps({"turns": turns}))
+    ((found,),) = [group.completions for group in groups_of([first, second])]
+    assert found.turns == (tuple(map(tuple, turns)) if kept else ())
 
 
 def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):
