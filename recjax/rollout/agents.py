@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
@@ -118,12 +119,13 @@ class Agents:
     ) -> list[Tried]:
         rollout, task = self._config.rollout, self._config.task
         limits = Limits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
-        keys = functools.cache(lambda turn: _turn_keys(key, turn, len(problems)))
+        # Made before any agent's seconds count: the device may first have an update to finish.
+        keys = turn_keys(key, task.agent_turns, len(problems))
         async with LiveEngine(engine) as live:
 
             def policy_of(place: int, at_work: Callable[[bool], None]) -> AgentPolicy:
                 def key_of(turn: int) -> np.ndarray:
-                    return keys(turn)[place]
+                    return keys[turn][place]
 
                 return AgentPolicy(live, policy, self._chats, sampling, limits, key_of, at_work)
 
@@ -169,9 +171,10 @@ def _run(main: Any) -> Any:
         loop.close()
 
 
-def _turn_keys(key: PRNGKeyArray, turn: int, count: int) -> np.ndarray:
-    """Key data of one turn of all agents; of turn 0 those of completions of one turn."""
-    return row_keys(jax.random.fold_in(key, _LAST - turn) if turn else key, count)
+def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:
+    """Key data of all turns of all agents; of turn 0 those of completions of one turn."""
+    later = jax.vmap(jax.random.fold_in, (None, 0))(key, np.uint32(_LAST - np.arange(1, turns)))
+    return row_keys(jnp.concatenate([key[None], later]), count)
 
 
 def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weight: float) -> Completion:

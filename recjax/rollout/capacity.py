@@ -12,6 +12,7 @@ from recjax.models.placement import row_shards
 
 ROUND = 16  # tokens that a slot samples at most before the host looks again
 SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # the smallest cache in tokens; fewer rows are not gathered into fewer slots
+FEWEST_CONTINUED = 4  # requests that go on from what slots hold are filled up to so many
 RESERVE = 0.2  # share of the free memory that is left for activations and for a cache that grows
 ALWAYS_FREE = 2**24  # bytes that are not asked for
 

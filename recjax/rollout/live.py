@@ -64,6 +64,7 @@ class LiveEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
         self._thread.shutdown(wait=True)
+        del self._engine  # agents that have ended refer to this in circles, and must not hold weights and cache
 
     async def sample(self, request: Request) -> Sampled:
         """The completion of a request. Who is cancelled while it waits frees its slot and leaves others as they are.

@@ -69,6 +69,14 @@ async def talks(problem: Problem, policy: AgentPolicy) -> None:
         messages += [reply.message, {"role": "user", "content": "1+1"}]
 
 
+async def rests(problem: Problem, policy: AgentPolicy) -> float:
+    """Two turns, and between them a tenth of a second of something else."""
+    await policy.complete(problem.prompt)
+    await asyncio.sleep(0.1)
+    await policy.complete(problem.prompt)
+    return 1.0
+
+
 async def by_column(problem: Problem, policy: AgentPolicy):
     """Does what the problem's column `do` says."""
     what = problem.columns["do"]

@@ -1,7 +1,9 @@
 """Agents of a batch: their tokens and log-probs, what one of them does to itself and not to others, their tools."""
 
 import asyncio
+import gc
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
+from recjax.rollout import agents
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
@@ -62,10 +65,10 @@ def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
     """Groups and grades."""
     prompts = encode_problems(problems, policy.tokenizer, None)
     reward = load_reward(config.task.reward_name())
-    with Grading(config, reward) as grading, Agents(config, policy) as agents:
+    with Grading(config, reward) as grading, Agents(config, policy) as opened:
         names = {"name": "b", "source": "policy", "version": 3}
         options = jax.random.key(seed), group_size, Sampling(), grading
-        groups, grades = agents.sample_groups(policy, params, prompts, *options, **names)
+        groups, grades = opened.sample_groups(policy, params, prompts, *options, **names)
         return groups, grades.result()
 
 
@@ -79,6 +82,25 @@ def same(ours, theirs, tolerance=0.0):
         for row, its in zip((one, *one.further), (other, *other.further), strict=True):
             np.testing.assert_array_equal(row.tokens, its.tokens)
             np.testing.assert_allclose(row.behaviour_logprobs, its.behaviour_logprobs, rtol=0, atol=tolerance)
+
+
+def test_nothing_holds_a_batchs_engine_any_more(made, monkeypatch):
+    """Its copy of the weights and its cache are gone at once, not when Python next looks for cycles."""
+    engines = []
+
+    class Seen(Engine):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            engines.append(weakref.ref(self))
+
+    monkeypatch.setattr(agents, "Engine", Seen)
+    gc.disable()
+    try:
+        groups, _ = sampled(*made("one_turn"))
+        assert len(completions_of(groups)) == 6 and len(engines) == 1
+        assert engines[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
@@ -197,6 +219,18 @@ def test_failing_agents_cost_themselves_alone(made):
     alone, _ = sampled(*parts, [asked[0], *[asked[-1]] * (len(DOES) + 1)], group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
     same(ours, theirs, 1e-5)
+
+
+def test_a_device_that_is_busy_costs_no_agent_its_seconds(made, monkeypatch):
+    """Keys are made on the device, which may first have an update to finish."""
+
+    def slow_keys(*arguments):
+        time.sleep(1.0)
+        return row_keys(*arguments)
+
+    monkeypatch.setattr(agents, "row_keys", slow_keys)
+    _, grades = sampled(*made("rests", "task.agent_seconds=0.5"))
+    assert [grade.failure for grade in grades] == ["none"] * 6
 
 
 def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
