@@ -1,7 +1,8 @@
 """Whole runs of the laboratory as two compiled programs, in which learning rate, staleness and seed are arguments.
 
 One trains from an evaluation to the next, the other evaluates: inside the first one's loop an evaluation takes four
-times as long on a CPU. Sampling is the engine's program for a whole batch, the update is the trainer's, and so are
+times as long on a CPU. Several runs at once by `vmap` take longer there than one after the other: see
+benchmarks/together.py. Sampling is the engine's program for a whole batch, the update is the trainer's, and so are
 prompts, keys and rewards: a run made here is the run of `recjax.train` but for rounding. What it lacks is what the
 laboratory does not need: checkpoints, queues of other kinds, files.
 """
@@ -127,7 +128,7 @@ class Programs:
         texts = policy.tokenizer.convert_ids_to_tokens(range(len(policy.tokenizer)))
         self._digits = jnp.array([int(text) if text.isdecimal() else -1 for text in texts])
         self._most_offset = most_offset
-        self._trained = jax.jit(self._train, donate_argnames="carry")
+        self._trained = jax.jit(self.train, donate_argnames="carry")
         self.batch = jax.jit(self._batch)
         self.evaluated = jax.jit(self._evaluate)
 
@@ -167,11 +168,7 @@ class Programs:
     def run(self, seed: Seed, rate: float, regime: Regime) -> pd.DataFrame:
         """A row for each evaluation, the first before training: what it finds, and means of the steps before it."""
         every, steps = self._config.evaluation.every, self._config.training.steps
-        older = jax.tree.map(lambda x: jnp.repeat(x[None], self._most_offset + 1, 0), seed.params)
-        optimizer_state = self._recipe.optimizer.init(seed.params)
-        optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
-        trained = TrainState(seed.params, optimizer_state)
-        carry = jax.tree.map(jnp.copy, (trained, seed.params, older))  # as the program writes over it
+        carry = jax.tree.map(jnp.copy, self.start(seed, rate))  # as the program writes over it
         rows = [{"step": 0} | self.evaluated(seed, seed.params, seed.evaluation_keys[0])]
         for first in range(0, steps, every):
             block = slice(first, first + every)
@@ -181,12 +178,18 @@ class Programs:
             rows.append({"step": first + every} | measured | evaluated)
         return pd.DataFrame(jax.device_get(rows)).astype(float)
 
-    def _train(self, carry, seed: Seed, regime: Regime, steps: tuple[Array, Array, Array]) -> tuple:
+    def start(self, seed: Seed, rate: float) -> tuple[TrainState, dict, dict]:
+        """What is trained, the sampler's weights, and those of the last steps, the oldest first: all initial ones."""
+        older = jax.tree.map(lambda x: jnp.repeat(x[None], self._most_offset + 1, 0), seed.params)
+        optimizer_state = self._recipe.optimizer.init(seed.params)
+        optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
+        return TrainState(seed.params, optimizer_state), seed.params, older
+
+    def train(self, carry: tuple, seed: Seed, regime: Regime, steps: tuple[Array, Array, Array]) -> tuple:
         """The carry after some steps, and means over them.
 
         Args:
-            carry: what is trained, the sampler's weights, and those of the last steps, the oldest first; all are the
-                initial ones at the beginning.
+            carry: as `start` makes it.
             steps: of each its number, the places of its prompts, and the keys of its completions.
         """
 
