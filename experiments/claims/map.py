@@ -9,9 +9,8 @@ programs.py), an algorithm in one of `--workers` processes. All runs of a seed c
 
 import dataclasses
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -112,22 +111,24 @@ def main(argv: list[str]) -> None:
     runs = [run for run in runs if not FLAGS.seeds or str(run.config.seed) in FLAGS.seeds]
     known = collected(runs, path)
     waiting = [run for run in runs if not file_of(run).exists() and run.name not in known]
-    if FLAGS.share is not None:
-        mine = sorted({run.settings["algorithm"] for run in runs})[FLAGS.share :: FLAGS.workers]
-        make([run for run in waiting if run.settings["algorithm"] in mine])
-        return
-    environment = os.environ | {"PJRT_NPROC": str(max(1, os.cpu_count() // FLAGS.workers))}
-    again = [sys.executable, "-m", "experiments.claims.map", *sys.argv[1:]]
-    workers = [subprocess.Popen([*again, f"--share={place}"], env=environment) for place in range(FLAGS.workers)]
+    algorithms = sorted({run.settings["algorithm"] for run in waiting})
+    os.environ["PJRT_NPROC"] = str(max(1, os.cpu_count() // FLAGS.workers))  # for the workers, which import JAX
+    spawn = multiprocessing.get_context("spawn")
+    shares = [algorithms[place :: FLAGS.workers] for place in range(FLAGS.workers)]
+    parts = [[run for run in waiting if run.settings["algorithm"] in share] for share in shares]
+    workers = [spawn.Process(target=make, args=(part,)) for part in parts]
+    for worker in workers:
+        worker.start()
     try:
         with progress_bar("map", len(runs), len(runs) - len(waiting), unit="run") as bar:
-            while any(worker.poll() is None for worker in workers):
+            while any(worker.is_alive() for worker in workers):
                 time.sleep(1)
                 bar.update(len(runs) - sum(not file_of(run).exists() for run in waiting) - bar.n)
     finally:
         for worker in workers:
             worker.terminate()
-    if any(worker.wait() for worker in workers):
+            worker.join()
+    if any(worker.exitcode for worker in workers):
         raise ValueError("a worker failed, see above; the same command goes on")
 
 
@@ -136,5 +137,4 @@ if __name__ == "__main__":
     flags.DEFINE_bool("collect", False, "Write the table of what is finished.")
     flags.DEFINE_list("seeds", [], "Only runs of these seeds.")
     flags.DEFINE_integer("workers", 2, "Processes.", lower_bound=1)
-    flags.DEFINE_integer("share", None, "Which of the workers this is; given by the command itself.")
     app.run(main)

@@ -6,6 +6,7 @@ runs were looked at.
 
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from experiments.claims.staleness import EARLY
@@ -131,10 +132,10 @@ def best_of(ends: pd.Series, rates: list[str]) -> Best:
     """The best of one algorithm in one regime.
 
     Args:
-        ends: final accuracies by rate and seed.
+        ends: final accuracies by rate and seed; of a rate there may be none yet.
     """
-    values = ends.groupby("rate").mean()[rates].to_numpy()
-    place = first = last = int(values.argmax())
+    values = ends.groupby("rate").mean().reindex(rates).to_numpy()
+    place = first = last = int(np.nanargmax(values))
     good = values >= values[place] - WITHIN
     while first > 0 and good[first - 1]:
         first -= 1

@@ -12,7 +12,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import on_host
 from recjax.models.unrolling import params_for, unrolled_for_sampling
 from recjax.rollout import capacity, decoding
-from recjax.rollout.capacity import FEWEST_CONTINUED, ROUND, at_least, filled_up, power_of_two
+from recjax.rollout.capacity import FEWEST_CONTINUED, at_least, filled_up, power_of_two
 from recjax.rollout.requests import (
     Admitted,
     Prefilled,
@@ -278,7 +278,7 @@ class Engine:
         rest = [request.prefix[start:] for request, start in zip(requests, held, strict=True)]
         # Few programs, each of which takes seconds to compile: agents go on in ones and twos, with a few tokens.
         filled = np.arange(filled_up(power_of_two(max(len(rest), FEWEST_CONTINUED)))) % len(rest)
-        tokens, mask = padded([rest[place] for place in filled], power_of_two(max(ROUND, *map(len, rest))))
+        tokens, mask = padded([rest[place] for place in filled], power_of_two(max(capacity.ROUND, *map(len, rest))))
         lengths, cached = slots.columns.lengths[places], slots.columns.cached[places]
         if (needed := int(cached.max()) + tokens.shape[1]) > slots.time:
             slots.resize(self._cache_time(needed))
@@ -315,7 +315,7 @@ class Engine:
         return power_of_two(max(needed, capacity.SHORTEST_CACHE))
 
     def _round_time(self) -> int:
-        return capacity.round_time(self._longest) if self._longest else ROUND
+        return capacity.round_time(self._longest) if self._longest else capacity.ROUND
 
     def _fit(self) -> None:
         """Room for a round in every slot, and for a batch no more slots than it still needs."""
