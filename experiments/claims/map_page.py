@@ -6,7 +6,18 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.claims.readings import READINGS, REGIMES, THRESHOLD, best_of, foretold, rates_of
+from experiments.claims.markdown import markdown_table
+from experiments.claims.readings import (
+    READINGS,
+    REGIMES,
+    THRESHOLD,
+    best_of,
+    claims,
+    edge_rate,
+    foretold,
+    rates_of,
+    read,
+)
 from experiments.claims.verdicts import MARGIN, Claim
 from recjax.analysis.compare import fallen, final, whole
 from recjax.plots.style import new_figure
@@ -34,10 +45,13 @@ def draw_map(table: pd.DataFrame, values: pd.Series, title: str, names: dict[str
     figure = new_figure(16, 6.4, title)
     panels = figure.subplots(2, -(-len(algorithms) // 2), sharex=True, sharey=True)
     for axes, algorithm in zip(panels.flat, algorithms, strict=False):
-        grid, fell = (of.loc[algorithm].unstack("rate").reindex(REGIMES)[rates].to_numpy() for of in (means, falls))
+        grid, fell = (
+            of.loc[algorithm].unstack("rate").reindex(REGIMES, columns=rates).to_numpy() for of in (means, falls)
+        )
         image = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
-            text = f"{value:.2f}"[1 if value < 1 else 0 :] + ("↓" if fell[row, column] > MARGIN else "")
+            text = "–" if np.isnan(value) else f"{value:.2f}"[1 if value < 1 else 0 :]
+            text += "↓" if fell[row, column] > MARGIN else ""
             axes.text(
                 column, row, text, ha="center", va="center", fontsize=8, color="black" if value > 0.6 else "white"
             )
@@ -64,11 +78,41 @@ def best_rows(table: pd.DataFrame, names: dict[str, str]) -> list[list[str]]:
     for algorithm in dict.fromkeys(table["algorithm"]):
         row = [names[algorithm]]
         for regime in REGIMES:
-            best = best_of(ends.xs((algorithm, regime), level=("algorithm", "regime")), rates)
+            of_regime = ends[ends.index.get_level_values("regime") == regime]
+            if algorithm not in of_regime.index.get_level_values("algorithm"):
+                row.append("–")
+                continue
+            best = best_of(of_regime.xs(algorithm, level="algorithm"), rates)
             span = "" if best.slowest == best.fastest else f" ({best.slowest} to {best.fastest})"
             row.append(f"{best.accuracy:.3f} at {best.rate}{span}")
         rows.append(row)
     return rows
+
+
+def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
+    """What the page says of the map, by the names of its places."""
+    best = markdown_table(["", *(SHORT[regime] for regime in REGIMES)], best_rows(table, names))
+    return {
+        "map_best": best,
+        "map_readings": readings_text(table),
+        "map_foretelling": foretelling_text(table),
+        "map_edge": edge_rate(table),
+        "map_runs": str(len(final(table))),
+        "map_seeds": str(table["seed"].nunique()),
+    }
+
+
+def readings_text(table: pd.DataFrame) -> str:
+    """The claims' verdicts and numbers under the three readings; with one seed there are none."""
+    if table["seed"].nunique() < 2:
+        return "There is one seed so far. Intervals need two, and verdicts need intervals.\n"
+    found = {reading: claims(of_reading) for reading, of_reading in read(table).items()}
+    verdicts = [
+        [name, claim.text, *(found[reading][name].verdict for reading in READINGS)]
+        for name, claim in found["edge"].items()
+    ]
+    numbers = markdown_table(["", "number", "as claimed if", *READINGS], check_rows(found))
+    return markdown_table(["", "claim", *READINGS.values()], verdicts) + "\n" + numbers
 
 
 def check_rows(found: dict[str, dict[str, Claim]]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 python -m experiments.claims.page                       # from experiments/claims/*.parquet
 python -m experiments.claims.page --collect grid        # first reads the runs of grid.yaml into metrics.parquet
 python -m experiments.claims.page --collect smollm2     # first reads the runs of smollm2.yaml into smollm2.parquet
+python -m experiments.claims.map --collect              # does so with the map's runs
 """
 
 import json
@@ -13,6 +14,8 @@ import numpy as np
 import pandas as pd
 from absl import app, flags
 
+from experiments.claims import map_page
+from experiments.claims.markdown import markdown_table
 from experiments.claims.staleness import (
     EARLY,
     INTERVALS,
@@ -33,7 +36,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2"], "Read these runs and rewrite their table first.")
 
 HERE = Path(__file__).parent
-TABLES = {"grid": HERE / "metrics.parquet", "smollm2": HERE / "smollm2.parquet"}
+TABLES = {"grid": HERE / "metrics.parquet", "smollm2": HERE / "smollm2.parquet", "map": HERE / "map.parquet"}
 PEER = HERE / "peer.parquet"
 VERDICTS = HERE / "verdicts.json"
 DOCS = HERE.parent.parent / "docs"
@@ -67,12 +70,6 @@ PANELS = (
     "ratio/q99",
     "completion_length",
 )
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def claim_section(name: str, claim: Claim) -> str:
@@ -165,7 +162,9 @@ def peer_table(table: pd.DataFrame) -> str:
     return markdown_table(header, rows)
 
 
-def draw_all(table: pd.DataFrame, smollm2: pd.DataFrame, found: dict[str, Claim], folder: Path) -> None:
+def draw_all(
+    table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFrame, found: dict[str, Claim], folder: Path
+) -> None:
     """Every figure of the page, as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     regimes = table[table["regime"].isin(REGIMES)]
@@ -177,18 +176,20 @@ def draw_all(table: pd.DataFrame, smollm2: pd.DataFrame, found: dict[str, Claim]
     )
     everything.savefig(folder / "all.png", dpi=100)
     draw_staleness(table, NAMES).savefig(folder / "staleness.png", dpi=100)
+    map_page.draw_maps(of_rates, NAMES, folder)
     draw_curves(smollm2, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / "smollm2.png", dpi=100)
 
 
-def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, docs: Path, verdicts: Path) -> None:
+def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFrame, docs: Path, verdicts: Path) -> None:
     """docs/claims.md with its figures, and verdicts.json.
 
     Args:
         table: of the grid's runs.
         smollm2: of SmolLM2's.
+        of_rates: of the map's.
     """
-    found = claims(table)
-    draw_all(table, smollm2, found, docs / "claims")
+    found, mapped = claims(table), map_page.parts(of_rates, NAMES)
+    draw_all(table, smollm2, of_rates, found, docs / "claims")
     verdicts.write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     seeds, runs = table["seed"].nunique(), len(table.groupby(axes_of(table)))
     summary = markdown_table(
@@ -207,6 +208,7 @@ def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, docs: Path, verdicts:
         "peer": peer_table(pd.read_parquet(PEER)),
         "seeds": str(seeds),
         "runs": str(runs),
+        **mapped,
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for key, value in parts.items():
@@ -219,10 +221,10 @@ def main(argv: list[str]) -> None:
     try:
         for name in FLAGS.collect:
             read_runs(HERE / f"{name}.yaml").to_parquet(TABLES[name], index=False, compression="zstd")
-        table, smollm2 = (read_runs(path) for path in TABLES.values())
+        table, *others = (read_runs(path) for path in TABLES.values())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    write_page(table, smollm2, DOCS, VERDICTS)
+    write_page(table, *others, DOCS, VERDICTS)
     for name, claim in claims(table).items():
         print(f"{name}: {claim.verdict}")
 

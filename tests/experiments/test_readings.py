@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.claims import readings
-from experiments.claims.map_page import best_rows, check_rows, draw_map
+from experiments.claims.map_page import best_rows, check_rows, draw_map, parts
 from recjax.analysis.compare import final
 
 RATES = ("1e-4", "2e-4", "4e-4")
@@ -97,3 +97,22 @@ def test_tables_and_heat_maps_show_every_cell():
     figure = draw_map(table, final(table), "", names)
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert len(texts) == 10 * 3 * 6 and set(texts) == {".90", ".50"}
+
+
+def test_what_is_not_made_yet_is_left_open():
+    table = table_of(lambda _a, rate, *_: 0.9 if rate == "2e-4" else 0.5)
+    grpo, opmd = table["algorithm"] == "grpo", table["algorithm"] == "opmd"
+    table = table[~(opmd & (table["regime"] == "offline")) & ~(grpo & (table["rate"] == "2e-4"))]
+    names = {name: name for name in (*NAMES, *OTHERS)}
+    rows = {row[0]: row[1:] for row in best_rows(table, names)}
+    assert rows["opmd"] == [*["0.900 at 2e-4"] * 5, "–"] and rows["grpo"] == ["0.500 at 1e-4"] * 6
+    texts = [text.get_text() for axes in draw_map(table, final(table), "", names).figure.axes for text in axes.texts]
+    assert texts.count("–") == 3 + 6
+
+
+def test_verdicts_need_a_second_seed():
+    table = table_of(lambda *place: 0.5 + 0.01 * int(place[-2]))
+    names = {name: name for name in (*NAMES, *OTHERS)}
+    both, alone = (parts(each, names)["map_readings"] for each in (table, table[table["seed"] == "0"]))
+    assert all(f"| {claim} |" in both for claim in ("C1", "C2", "C3", "C5", "C6", "C7"))
+    assert alone.startswith("There is one seed so far.")
