@@ -1,7 +1,7 @@
 """Whole runs of the laboratory as two compiled programs, in which learning rate, staleness and seed are arguments.
 
 One trains from an evaluation to the next, the other evaluates: inside the first one's loop an evaluation takes four
-times as long on a CPU. Several runs at once by `vmap` take longer there than one after the other: see
+times as long on a CPU. Several runs at once by `vmap` are no faster there than one after the other: see
 benchmarks/together.py. Sampling is the engine's program for a whole batch, the update is the trainer's, and so are
 prompts, keys and rewards: a run made here is the run of `recjax.train` but for rounding. What it lacks is what the
 laboratory does not need: checkpoints, queues of other kinds, files.
