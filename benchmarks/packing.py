@@ -1,4 +1,4 @@
-"""The update on uneven completions: each prompt shared by its padded group, against packed rows that repeat it.
+"""The update on uneven completions: padded, each prompt once for its group, against rows that repeat or share it.
 
     python -m benchmarks.packing --prompts 8 --group_size 8 --prompt_tokens 64 --max_tokens 256 --repeats 5
 
@@ -18,6 +18,7 @@ from absl import app, flags
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
+from recjax.host_memory import keep_freed_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.training.packing import Packed, pack, padding_waste, row_shape
@@ -68,14 +69,19 @@ def make_batch(shape: flags.FlagValues, random: np.random.Generator) -> Batch:
 
 def main(_) -> None:
     """Prints each way's seconds and padding, and their ratio."""
+    keep_freed_memory()
     shape, random = flags.FLAGS, np.random.default_rng(0)
     overrides = {"reference_kl": {"coefficient": 0.1}} if shape.reference_kl else {}
     algorithm, params = build_algorithm("grpo", overrides), init_params(CONFIG, jax.random.key(0))
     rows = row_shape(shape.tokens_per_micro_batch, shape.prompt_tokens + shape.max_tokens - 1)
     state = TrainState(jax.tree.map(jnp.copy, params), OPTIMIZER.init(params))
     micro_batches = shape.prompts // shape.micro_batch_prompts
-    names = f"padded, {micro_batches} micro-batches", f"packed, {rows.rows} rows of {rows.tokens} tokens"
+    tall = f"{rows.rows} rows of {rows.tokens} tokens"
+    names = f"padded, {micro_batches} micro-batches", f"packed, {tall}, prompts repeated", f"packed, {tall}, shared"
     batches = [make_batch(shape, random) for _ in range(shape.repeats)]
+
+    def laid_out(batch: Batch, way: int) -> Packed | None:
+        return pack(batch, rows, share=way == 2) if way else None
 
     def arguments(batch: Batch, packed: Packed | None) -> tuple:
         return state, {}, params if shape.reference_kl else None, batch, jax.random.key(0), packed
@@ -87,23 +93,23 @@ def main(_) -> None:
             micro_batches=None if packed else micro_batches,
         ).compile()
 
-    def run(program: jax.stages.Compiled, batch: Batch, pack_it: bool) -> tuple[float, float]:
+    def run(program: jax.stages.Compiled, batch: Batch, way: int) -> tuple[float, float]:
         """Seconds of an update, and the share of padding."""
         nonlocal state
         started = time.perf_counter()
-        packed = pack(batch, rows) if pack_it else None
-        state, metrics = program(*arguments(batch, packed))
-        jax.block_until_ready((state, metrics))
+        packed = laid_out(batch, way)
+        state, *found = program(*arguments(batch, packed))
+        jax.block_until_ready((state, found))
         return time.perf_counter() - started, padding_waste(batch, packed)
 
     programs = []
-    for name, packed in zip(names, (None, pack(batches[0], rows)), strict=True):
+    for way, name in enumerate(names):
         started = time.perf_counter()
-        programs.append(compiled(packed))
+        programs.append(compiled(laid_out(batches[0], way)))
         seconds, memory = time.perf_counter() - started, programs[-1].memory_analysis().temp_size_in_bytes
-        run(programs[-1], batches[0], packed is not None)
+        run(programs[-1], batches[0], way)
         print(f"{name}: compiled in {seconds:.1f} s; {memory / 2**20:.0f} MiB beside state and batch")
-    measured = np.array([[run(program, batch, program is programs[1]) for program in programs] for batch in batches])
+    measured = np.array([[run(program, batch, way) for way, program in enumerate(programs)] for batch in batches])
     print(f"completions: mean {np.mean([batch.completion_mask.sum(-1) for batch in batches]):.1f} tokens")
     for name, (seconds, waste) in zip(names, measured.transpose(1, 2, 0), strict=True):
         ratio = measured[:, 0, 0] / seconds

@@ -21,8 +21,8 @@ from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs
+from recjax.training.layout import packed_batch
 from recjax.training.mesh import make_mesh
-from recjax.training.packing import packed_batch
 from recjax.training.start import begin
 from recjax.training.update import recipe_of, update
 
@@ -65,7 +65,7 @@ def prepare(inputs: Inputs) -> System:
     parts = config.micro_batches()
 
     def updated(trained, batch: Batch, number: int):
-        packed = packed_batch(config, batch)
+        packed = packed_batch(config, recipe.decoder, batch, parts)
         trained, metrics, _ = update(
             trained,
             run.frozen,

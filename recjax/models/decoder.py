@@ -82,6 +82,12 @@ class DecoderConfig:
     logit_cap: float | None = None
     lora: Lora | None = None
 
+    @property
+    def layer_weights(self) -> int:
+        """Weights in the matrix products of a layer, adapters left out."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (heads + 3 * self.intermediate_size)
+
 
 class Context(NamedTuple):
     """Keys and values of tokens that come before the ones being processed, for all layers.
@@ -224,6 +230,7 @@ class Decoder(nn.Module):
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
         place: Int[Array, ""] | None = None,
+        prefixes: Int[Array, "batch time"] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
 
@@ -235,6 +242,8 @@ class Decoder(nn.Module):
             contexts: earlier tokens that every row may attend to.
             place: where keys and values of these tokens are written in the last context, whose mask and positions are
                 as they are after that: a loop that reads what it has just written needs no copy. None: nowhere.
+            prefixes: where `mask` is of ids, another id that each token attends to as well, of a prompt that several
+                sequences of its row go on from. None: none has one.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
             [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`; with `place`, those of
@@ -263,6 +272,8 @@ class Decoder(nn.Module):
             sources.append((mask, positions))
         masks = [attention_mask(mask, theirs) for theirs, _ in sources]
         if place is None:
+            if prefixes is not None:
+                masks[-1] |= attention_mask(prefixes, mask)
             masks[-1] &= jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
         windows, distances = None, []
         if config.windows:
@@ -272,6 +283,7 @@ class Decoder(nn.Module):
         block = Block
         if self.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
+        ids = mask if prefixes is None else None
         keys_values = tuple((context.keys, context.values) for context in contexts)
         per_layer = PerLayer(frequencies, windows)
         if self.unrolled:
@@ -280,7 +292,7 @@ class Decoder(nn.Module):
                 own = [(keys[layer], values[layer]) for keys, values in keys_values]
                 options = PerLayer(*(None if option is None else option[layer] for option in per_layer))
                 one = block(config, self.dtype, self.attention, name=f"layer_{layer}")
-                hidden, pair = one(hidden, own, options, angles, masks, distances, mask, place)
+                hidden, pair = one(hidden, own, options, angles, masks, distances, ids, place)
                 new.append(pair)
             keys_values = tuple(zip(*new, strict=True))
         else:
@@ -292,7 +304,7 @@ class Decoder(nn.Module):
                 length=config.num_layers,
             )
             scanned = layers(config, self.dtype, self.attention, name="layers")
-            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, mask, place)
+            hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, ids, place)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
         return hidden.reshape(*tokens.shape, -1), keys_values
 

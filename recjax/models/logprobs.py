@@ -136,6 +136,7 @@ def packed_logprobs(
     positions: Int[Array, "rows row_tokens"],
     segments: Int[Array, "rows row_tokens"],
     targets: Int[Array, "rows row_tokens"],
+    prefixes: Int[Array, "rows row_tokens"] | None = None,
     *,
     sampling: Sampling,
     chunk: int,
@@ -143,12 +144,13 @@ def packed_logprobs(
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
-        tokens, positions, segments, targets: as in `recjax.training.packing.Packed`. Values at padding mean nothing.
+        tokens, positions, segments, targets, prefixes: as in `recjax.training.packing.Packed`. Values at padding mean
+            nothing.
         sampling: what the completions were sampled with.
         chunk: positions whose vocabulary scores exist at one time.
     """
     weights = {"params": params_for(decoder, params)}
-    hidden, _ = decoder.apply(weights, tokens, positions, segments)
+    hidden, _ = decoder.apply(weights, tokens, positions, segments, prefixes=prefixes)
     return chunked_logprobs(decoder.config, params, hidden, targets, sampling, chunk)
 
 

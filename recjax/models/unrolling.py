@@ -22,10 +22,8 @@ def unrolled_on_cpu(decoder: Decoder, most: int) -> Decoder:
 
 def unrolled_for_sampling(decoder: Decoder) -> Decoder:
     """The decoder with its layers written out where that samples faster."""
-    shape = decoder.config
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    weights = shape.hidden_size * (attention + 3 * shape.intermediate_size)
-    return unrolled_on_cpu(decoder, MOST_WRITTEN_OUT) if weights >= LEAST_WEIGHTS else decoder
+    large = decoder.config.layer_weights >= LEAST_WEIGHTS
+    return unrolled_on_cpu(decoder, MOST_WRITTEN_OUT) if large else decoder
 
 
 def params_for(decoder: Decoder, params: dict) -> dict:

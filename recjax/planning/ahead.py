@@ -226,8 +226,9 @@ def _packed(plan: Plan) -> Packed | None:
     if plan.config.training.tokens_per_micro_batch is None:
         return None
     batch, most = _prompts(plan) * plan.config.rollout.group_size, _turns(plan, "update")
-    shapes = [(most, *_packed_shape(plan))] * 4 + [(most, batch), ()]
-    return Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
+    shapes = [(most, *_packed_shape(plan))] * 5 + [(most, batch), ()]
+    packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
+    return packed._replace(prefixes=None) if plan.model.decoder.attention == "splash" else packed
 
 
 def _packed_shape(plan: Plan) -> RowShape:

@@ -144,7 +144,7 @@ def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtyp
     shape = sampled_shape(config, prompt_tokens)
     if config.training.tokens_per_micro_batch:
         rows, tokens = shape_for(config, shape)
-        inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 4
+        inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 5
         return inputs, rows * tokens, f"{rows} packed rows × {tokens} tokens"
     rows = config.rollout.group_size if config.task.agent else 1
     shape = shape._replace(prompts=config.prompts_per_micro_batch() * rows)

@@ -30,8 +30,9 @@ from recjax.training import checkpoint, following, kept_samples, rounds, run_loc
 from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.evaluation import evaluate, samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
+from recjax.training.layout import packed_batch
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
-from recjax.training.packing import packed_batch, padding_waste
+from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.run_folder import check_run_folder
@@ -117,7 +118,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             # along only where the algorithm reads them.
             weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                packed = packed_batch(config, learned)
+                packed = packed_batch(config, recipe.decoder, learned, micro_batches)
                 trained, measured, of_tokens = update(
                     state.trained,
                     run.frozen,

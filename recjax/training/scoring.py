@@ -34,8 +34,8 @@ def micro_batch_logprobs(
     decoder: Decoder, params: dict, part: Batch, packed: Packed, index: Int[Array, ""], sampling: Sampling, chunk: int
 ) -> LogprobsAndEntropy:
     """Of the tokens in a micro-batch of packed rows, `part` by `in_micro_batch`; 0 elsewhere."""
-    *sequences, first = (x[index] for x in packed[:-1])
-    sequences = [constrain(x, ROWS) for x in sequences]
+    *sequences, first = jax.tree.map(lambda x: x[index], packed[:-1])
+    sequences = jax.tree.map(lambda x: constrain(x, ROWS), sequences)
     values = packed_logprobs(decoder, params, *sequences, sampling=sampling, chunk=chunk)
     return tuple(completions_of_packed(x, first, part.completion_mask) for x in values)
 

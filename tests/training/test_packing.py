@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from recjax.config_loading import load_config
 from recjax.experience.batch import Batch, Shape
+from recjax.training import layout
 from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
 from recjax.training.run import prepare
 from recjax.training.update import update
@@ -35,11 +36,14 @@ def same_step(one, other):
 )
 def test_packing_changes_nothing(preset):
     batch, whole_prompts = ragged(), preset == "pairwise_consistency"
-    packed = pack(batch, SHAPE, whole_prompts)
-    assert packed.count > 1 and (packed.segments > 1).any()
-    params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
-    same_step((params, metrics), step(batch, preset, overrides=CASES[preset]))
-    assert metrics["gradient_norm"] > 1e-3
+    expected = step(batch, preset, overrides=CASES[preset])
+    for share in (True, False):
+        packed = pack(batch, SHAPE, whole_prompts, share)
+        assert packed.count > 1 and (packed.segments > 1).any()
+        assert not share or (packed.prefixes != packed.segments).any()
+        params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
+        same_step((params, metrics), expected)
+        assert metrics["gradient_norm"] > 1e-3
 
 
 def test_one_program_serves_batches_of_any_lengths():
@@ -68,17 +72,19 @@ def batches(draw):
 
 
 @settings(deadline=None)
-@given(batches(), st.integers(0, 40), st.integers(1, 3), st.booleans())
-def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_prompts):
+@given(batches(), st.integers(0, 40), st.integers(1, 3), st.booleans(), st.booleans())
+def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_prompts, share):
     longest = 4 + batch.completions.shape[1] - 1
     group = len(batch.completions) // len(batch.prompts)
     together = group if whole_prompts else 1
     shape = row_shape(longest * together * multiple + more, longest, together, multiple)
     assert shape.rows % multiple == 0 and shape.rows * shape.tokens <= longest * together * multiple + more
-    packed = pack(batch, shape, whole_prompts)
+    packed = pack(batch, shape, whole_prompts, share)
     assert packed.tokens.shape == (len(packed.first), *shape)
     assert packed.count <= len(packed.first) and not packed.segments[packed.count :].any()
-    placed = 0
+    prefixes = packed.prefixes if share else packed.segments
+    assert share or packed.prefixes is None
+    own, copied = 0, set()
     for index, length in enumerate(sequence_lengths(batch)):
         (where,) = np.flatnonzero(packed.first[:, index] >= 0) if length else (None,)
         if where is None:
@@ -87,14 +93,18 @@ def test_every_sequence_is_there_once_and_whole(batch, more, multiple, whole_pro
         prompt = batch.prompts[index // group][batch.prompt_mask[index // group]]
         completion = batch.completions[index][batch.completion_mask[index]]
         row, place = divmod(int(packed.first[where, index]), shape.tokens)
-        here = slice(place - len(prompt) + 1, place + len(completion))
-        assert packed.tokens[where, row, here].tolist() == [*prompt, *completion[:-1]]
-        assert packed.targets[where, row, here].tolist() == [*prompt[1:], *completion]
-        assert packed.positions[where, row, here].tolist() == list(range(length))
-        (segment,) = set(packed.segments[where, row, here].tolist())
-        assert segment > 0 and (packed.segments[where, row] == segment).sum() == length
-        placed += length
-    assert placed == (packed.segments > 0).sum()
+        last = place + len(completion) - 1
+        segments, prefix = packed.segments[where, row], prefixes[where, row, last]
+        assert packed.targets[where, row, place : last + 1].tolist() == completion.tolist()
+        # What the last token may look at is the whole sequence up to it, in order.
+        seen = ((segments == segments[last]) | (segments == prefix)) & (np.arange(shape.tokens) <= last)
+        assert packed.tokens[where, row, seen].tolist() == [*prompt, *completion[:-1]]
+        assert packed.positions[where, row, seen].tolist() == list(range(length))
+        assert segments[last] > 0 and (segments == segments[last]).sum() == (len(completion) if share else length)
+        own += (segments == segments[last]).sum()
+        copied.add((where, row, prompt[:-1].tobytes(), len(prompt) - 1))
+    # A prompt is in a row once, however many go on from it there.
+    assert own + (sum(length for *_, length in copied) if share else 0) == (packed.segments > 0).sum()
     if whole_prompts:
         together = (packed.first >= 0).reshape(len(packed.first), -1, group).any(-1)
         assert (together.sum(0) <= 1).all()
@@ -169,12 +179,17 @@ def tiny(tmp_path):
     return lambda *overrides: load_config(path, [f"output={tmp_path / next(names)}", "training.steps=2", *overrides])
 
 
-def test_a_run_by_a_budget_of_tokens_is_the_same_run(tiny):
-    whole, packed = train(tiny()), train(tiny("training.tokens_per_micro_batch=20"))
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
+    whole = train(tiny())
+    for name, value in {} if asked else {"LEAST_SAVED": -1e15, "LEAST_SHARE": -9, "LEAST_TOKENS": 20}.items():
+        monkeypatch.setattr(layout, name, value)
+    packed = train(tiny(*["training.tokens_per_micro_batch=20"] * asked))
     for one, other in zip(whole[1:], packed[1:], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["update_norm"] == pytest.approx(other["update_norm"], rel=1e-3)
         assert 0 <= other["padding_waste"] < 1 and 0 <= one["padding_waste"] < 1
+        assert one["padding_waste"] != other["padding_waste"]
     assert any(row["padding_waste"] > 0 for row in whole[1:])
 
 

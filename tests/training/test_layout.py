@@ -1,0 +1,73 @@
+"""Batches are packed, unasked, where that is much less work, and only there."""
+
+import numpy as np
+import pytest
+
+from recjax.config_loading import load_config
+from recjax.models.decoder import Decoder, DecoderConfig
+from recjax.training import layout
+from recjax.training.packing import padding_waste
+from tests.training.test_packing import gsm8k_like
+from tests.training.test_update import make_batch
+from tests.training.tiny_run import TINY
+
+SMALL = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A function from overrides to the tiny config."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda *overrides: load_config(path, [f"output={tmp_path}", *overrides])
+
+
+def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
+    batch = make_batch(prompts=prompts, group=group, time=time)
+    return batch._replace(
+        prompts=np.zeros((prompts, prompt_time), np.int32),
+        prompt_mask=np.ones((prompts, prompt_time), bool),
+        completion_mask=np.arange(time) < np.array(lengths).reshape(-1, 1),
+    )
+
+
+def packed(config, batch, micro_batches=1, **options):
+    return layout.packed_batch(config, Decoder(SMALL, **options), batch, micro_batches)
+
+
+def test_uneven_completions_are_packed_and_even_ones_are_not(config):
+    uneven = with_lengths(np.random.default_rng(0).geometric(0.05, 64).clip(1, 256))
+    found = packed(config(), uneven)
+    assert padding_waste(uneven, found) < 0.5 < padding_waste(uneven, None)
+    assert packed(config(), with_lengths([256] * 64)) is None
+    # Long prompts with short completions: one prompt for its group is the least work.
+    assert packed(config(), with_lengths([24] * 64, 4, 16, 512, 32)) is None
+
+
+def test_small_batches_stay_padded(config):
+    small = with_lengths([2] * 64, prompt_time=8, time=32)
+    assert padding_waste(small, None) > 0.7 and packed(config(), small) is None
+
+
+def test_an_empty_batch_has_no_packed_micro_batch(config):
+    assert packed(config(), with_lengths([0] * 64)).count == 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8, 24, 96])
+def test_packed_micro_batches_are_no_larger_than_padded_ones(config, micro_batches):
+    batch = gsm8k_like(np.random.default_rng(1))
+    found = packed(config(), batch, micro_batches=micro_batches)
+    assert found.segments[0].size <= 96 * (256 + 8 * 1023) // micro_batches
+    assert padding_waste(batch, found) < 0.2
+
+
+def test_what_an_algorithm_reads_together_stays_padded(config):
+    uneven = with_lengths([2] * 64)
+    assert packed(config(), uneven) is not None
+    assert packed(config("algorithm.preset=pairwise_consistency"), uneven) is None
+
+
+def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
+    uneven = with_lengths([2] * 64)
+    assert packed(config(), uneven).prefixes is not None
+    assert packed(config(), uneven, attention="splash").prefixes is None
