@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -33,7 +34,7 @@ def write_inputs(folder: Path, shape: Shape, text: str) -> None:
         write_random_model(folder / "model", sizes, tokenizer)
         prompts = random.integers(1, vocabulary, (shape.prompts + 1, shape.prompt_tokens))
     else:
-        tokenizer = _link_model(folder / "model", Path(shape.model))
+        tokenizer = _copied_model(folder / "model", Path(shape.model))
         vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
         prompts = _cut(tokenizer, text, shape)
     # All tokens but the first, which pads.
@@ -87,8 +88,11 @@ def write_random_model(folder: Path, sizes: Sizes, tokenizer: PreTrainedTokenize
     export_model(folder, config, init_params(config, jax.random.key(0)), base)
 
 
-def _link_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
-    """A folder with the weights of `source` and its tokenizer, the end-of-sequence token replaced by `NEVER`."""
+def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
+    """A folder with copies of the weights of `source`, and its tokenizer.
+
+    The end-of-sequence token is `NEVER`. A run refuses weights that are links to another folder.
+    """
     if not (source / "config.json").is_file():
         raise ValueError(
             f"{source} holds no config.json; `python -m recjax.hub.smollm2 --output {source}` makes the model, or"
@@ -100,7 +104,7 @@ def _link_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
     tokenizer.bos_token = None  # some systems put it before every prompt, others do not
     tokenizer.save_pretrained(folder)
     for file in source.glob("*.safetensors*"):
-        (folder / file.name).symlink_to(file.absolute())
+        shutil.copy(file, folder)
     config = json.loads((source / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return tokenizer

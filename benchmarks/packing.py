@@ -18,7 +18,7 @@ from absl import app, flags
 
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.training.packing import Packed, pack, padding_waste, row_shape
@@ -69,7 +69,7 @@ def make_batch(shape: flags.FlagValues, random: np.random.Generator) -> Batch:
 
 def main(_) -> None:
     """Prints each way's seconds and padding, and their ratio."""
-    keep_freed_memory()
+    prepare_host_memory()
     shape, random = flags.FLAGS, np.random.default_rng(0)
     overrides = {"reference_kl": {"coefficient": 0.1}} if shape.reference_kl else {}
     algorithm, params = build_algorithm("grpo", overrides), init_params(CONFIG, jax.random.key(0))

@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.inputs import word_tokenizer, write_random_model
 from benchmarks.run import machine
 from benchmarks.shapes import SMALL
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.hub.tokenizers import encode_prompts
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
@@ -151,7 +151,7 @@ class Alone:
 
     def __init__(self, model: str, slots: int, clients: int):
         """Loads the model."""
-        keep_freed_memory()
+        prepare_host_memory()
         keep_compiled_programs()
         _, policy, weights, _ = load_model(None, None, model, None)
         self._engine = Engine(policy.decoder, policy.stop_ids, slots=slots, prefix_time=PREFIX_TIME)

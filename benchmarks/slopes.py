@@ -25,7 +25,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.tables import put_into_page, table
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_on_cpu
@@ -172,7 +172,7 @@ def draw(seconds: dict[Size, dict[str, np.ndarray]], path: str) -> None:
 
 def main(_) -> None:
     """Measures, then writes the table and the picture."""
-    keep_freed_memory()
+    prepare_host_memory()
     where, rounds = machine(), flags.FLAGS.repeats
     seconds = measure(rounds)
     about = (

@@ -28,7 +28,7 @@ from recjax.analysis.samples import results
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.console import command, progress_bar
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
@@ -48,7 +48,7 @@ FLAGS = flags.FLAGS
 @command
 def main(argv: list[str]) -> None:
     """Evaluates, writes the folder, prints the numbers."""
-    keep_freed_memory()
+    prepare_host_memory()
     keep_compiled_programs()
     checkpoint, overrides = split_arguments(argv[1:])
     config = load_config(FLAGS.config, overrides)

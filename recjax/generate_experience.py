@@ -31,7 +31,7 @@ from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
 from recjax.experience.store import Experience
 from recjax.experience.tokenise import tokenizer_name
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, policy_alone
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
@@ -241,7 +241,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 @command
 def main(argv: list[str]) -> None:
     """Reads the flags, generates, says what the store holds."""
-    keep_freed_memory()
+    prepare_host_memory()
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
     if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):

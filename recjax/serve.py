@@ -22,7 +22,7 @@ from absl import app, flags
 
 from recjax.config import Config, ModelConfig
 from recjax.console import command
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
@@ -135,6 +135,7 @@ def check_extra() -> None:
 @command
 def main(argv: list[str]) -> None:
     """Reads the flags, loads the policy, serves."""
+    prepare_host_memory()
     if len(argv) > 1:
         raise ValueError(f"{argv[1]!r} is not read; give flags alone, such as --run runs/NAME")
     check_extra()
@@ -148,7 +149,6 @@ def main(argv: list[str]) -> None:
     if FLAGS.host not in LOOPBACK and not keys:
         logger.warning("--host %s without --api_key_file: whoever reaches this machine may use the server", FLAGS.host)
     listening = listen(FLAGS.host, FLAGS.port)
-    keep_freed_memory()
     keep_compiled_programs()
     with jax.set_mesh(make_mesh(Config(output="").mesh)):
         loaded = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)

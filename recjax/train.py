@@ -21,7 +21,7 @@ from rich.text import Text
 from recjax.config_help import as_text
 from recjax.config_loading import load_config
 from recjax.console import command
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of
 
 FLAGS = flags.FLAGS
@@ -40,7 +40,7 @@ flags.DEFINE_string("device", None, "With --dry_run: plan for one of these, such
 @command
 def main(argv: list[str]) -> None:
     """Reads the config, trains, prints the result."""
-    keep_freed_memory()
+    prepare_host_memory()
     if FLAGS.device and not FLAGS.dry_run:
         raise ValueError(f"--device {FLAGS.device!r} is read with --dry_run alone; a run computes where it is started")
     if not FLAGS.dry_run:

@@ -12,7 +12,7 @@ from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.config_loading import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
-from recjax.host_memory import keep_freed_memory
+from recjax.host_memory import prepare_host_memory
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -209,6 +209,6 @@ def _peaks(inputs: Inputs) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
+    prepare_host_memory()
     keep_compiled_programs()
     serve(prepare)
