@@ -44,7 +44,7 @@ def define_flags() -> None:
     flags.DEFINE_list("phases", None, "Phases to time; default: all that a system has.")
     flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
     flags.DEFINE_integer("warmups", 2, "Rounds before those that count.", lower_bound=1)
-    flags.DEFINE_list("recjax", None, "Lines of recjax's config in place of the shape's, such as rollout.slots=32.")
+    flags.DEFINE_list("recjax", None, "Lines of recjax's config, such as rollout.slots=32.")
     flags.DEFINE_list("python", [], "Interpreters to use in place of environments, such as torch=/usr/bin/python3.")
     flags.DEFINE_float("quiet", 0.15, "Other load, as a share of all cores, above which a round waits.", lower_bound=0)
     flags.DEFINE_float("patience", 60.0, "Seconds that a round waits at most; then it goes on and says so.")
@@ -71,7 +71,7 @@ class Worker:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
-                    env={**os.environ, **ENVIRONMENT},
+                    env={**os.environ, **ENVIRONMENT, **system.environment},
                 )
         except OSError as error:
             raise Failed(str(error)) from error
@@ -121,7 +121,7 @@ def start(label: str, inputs: Path, logs: Path, recjax: list[str] | None) -> Wor
     """
     system, precision = named(label)
     given = dict(text.split("=", 1) for text in FLAGS.python)
-    lines = {"lines": recjax} if recjax and system.worker == "recjax_worker" and "lines" not in system.options else {}
+    lines = {"lines": recjax or []} if system.worker == "recjax_worker" else {}
     try:
         python = interpreter(system, cache_folder("benchmarks"), given)
     except (RuntimeError, OSError) as error:

@@ -26,7 +26,6 @@ class Shape:
     micro_batches: equal parts of the batch, of which gradients are taken one after the other, in every system.
     gpu: the shape is for a GPU and is left out without one.
     systems: names of benchmarks.systems.SYSTEMS, with `:bfloat16` where that is the precision; without, float32.
-    recjax: lines of recjax's config that the shape is measured with.
     """
 
     model: Sizes | str
@@ -38,7 +37,6 @@ class Shape:
     stop_share: float = 0.0
     micro_batches: int = 1
     gpu: bool = False
-    recjax: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -49,25 +47,23 @@ class Shape:
 ALL = ("recjax", "torch", "torch_shared", "transformers", "trl", "tunix")
 SMALL = Sizes(4096, 256, 1024, 4, 4, 4, 64)
 SHAPES = {
-    "toy": Shape(Sizes(64, 32, 64, 2, 4, 2, 8), 2, 4, 8, 8, ALL, recjax=("rollout.slots=8",)),
+    "toy": Shape(Sizes(64, 32, 64, 2, 4, 2, 8), 2, 4, 8, 8, ALL),
     "a": Shape(
         SMALL, 8, 8, 64, 64, (*ALL, "recjax:bfloat16", "torch:bfloat16", "torch_shared:bfloat16"),
-        recjax=("rollout.slots=64",),
     ),
     "b": Shape(
         # 3 to 6 GB each, so Tunix and bfloat16 are left to commands of their own, with recjax beside them.
         "models/SmolLM2-135M-Instruct", 4, 4, 64, 32, ("recjax", "torch", "torch_shared", "transformers", "trl"),
-        recjax=("rollout.slots=16",),
     ),
-    "c": Shape(SMALL, 4, 16, 512, 32, ALL, recjax=("rollout.slots=64",)),
+    "c": Shape(SMALL, 4, 16, 512, 32, ALL),
     "d": Shape(
-        SMALL, 8, 8, 64, 256, ("recjax", "recjax_waiting", "torch", "torch_shared", "transformers", "trl"),
-        stop_share=0.05, recjax=("rollout.slots=64",),
+        SMALL, 8, 8, 64, 256, ("recjax", "recjax_padded", "torch", "torch_shared", "transformers", "trl"),
+        stop_share=0.05,
     ),
     "e": Shape(
         Sizes(151936, 1536, 8960, 28, 12, 2, 128), 64, 8, 256, 1024,
         # Each holds weights, gradients and AdamW's moments, about 25 GB, beside its cache.
         ("recjax:bfloat16", "transformers:bfloat16"),
-        micro_batches=64, gpu=True, recjax=("rollout.slots=512",),
+        micro_batches=64, gpu=True,
     ),
 }  # fmt: skip

@@ -11,18 +11,28 @@ HERE = Path(__file__).parent
 
 
 class System(NamedTuple):
-    """worker: a module of benchmarks.workers. requirements: a file's name; None: where the driver itself runs."""
+    """What is run, and how.
+
+    worker: a module of benchmarks.workers.
+    requirements: a file's name; None: where the driver itself runs.
+    environment: variables of the worker's process.
+    """
 
     worker: str
     requirements: str | None
     options: dict
     what: str
+    environment: dict[str, str] = {}
 
 
 SYSTEMS = {
     "recjax": System("recjax_worker", None, {}, "recjax"),
-    "recjax_waiting": System(
-        "recjax_worker", None, {"lines": ["rollout.slots=null"]}, "recjax, as many slots as memory holds"
+    # What made a difference, each switched off.
+    "recjax_padded": System(
+        "recjax_worker", None, {"set": {"recjax.training.layout:LEAST_SAVED": 1e30}}, "recjax, no batch packed"
+    ),
+    "recjax_kept_heap": System(
+        "recjax_worker", None, {}, "recjax, without huge pages", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     ),
     "torch": System(
         "torch_worker", "torch", {"shared": False}, "plain torch: own loop, static cache, prompts run once"

@@ -25,6 +25,8 @@ from recjax.config_model import DecoderShape, LoraConfig, MeshConfig, ModelConfi
 from recjax.config_tasks import ArithmeticTask, FileTask, GradingConfig, ReasoningGymTask, TaskConfig  # noqa: F401
 from recjax.models.sampling import Sampling
 
+MICRO_BATCH_TOKENS = 4096  # on each device, where no size is asked for: products are large, and arrays are not
+
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
@@ -114,8 +116,10 @@ class TrainingConfig:
     """Length of the run and how it is stored."""
 
     steps: int = at_least(1, 100)  # optimiser steps
-    micro_batch_prompts: int | None = at_least(1, None)  # prompts, with their groups, in a micro-batch; null: all
-    # In place of micro_batch_prompts: completions are packed, with a prompt each, into micro-batches of so many tokens.
+    # Prompts, with their groups, in a micro-batch; null: as few as have some 4,000 tokens on each device.
+    micro_batch_prompts: int | None = at_least(1, None)
+    # In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are packed
+    # where that is much less work.
     tokens_per_micro_batch: int | None = at_least(1, None)
     checkpoint_every: int = at_least(1, 50)  # optimiser steps
     keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
@@ -216,13 +220,19 @@ class Config:
         """Whether a row of a batch is a whole sequence, and a completion may have several."""
         return self.task.agent is not None or self.follows
 
-    def prompts_per_micro_batch(self) -> int:
-        """Prompts whose groups a gradient is taken of at once, where completions are not packed."""
-        return self.training.micro_batch_prompts or self.rollout.prompts_per_step
+    def micro_batches(self, positions: int, shards: int = 1) -> int:
+        """Micro-batches of a step, where completions are not packed.
 
-    def micro_batches(self) -> int:
-        """Micro-batches of a step, where completions are not packed."""
-        return self.rollout.prompts_per_step // self.prompts_per_micro_batch()
+        Args:
+            positions: of the batch, padding among them.
+            shards: devices that share the rows.
+        """
+        prompts, asked = self.rollout.prompts_per_step, self.training.micro_batch_prompts
+        if asked:
+            return prompts // asked
+        most = min(prompts // shards, positions // (MICRO_BATCH_TOKENS * shards))
+        equal = (parts for parts in range(most, 1, -1) if prompts % (parts * shards) == 0)
+        return next(equal, 1)
 
 
 # Every dotted key and its field.

@@ -99,10 +99,26 @@ def test_derived_values_are_those_of_their_keys():
     config = load("rollout={temperature: 0.7, top_k: 6, top_p: 0.9}", "evaluation={temperature: 0.5, top_k: 3}")
     assert tuple(config.rollout.sampling()) == (0.7, 6, 0.9)
     assert tuple(config.evaluation.sampling()) == (0.5, 3, 1.0)
-    assert (config.prompts_per_micro_batch(), config.micro_batches()) == (16, 1)
     split = load("training.micro_batch_prompts=4")
-    assert (split.prompts_per_micro_batch(), split.micro_batches()) == (4, 4)
+    assert split.micro_batches(100) == split.micro_batches(10**6, 2) == 4
     assert load("optimizer.clip_norm=.inf").optimizer.clip_norm == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("positions", "shards", "parts"),
+    [
+        (100, 1, 1),
+        (8191, 1, 1),
+        (8192, 1, 2),
+        (16383, 1, 2),
+        (40000, 1, 8),
+        (10**6, 1, 16),
+        (10**6, 4, 4),
+        (10**6, 3, 1),
+    ],
+)
+def test_micro_batches_are_of_some_four_thousand_tokens_on_each_device(positions, shards, parts):
+    assert load("rollout.prompts_per_step=16").micro_batches(positions, shards) == parts
 
 
 def test_later_overrides_win_and_one_option_leaves_its_block_alone():

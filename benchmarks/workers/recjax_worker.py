@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import time
 
 import jax
@@ -37,22 +38,25 @@ training: {{micro_batch_prompts: {micro_batch_prompts}}}
 
 
 def read_config(inputs: Inputs):
-    """The run's config: the shape, and the lines of config that it names or the system brings."""
-    file = inputs.scratch / "config.yaml"
-    parts = inputs.shape["prompts"] // inputs.shape["micro_batches"]
+    """The run's config: the shape, and lines of config from the command."""
+    file, parts = inputs.scratch / "config.yaml", inputs.shape["micro_batches"]
     values = inputs.shape | {
         "folder": inputs.folder,
         "scratch": inputs.scratch,
         "precision": inputs.precision,
-        "micro_batch_prompts": parts,
+        # One part, as in the other systems, is what recjax chooses by itself.
+        "micro_batch_prompts": "null" if parts == 1 else inputs.shape["prompts"] // parts,
     }
     file.write_text(CONFIG.format(reward="benchmarks.reward:vowel_share", **values))
-    lines = inputs.options.get("lines", inputs.shape["recjax"])
+    lines = inputs.options["lines"]
     return load_config(file, lines), lines
 
 
 def prepare(inputs: Inputs) -> System:
     """The pieces of a run, and what is timed of them."""
+    for place, value in inputs.options.get("set", {}).items():
+        module, name = place.split(":")
+        setattr(importlib.import_module(module), name, value)
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
     run, state, manager = begin(config, overwrite=True)
@@ -62,7 +66,7 @@ def prepare(inputs: Inputs) -> System:
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
     contextlib.ExitStack().enter_context(run.grading)  # until the process ends
     limit, policy, group_size = config.rollout.max_completion_tokens, run.policy, config.rollout.group_size
-    parts = config.micro_batches()
+    parts = config.micro_batches(run.shape.positions)
 
     def updated(trained, batch: Batch, number: int):
         packed = packed_batch(config, recipe.decoder, batch, parts)
@@ -172,7 +176,7 @@ def prepare(inputs: Inputs) -> System:
         checks={"greedy": greedy, "logprobs": save_logprobs, "loss": loss, "peaks": functools.partial(_peaks, inputs)},
         peak_device_bytes=lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         packages=("jax", "jaxlib", "flax", "optax"),
-        notes={"config": list(lines), "device": jax.local_devices()[0].device_kind},
+        notes={**({"config": list(lines)} if lines else {}), "device": jax.local_devices()[0].device_kind},
     )
 
 

@@ -61,6 +61,11 @@ class Shape(NamedTuple):
     prompt_time: int
     time: int
 
+    @property
+    def positions(self) -> int:
+        """Tokens that an update runs, each prompt once for its group; no token comes after a completion's last."""
+        return self.prompts * (self.prompt_time + self.group * (self.time - 1))
+
 
 def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
     """The shape of the batches that a run samples.

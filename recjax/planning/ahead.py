@@ -137,6 +137,12 @@ def _prompts(plan: Plan, parts: int = 1) -> int:
     return -(-plan.config.rollout.prompts_per_step // multiple) * multiple
 
 
+def micro_batches_of(plan: Plan) -> int:
+    """Micro-batches of an update, where completions are not packed."""
+    positions = sampled_shape(plan.config, plan.prompt_tokens).positions
+    return plan.config.micro_batches(positions, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
+
+
 def compiled(plan: Plan, program: str) -> Program:
     """One of PROGRAMS, traced, compiled and measured. Nothing runs."""
     started = time.perf_counter()
@@ -202,7 +208,7 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
     config, arguments = plan.config, given(plan, "update")
     teacher = arguments.pop(TEACHER, None)
     params, optimizer_state, *reference, frozen = arguments.values()
-    packed, micro_batches = _packed(plan), config.micro_batches()
+    packed, micro_batches = _packed(plan), micro_batches_of(plan)
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=_prompts(plan, micro_batches))
     of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)

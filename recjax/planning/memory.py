@@ -147,7 +147,7 @@ def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtyp
         inputs = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32)] * 5
         return inputs, rows * tokens, f"{rows} packed rows × {tokens} tokens"
     rows = config.rollout.group_size if config.task.agent else 1
-    shape = shape._replace(prompts=config.prompts_per_micro_batch() * rows)
+    shape = shape._replace(prompts=config.rollout.prompts_per_step // config.micro_batches(shape.positions) * rows)
     batch, rows = batch_arrays(shape), shape.prompts * shape.group
     words = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
     return [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask], rows * shape.time, words

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from recjax.models.decoder import REMAT
-from recjax.planning.ahead import PROGRAMS, Plan
+from recjax.planning.ahead import PROGRAMS, Plan, micro_batches_of
 
 
 class Change(NamedTuple):
@@ -59,7 +59,7 @@ def _smaller_parts(plan: Plan) -> list[Change]:
     if training.tokens_per_micro_batch:
         key, sizes = "tokens_per_micro_batch", [training.tokens_per_micro_batch // part for part in (2, 4)]
     else:
-        key, now = "micro_batch_prompts", plan.config.prompts_per_micro_batch()
+        key, now = "micro_batch_prompts", rollout.prompts_per_step // micro_batches_of(plan)
         shards = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
         whole = [size for size in range(now - 1, 0, -1) if rollout.prompts_per_step % size == 0]
         even = [size for size in whole if size % shards == 0]

@@ -64,9 +64,9 @@ def _has_long_trajectories(batch: Batch) -> bool:
 
 def _padded(batch: Batch) -> tuple[int, int, int]:
     """Of the padded batch: positions that run, pairs of them in attention, and positions whose scores are computed."""
-    prompts, group, asked, time = _shape(batch)
-    rows, rest = prompts * group, time - 1
-    return prompts * asked + rows * rest, prompts * asked**2 + rows * rest * (asked + rest), rows * time
+    shape = _shape(batch)
+    rows, asked, rest = shape.prompts * shape.group, shape.prompt_time, shape.time - 1
+    return shape.positions, shape.prompts * asked**2 + rows * rest * (asked + rest), rows * shape.time
 
 
 def _at_least(batch: Batch) -> tuple[int, int, int]:

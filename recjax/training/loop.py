@@ -200,7 +200,8 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
 
 def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
     """The batch of a step and its micro-batches; filled up so that these and devices share prompts equally."""
-    config, shape, micro_batches = run.config, run.shape, run.config.micro_batches()
+    config, shape = run.config, run.shape
+    micro_batches = config.micro_batches(shape.positions, row_shards())
     multiple = micro_batches * row_shards()
     unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)

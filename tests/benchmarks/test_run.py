@@ -41,7 +41,7 @@ def test_recjax_alone_fills_the_rows(result):
     assert step["peak_memory_bytes"] > 2**20 and step["precision"] == "float32" and "jax" in step["versions"]
     assert rows["update"]["flops_share"] > 0 and rows["decode"]["bytes_share"] is not None
     assert result["peaks"]["float32"]["flops"] > 1e8 and len(result["other_load"]) == 3
-    assert result["notes"]["recjax"]["config"] == ["rollout.slots=8"]
+    assert "config" not in result["notes"]["recjax"]
 
 
 @pytest.mark.slow
