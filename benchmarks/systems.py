@@ -31,7 +31,7 @@ SYSTEMS = {
     "recjax_padded": System(
         "recjax_worker", None, {"set": {"recjax.training.layout:LEAST_SAVED": 1e30}}, "recjax, no batch packed"
     ),
-    "recjax_kept_heap": System(
+    "recjax_small_pages": System(
         "recjax_worker", None, {}, "recjax, without huge pages", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     ),
     "torch": System(

@@ -118,8 +118,8 @@ class TrainingConfig:
     steps: int = at_least(1, 100)  # optimiser steps
     # Prompts, with their groups, in a micro-batch; null: as few as have some 4,000 tokens on each device.
     micro_batch_prompts: int | None = at_least(1, None)
-    # In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are packed
-    # where that is much less work.
+    # In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are
+    # packed where that is much less work.
     tokens_per_micro_batch: int | None = at_least(1, None)
     checkpoint_every: int = at_least(1, 50)  # optimiser steps
     keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
