@@ -1,0 +1,36 @@
+"""The benchmark of packing runs as its page says, and a benchmark's model is one that recjax reads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.inputs import _copied_model, word_tokenizer, write_random_model
+from benchmarks.shapes import Sizes
+from recjax.hub.weights import read_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_all_ways_are_timed():
+    sizes = {"prompts": 2, "group_size": 2, "prompt_tokens": 8, "max_tokens": 8, "micro_batch_prompts": 1, "repeats": 1}
+    flags = [f"--{name}={value}" for name, value in (sizes | {"tokens_per_micro_batch": 64}).items()]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "benchmarks.packing", *flags]
+    ended = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    timed = [line.split(": median")[0] for line in ended.stdout.splitlines() if ": median" in line]
+    assert [name.split(",")[0] for name in timed] == ["padded", "packed", "packed"] and timed[2].endswith("shared")
+
+
+def test_weights_are_copied_as_runs_refuse_links(tmp_path):
+    sizes = Sizes(32, 8, 16, 1, 2, 1, 4)
+    tokenizer = word_tokenizer(sizes.vocabulary)
+    write_random_model(tmp_path / "model", sizes, tokenizer)
+    tokenizer.save_pretrained(tmp_path / "model")
+    _copied_model(tmp_path / "copy", tmp_path / "model")
+    assert read_config(tmp_path / "copy").hidden_size == 8
+    weights = (folder / "model.safetensors" for folder in (tmp_path / "copy", tmp_path / "model"))
+    assert len({path.read_bytes() for path in weights}) == 1
