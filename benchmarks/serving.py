@@ -151,7 +151,6 @@ class Alone:
 
     def __init__(self, model: str, slots: int, clients: int):
         """Loads the model."""
-        prepare_host_memory()
         keep_compiled_programs()
         _, policy, weights, _ = load_model(None, None, model, None)
         self._engine = Engine(policy.decoder, policy.stop_ids, slots=slots, prefix_time=PREFIX_TIME)
@@ -283,6 +282,7 @@ def measured(model: str, folder: Path) -> list[Turn]:
 
 def main(argv: list[str]) -> None:
     """Measures and prints."""
+    prepare_host_memory()
     asked = flags.FLAGS
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:

@@ -69,7 +69,7 @@ def prepare(inputs: Inputs) -> System:
     parts = config.micro_batches(run.shape.positions)
 
     def updated(trained, batch: Batch, number: int):
-        packed = packed_batch(config, recipe.decoder, batch, parts)
+        packed = packed_batch(config, recipe, batch, parts)
         trained, metrics, _ = update(
             trained,
             run.frozen,

@@ -2,9 +2,10 @@
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
-from recjax.models.decoder import Decoder, DecoderConfig
+from recjax.models.decoder import DecoderConfig
 from recjax.models.placement import row_shards
 from recjax.training.packing import Packed, RowShape, pack, pack_trajectories, row_shape, shape_for
+from recjax.training.update import Recipe
 
 # Of an update's FLOPs, and of all: with less to save, it is not worth a second program. About half a second of two CPU
 # cores.
@@ -14,7 +15,7 @@ LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
 LEAST_TOKENS, MOST_MICRO_BATCHES = 2048, 32
 
 
-def packed_batch(config: Config, decoder: Decoder, batch: Batch, micro_batches: int) -> Packed | None:
+def packed_batch(config: Config, recipe: Recipe, batch: Batch, micro_batches: int) -> Packed | None:
     """The batch packed as `training.tokens_per_micro_batch` says; without that, if it is much less work; else None.
 
     Args:
@@ -22,7 +23,7 @@ def packed_batch(config: Config, decoder: Decoder, batch: Batch, micro_batches: 
     Raises:
         ValueError: too few tokens for the longest sequence, or for those that the algorithm reads together.
     """
-    algorithm, shards = config.algorithm.build(), row_shards()
+    algorithm, decoder, shards = recipe.algorithm, recipe.decoder, row_shards()
     share = decoder.attention != "splash"  # that kernel knows segments alone
     if config.training.tokens_per_micro_batch:
         shape = shape_for(config, _shape(batch), shards)

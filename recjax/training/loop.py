@@ -118,7 +118,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             # along only where the algorithm reads them.
             weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                packed = packed_batch(config, recipe.decoder, learned, micro_batches)
+                packed = packed_batch(config, recipe, learned, micro_batches)
                 trained, measured, of_tokens = update(
                     state.trained,
                     run.frozen,

@@ -45,10 +45,11 @@ class Packed(NamedTuple):
 class _Sequences(NamedTuple):
     """What each completion of a batch takes of a row: a prefix, which those with the same one share, and its own rest.
 
-    Shapes: all [batch]. prefix: the number of the prefix; before: its tokens; own: the other tokens, less the last,
-    which is a target alone; 0 for completions without tokens.
+    tokens: of the whole sequences. The others are [batch]. prefix: the number of the prefix; before: how many tokens it
+    has; own: the other tokens, less the last, which is a target alone; 0 for completions without tokens.
     """
 
+    tokens: list[np.ndarray]
     prefix: np.ndarray
     before: np.ndarray
     own: np.ndarray
@@ -159,12 +160,11 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
     lengths = sequence_lengths(batch)
     prompts = batch.prompt_mask.sum(-1).repeat(len(batch.completions) // len(batch.prompts))
     before = np.where((lengths > 0) & share, prompts - 1 + batch.completion_mask.argmax(-1), 0)
-    numbers: dict[bytes, int] = {}
+    tokens, numbers = [_sequence(batch, index) for index in range(len(lengths))], {}
     prefix = [
-        numbers.setdefault(_sequence(batch, index)[:count].tobytes(), len(numbers))
-        for index, count in enumerate(before)
+        numbers.setdefault(own[:count].tobytes(), len(numbers)) for own, count in zip(tokens, before, strict=True)
     ]
-    return _Sequences(np.array(prefix), before, lengths - before)
+    return _Sequences(tokens, np.array(prefix), before, lengths - before)
 
 
 def _laid_out(
@@ -186,7 +186,7 @@ def _laid_out(
         return own
 
     for index, row in places.items():
-        sequence, before = _sequence(batch, index), int(sequences.before[index])
+        sequence, before = sequences.tokens[index], int(sequences.before[index])
         shared = row, int(sequences.prefix[index])
         if before and shared not in prefixes:
             prefixes[shared] = write(row, sequence[: before + 1], 0, None)

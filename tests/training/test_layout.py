@@ -7,6 +7,7 @@ from recjax.config_loading import load_config
 from recjax.models.decoder import Decoder, DecoderConfig
 from recjax.training import layout
 from recjax.training.packing import padding_waste
+from recjax.training.update import recipe_of
 from tests.training.test_packing import gsm8k_like
 from tests.training.test_update import make_batch
 from tests.training.tiny_run import TINY
@@ -32,7 +33,7 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
 
 
 def packed(config, batch, micro_batches=1, **options):
-    return layout.packed_batch(config, Decoder(SMALL, **options), batch, micro_batches)
+    return layout.packed_batch(config, recipe_of(config, Decoder(SMALL, **options)), batch, micro_batches)
 
 
 def test_uneven_completions_are_packed_and_even_ones_are_not(config):
