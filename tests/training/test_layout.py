@@ -12,7 +12,7 @@ from tests.training.test_packing import gsm8k_like
 from tests.training.test_update import make_batch
 from tests.training.tiny_run import TINY
 
-SMALL = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64)
+SMALL, TINY_DECODER = DecoderConfig(4096, 256, 1024, 4, 4, 4, 64), DecoderConfig(32, 16, 32, 1, 2, 2, 8)
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
     )
 
 
-def packed(config, batch, micro_batches=1, **options):
-    return layout.packed_batch(config, recipe_of(config, Decoder(SMALL, **options)), batch, micro_batches)
+def packed(config, batch, micro_batches=1, shape=SMALL, **options):
+    return layout.packed_batch(config, recipe_of(config, Decoder(shape, **options)), batch, micro_batches)
 
 
 def test_uneven_completions_are_packed_and_even_ones_are_not(config):
@@ -48,6 +48,8 @@ def test_uneven_completions_are_packed_and_even_ones_are_not(config):
 def test_small_batches_stay_padded(config):
     small = with_lengths([2] * 64, prompt_time=8, time=32)
     assert padding_waste(small, None) > 0.7 and packed(config(), small) is None
+    uneven = with_lengths([2] * 64)
+    assert packed(config(), uneven, shape=TINY_DECODER) is None is not packed(config(), uneven)
 
 
 def test_an_empty_batch_has_no_packed_micro_batch(config):
