@@ -16,15 +16,18 @@ from typing import NamedTuple
 
 import jax
 from absl import app, flags
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config_loading import load_config
 from recjax.console import command
-from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, bytes_on_device, cache_bytes, compiled, plan
+from recjax.models.placement import bytes_on_device
+from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, compiled, plan
 from recjax.planning.memory import count
 from recjax.planning.remedies import Change, changes
+from recjax.planning.sampling import cache_bytes
 from recjax.planning.topology import GIB, larger_slices, load_target
 
 FLAGS = flags.FLAGS
@@ -118,8 +121,9 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
             planned = plan(load_config(path, [*overrides, *change.overrides]), checked.plan.target)
         except ValueError:
             continue  # a change that the config or the model does not allow
-        if bytes_on_device(planned.held) + cache_bytes(planned) > planned.target.memory:
-            continue  # what is always held, and the keys and values, are too much already
+        lasting = bytes_on_device(planned.held) + planned.sampling_plan.moved + _cache(planned)
+        if lasting > planned.target.memory:
+            continue  # what is always held, and what sampling needs beside it, are too much already
         if tries == 0:
             return None
         tries -= 1
@@ -140,9 +144,15 @@ def show_plan(console: Console, planned: Plan) -> None:
         f"{count(model.trained) + count(model.frozen):,} parameters, of which trained {count(model.trained):,};"
         f" compute in {model.decoder.dtype}; prompts of {planned.prompt_tokens} tokens"
     )
-    mesh = " × ".join(f"{axis} {size}" for axis, size in planned.mesh.shape.items())
-    kind = target.devices[0].device_kind
-    console.print(f"{target.name}: {len(target.devices)} devices ({kind}) of {_gib(target.memory)} GiB as {mesh}")
+    kind, sampled = target.devices[0].device_kind, planned.sampling_plan
+    console.print(
+        f"{target.name}: {len(target.devices)} devices ({kind}) of {_gib(target.memory)} GiB as {_axes(planned.mesh)}"
+    )
+    console.print(f"sampling on {_axes(sampled.mesh)}; {sampled.slots} slots for {sampled.rows} completions")
+
+
+def _axes(mesh: Mesh) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
 def show_memory(console: Console, checked: Checked) -> None:
@@ -152,9 +162,11 @@ def show_memory(console: Console, checked: Checked) -> None:
     for name, tree in planned.held.items():
         if size := bytes_on_device(tree):
             table.add_row(name, *(_gib(size) for _ in PROGRAMS))
-    cache = cache_bytes(planned)
+    cache, moved = _cache(planned), planned.sampling_plan.moved
+    if moved:
+        table.add_row("weights, as sampling has them", _gib(moved), "")
     table.add_row("keys and values", _gib(cache), "")
-    rest = {"sample": programs["sample"].temporaries - cache, "update": programs["update"].temporaries}
+    rest = {"sample": programs["sample"].temporaries - cache - moved, "update": programs["update"].temporaries}
     shown = ["not known" if programs[name].refusal else _gib(max(rest[name], 0)) for name in PROGRAMS]
     table.add_row("activations and other temporaries", *shown)
     peaks = [("over " if programs[name].refusal else "") + _gib(checked.peaks[name]) for name in PROGRAMS]
@@ -166,6 +178,10 @@ def show_memory(console: Console, checked: Checked) -> None:
     for name in PROGRAMS:
         if programs[name].refusal:
             console.print(f"{name}: {programs[name].refusal}")
+
+
+def _cache(planned: Plan) -> int:
+    return cache_bytes(planned.config, planned.model.decoder, planned.sampling_plan)
 
 
 def _gib(size: int) -> str:

@@ -8,12 +8,13 @@ import pytest
 from recjax import compile_check
 from recjax.config_loading import load_config
 from recjax.models.decoder import init_params
-from recjax.models.placement import param_shardings
+from recjax.models.placement import bytes_on_device, param_shardings
 from recjax.planning import ahead
-from recjax.planning.ahead import PROGRAMS, Program, bytes_on_device, cache_bytes, plan
+from recjax.planning.ahead import PROGRAMS, Program, plan
 from recjax.planning.dry_run import dry_run
 from recjax.planning.gpus import has_compiler
 from recjax.planning.remedies import changes
+from recjax.planning.sampling import cache_bytes
 from recjax.planning.topology import GIB, load_target
 from recjax.training.update import make_optimizer
 from tests.training.tiny_run import TINY
@@ -153,8 +154,8 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
     scalars = sum(4 for leaf in jax.tree.leaves(moments) if leaf.ndim == 0)
     assert sizes["optimiser's state"] == 2 * sizes["trained parameters"] + scalars
     told = {item.name: item.bytes for item in dry_run(made.config).memory}
-    shards = made.mesh.shape["data"] * made.mesh.shape["fsdp"]
-    assert cache_bytes(made) * shards == told["keys and values"]  # one head of keys: nothing for `tensor` to split
+    cached = cache_bytes(made.config, made.model.decoder, made.sampling_plan)
+    assert cached * 4 == told["keys and values"]  # every device has the weights whole, and samples rows of its own
 
 
 def test_packed_micro_batches_are_compiled_as_they_are_run(planned):

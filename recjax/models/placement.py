@@ -74,6 +74,17 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     return _by_path(lambda leaf, axes: NamedSharding(mesh, _fitting(axes, leaf.shape, mesh.shape)), tree)
 
 
+def laid_out_by_rules(mesh: Mesh, tree: Any) -> Any:
+    """Shapes of a tree of parameters, or of an optimiser's state, as they lie on a mesh."""
+    return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, param_shardings(mesh, tree))
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes that a tree of laid-out shapes takes on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+
 def constrain(x: Array, *axes: Axes) -> Array:
     """The same array inside a jitted function, laid out over the mesh.
 
@@ -116,6 +127,11 @@ def put_rows(tree: Any) -> Any:
 def put_params(tree: Any) -> Any:
     """Host parameters, or an optimiser's state, on the mesh's devices by the rules."""
     return _by_path(lambda leaf, axes: put(np.asarray(leaf), *axes), tree)
+
+
+def moved_params(mesh: Mesh, tree: Any) -> Any:
+    """Parameters from another mesh of the same devices, by the rules on this one; copied only where they move."""
+    return tree if mesh.size <= 1 else jax.device_put(tree, param_shardings(mesh, tree))
 
 
 def on_host(tree: Any) -> Any:

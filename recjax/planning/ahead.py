@@ -1,7 +1,6 @@
 """A run's two large programs, sampling and the update, compiled from shapes for devices that need not be here."""
 
 import dataclasses
-import math
 import re
 import time
 from typing import Any, NamedTuple
@@ -9,19 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.experience.batch import sampled_shape
 from recjax.hub.policy import attention_kernel, teacher_decoder
-from recjax.models.placement import ROWS, laid_out, param_shardings
-from recjax.models.trainable import combine
+from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
 from recjax.planning.dry_run import resolve
-from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held, most_completions
+from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
+from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
 from recjax.planning.topology import Target
-from recjax.rollout import capacity, decoding
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.packing import Packed, RowShape, shape_for
 from recjax.training.update import TrainState, recipe_of, update
@@ -34,6 +31,7 @@ class Plan(NamedTuple):
 
     Attributes:
         held: what is on the devices all the time, by name, laid out.
+        sampling_plan: how an engine samples a batch.
     """
 
     config: Config
@@ -42,6 +40,7 @@ class Plan(NamedTuple):
     model: Model
     prompt_tokens: int
     held: dict[str, Any]
+    sampling_plan: SamplingPlan
 
 
 class Program(NamedTuple):
@@ -86,15 +85,12 @@ def plan(config: Config, target: Target) -> Plan:
     model = known.model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: _placed(mesh, part.tree) for name, part in held(config, model).items()}
-    planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh)
-    _turns(planned, "update")  # refuses a budget of tokens that is too small
+    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in held(config, model).items()}
+    free = target.memory - bytes_on_device(on_mesh)
+    sampling_plan = sampling_of(config, model.decoder, mesh, known.prompt_tokens, free)
+    planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh, sampling_plan)
+    _turns(planned)  # refuses a budget of tokens that is too small
     return planned
-
-
-def _placed(mesh: Mesh, tree: Any) -> Any:
-    """Shapes of a tree as they lie on a mesh."""
-    return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, param_shardings(mesh, tree))
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:
@@ -107,28 +103,9 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
     return {name: plan.held[name] for name in names}
 
 
-def bytes_on_device(tree: Any) -> int:
-    """Bytes that a tree of laid-out shapes takes on one device."""
-    leaves = jax.tree.leaves(tree)
-    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-
-
 def beside(plan: Plan, program: str) -> int:
     """Bytes of a device that are held while a program runs, without its arguments."""
     return bytes_on_device(plan.held) - bytes_on_device(given(plan, program))
-
-
-def cache_bytes(plan: Plan) -> int:
-    """Bytes of one device's keys and values while completions are sampled."""
-    asked, rollout = _prompts(plan), plan.config.rollout
-    with jax.set_mesh(plan.mesh):
-        return capacity.cache_bytes(
-            plan.model.decoder,
-            prompts=asked,
-            prompt_tokens=plan.prompt_tokens,
-            rows=asked * most_completions(plan.config),
-            completion_tokens=rollout.max_completion_tokens,
-        )
 
 
 def _prompts(plan: Plan, parts: int = 1) -> int:
@@ -145,26 +122,34 @@ def micro_batches_of(plan: Plan) -> int:
 
 def compiled(plan: Plan, program: str) -> Program:
     """One of PROGRAMS, traced, compiled and measured. Nothing runs."""
-    started = time.perf_counter()
-    turns = _turns(plan, program)
-    with jax.set_mesh(plan.mesh):
-        traced = _traced_sample(plan) if program == "sample" else _traced_update(plan)
-        flops = matmul_flops(traced.jaxpr, unknown_trips=turns) // len(plan.target.devices)
+    started, taken = time.perf_counter(), bytes_on_device(given(plan, program))
+    parts = _sampling(plan) if program == "sample" else [_update(plan)]
+    peaks, flops, traffic = [], 0, {}
+    for part in parts:
+        flops += part.times * matmul_flops(part.traced.jaxpr, unknown_trips=part.turns) // len(plan.target.devices)
         try:
-            executable = traced.lower().compile(compiler_options=dict(plan.target.options))
+            with jax.set_mesh(part.mesh):
+                executable = part.traced.lower().compile(compiler_options=dict(plan.target.options))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            needed = max(_needed(str(error)), bytes_on_device(given(plan, program)))
+            needed = max(_needed(str(error)) + part.beside, taken)
             return Program(needed, 0, flops, {}, time.perf_counter() - started, str(error).splitlines()[0])
+        peaks.append(part.beside + _peak(executable, plan.target))
+        for kind, sent in collectives(executable.as_text(), unknown_trips=part.turns).items():
+            counted = traffic.get(kind, Traffic(0, 0))
+            traffic[kind] = Traffic(*(a + part.times * b for a, b in zip(counted, sent, strict=True)))
+    return Program(max(peaks), max(peaks) - taken, flops, traffic, time.perf_counter() - started)
+
+
+def _peak(executable: jax.stages.Compiled, target: Target) -> int:
+    """Bytes that a program takes of a device, its arguments and results included."""
     memory = executable.memory_analysis()
     lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    needed = memory.peak_memory_in_bytes
-    if plan.target.devices[0].platform != "tpu":
-        # Elsewhere that leaves temporaries out. A TPU's temporaries are more than it holds of them at any one time.
-        needed = max(needed, lasting + memory.temp_size_in_bytes)
-    traffic = collectives(executable.as_text(), unknown_trips=turns)
-    return Program(needed, needed - lasting, flops, traffic, time.perf_counter() - started)
+    if target.devices[0].platform == "tpu":
+        # A TPU's temporaries are more than it holds of them at any one time.
+        return memory.peak_memory_in_bytes
+    return max(memory.peak_memory_in_bytes, lasting + memory.temp_size_in_bytes)
 
 
 def _needed(refusal: str) -> int:
@@ -173,35 +158,14 @@ def _needed(refusal: str) -> int:
     return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
 
 
-def _traced_sample(plan: Plan) -> jax.stages.Traced:
-    """The engine's prefill and as many of its rounds as the longest completion takes, all completions in slots."""
-    held, prompts, group_size = plan.held, (_prompts(plan), plan.prompt_tokens), most_completions(plan.config)
-    longest, decoder = plan.config.rollout.max_completion_tokens, plan.model.decoder
-    options = {"sampling": plan.config.rollout.sampling(), "round_time": capacity.round_time(longest), "stop_ids": (0,)}
-    batch, rounds = prompts[0] * group_size, -(-(longest - 1) // options["round_time"])
+def _sampling(plan: Plan) -> list[Executable]:
+    """The engine's programs."""
+    return executables(plan.config, plan.model.decoder, plan.sampling_plan, *given(plan, "sample").values())
 
-    def sampled(params: dict, prompts: Array, mask: Array, keys: Array) -> decoding.Rows:
-        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
-        of, zeros = jnp.arange(batch) // group_size, jnp.zeros(batch, jnp.int32)
-        tokens, _ = decoding.first_tokens(scores, of, keys, sampling=options["sampling"], chunk=batch)
-        later = decoding.empty(cache, rows=batch, time=longest - 1 + options["round_time"])
-        rows = decoding.Rows(tokens > 0, mask.sum(-1)[of], zeros, tokens, zeros + 1, zeros + longest, keys)
 
-        def one_round(_: Array, carried: tuple) -> tuple:
-            memory, rows = carried
-            memory, state = decoding.decode(params, memory, rows, jnp.int32(0), decoder=decoder, **options)
-            counts = rows.counts + state.counts
-            cached = rows.cached + state.counts
-            return memory, rows._replace(live=state.live, cached=cached, last=state.last, counts=counts)
-
-        return jax.lax.fori_loop(0, rounds, one_round, (decoding.Memory(cache, later), rows))[1]
-
-    return jax.jit(sampled).trace(
-        combine(held["sampler's copy"], held["frozen parameters"]),
-        laid_out(plan.mesh, prompts, jnp.int32, ROWS),
-        laid_out(plan.mesh, prompts, bool, ROWS),
-        jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), batch))),
-    )
+def _update(plan: Plan) -> Executable:
+    with jax.set_mesh(plan.mesh):
+        return Executable(_traced_update(plan), plan.mesh, 1, _turns(plan), 0)
 
 
 def _traced_update(plan: Plan) -> jax.stages.Traced:
@@ -231,7 +195,7 @@ def _packed(plan: Plan) -> Packed | None:
     """The batch in as many micro-batches of packed rows as there can be; None without a budget of tokens."""
     if plan.config.training.tokens_per_micro_batch is None:
         return None
-    batch, most = _prompts(plan) * plan.config.rollout.group_size, _turns(plan, "update")
+    batch, most = _prompts(plan) * plan.config.rollout.group_size, _turns(plan)
     shapes = [(most, *_packed_shape(plan))] * 5 + [(most, batch), ()]
     packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
     return packed._replace(prefixes=None) if plan.model.decoder.attention == "splash" else packed
@@ -242,11 +206,9 @@ def _packed_shape(plan: Plan) -> RowShape:
     return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
 
 
-def _turns(plan: Plan, program: str) -> int:
-    """How often the loop of a program runs at most whose end depends on the data: over tokens, over packed rows."""
+def _turns(plan: Plan) -> int:
+    """How often the update's loop over packed rows runs at most."""
     rollout = plan.config.rollout
-    if program == "sample":
-        return capacity.round_time(rollout.max_completion_tokens)
     if plan.config.training.tokens_per_micro_batch is None:
         return 1
     if plan.config.algorithm.build().compares_completions:

@@ -12,8 +12,11 @@ from recjax.models.placement import row_shards
 
 ROUND = 16  # tokens that a slot samples at most before the host looks again
 SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # the smallest cache in tokens; fewer rows are not gathered into fewer slots
+# A TPU lays rows of cached tokens out in tiles of so many. Where they do not fill these, programs copy the whole cache.
+TILE = 16
 FEWEST_CONTINUED = 4  # requests that go on from what slots hold are filled up to so many
-RESERVE = 0.2  # share of the free memory that is left for activations and for a cache that grows
+RESERVE = 0.2  # share of the free memory that is left for activations
+CHANGING = 1.5  # times the cache that there is while it is copied, to one twice as long or to half as many slots
 ALWAYS_FREE = 2**24  # bytes that are not asked for
 
 
@@ -58,18 +61,31 @@ def _free_on_host() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def slots_that_fit(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
-    """As many slots as the free memory of the devices holds, at most `rows`: these, their half, and so on."""
+def slots_that_fit(
+    decoder: Decoder,
+    *,
+    prompts: int,
+    prompt_tokens: int,
+    rows: int,
+    completion_tokens: int,
+    free: int | None = None,
+) -> int:
+    """As many slots as the free memory of the devices holds, at most `rows`: these, their half, and so on.
+
+    Args:
+        free: bytes of each device; None: what there is.
+    """
 
     def needed(slots: int) -> int:
         copies = prompts if slots == rows else prompts + slots
-        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens + 2 * ROUND}
+        time = int(CHANGING * (completion_tokens + 2 * ROUND))
+        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": time}
         return cache_bytes(decoder, prompts=copies, rows=slots, **tokens) + score_bytes(decoder, slots)
 
     if needed(rows) <= ALWAYS_FREE:
         return rows
-    slots, free = rows, (1 - RESERVE) * free_bytes()
-    while slots > row_shards() and needed(slots) > free:
+    slots, most = rows, (1 - RESERVE) * (free_bytes() if free is None else free)
+    while slots > row_shards() and needed(slots) > most:
         slots = filled_up(-(-slots // 2))
     return slots
 
@@ -95,6 +111,8 @@ def slot_numbers(most: int) -> list[int]:
 def cache_lengths(longest: int) -> list[int]:
     """Lengths in tokens that the cache ever has, rising: doubling, up to what completions of `longest` tokens need."""
     lengths, most = [SHORTEST_CACHE if longest > ROUND + 1 else round_time(longest)], longest - 1 + round_time(longest)
+    if most > TILE:
+        most += -most % TILE
     while lengths[-1] < most:
         lengths.append(2 * lengths[-1])
     return [*lengths[:-1], most]

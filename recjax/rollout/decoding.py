@@ -1,15 +1,17 @@
 """The engine's programs on the device: prompts run, completions begun and continued, and the memory of their slots."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
-from recjax.models.placement import ROWS, constrain
+from recjax.models.placement import ROWS, constrain, row_shards
 from recjax.rollout.choosing import sample_tokens
 
 # Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
@@ -79,7 +81,12 @@ def prefill(
     """Keys and values of prompts, right-padded, and the scores of the token after each."""
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     hidden, cache = decoder.apply({"params": params}, prompts, positions, mask)
-    return _laid_out(cache), logits(decoder.config, params, last_hidden(hidden, mask))
+    return _laid_out(cache), _scores(decoder, params, last_hidden(hidden, mask))
+
+
+def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+    """Scores of the next token, split as the head is: left to the compiler, the head would be sent for every token."""
+    return constrain(logits(decoder.config, params, hidden), ROWS, "tensor")
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "chunk"))
@@ -142,13 +149,24 @@ def resized(cache: tuple, *, time: int) -> tuple:
 
 @functools.partial(jax.jit, static_argnames="time")
 def gathered(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
-    """The memory of the slots that `order` names, each with a copy of its prompt and room for `time` later tokens."""
-    sharing = cache_rows(memory.later) // cache_rows(memory.prompts)
+    """The memory of the slots that `order` names, each with a copy of its prompt and room for `time` later tokens.
+
+    Args:
+        order: each device's part names slots of its own.
+    """
+    read = _where_rows_lie(_read, memory, order)
+    return read._replace(later=resized(read.later, time=time))
+
+
+def _read(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
+    """What some slots hold, with a copy of its prompt for each; they are counted from the first on this device."""
+    count, sharing = cache_rows(memory.later), cache_rows(memory.later) // cache_rows(memory.prompts)
+    slots = slots % count
     prompts, later = (
         jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=_ROW_AXIS), cache)
-        for cache, rows in zip(memory, (order // sharing, order), strict=True)
+        for cache, rows in zip(memory, (slots // sharing, slots), strict=True)
     )
-    return Memory(_laid_out(prompts), resized(later, time=time))
+    return Memory(_laid_out(prompts), _laid_out(later))
 
 
 @functools.partial(jax.jit, donate_argnames="memory")
@@ -196,21 +214,67 @@ def extend(
         mask: True at real tokens.
         lengths, cached: of these slots, as in `Rows`.
     """
-    read = gathered(memory, slots, time=cache_time(memory.later))
+    read = _read(memory, slots)
     positions = (lengths + cached)[:, None] + jnp.arange(tokens.shape[1])
     hidden, new = decoder.apply({"params": params}, tokens, positions, mask, _contexts(read, lengths, cached))
 
-    def behind(row: Array, later: tuple) -> tuple:
-        def put(mine: Array, theirs: Array) -> Array:
+    later = _laid_out(_put_behind(memory.later, new, cached, slots))
+    return memory._replace(later=later), _scores(decoder, params, last_hidden(hidden, mask))
+
+
+def _put_behind(
+    later: tuple, new: tuple, cached: Int[Array, " rows"], slots: Int[Array, " rows"] | None = None
+) -> tuple:
+    """Copies rows of keys and values into slots, each behind what it has cached: row after row, in place.
+
+    Args:
+        slots: of the rows; None: one row for each slot, in order.
+    """
+
+    def put(row: Array, later: tuple) -> tuple:
+        def copied(mine: Array, theirs: Array) -> Array:
             one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
             start = [0] * mine.ndim
-            start[_ROW_AXIS], start[_TIME_AXIS] = slots[row], cached[row]
+            start[_ROW_AXIS], start[_TIME_AXIS] = row if slots is None else slots[row], cached[row]
             return jax.lax.dynamic_update_slice(mine, one, start)
 
-        return jax.tree.map(put, later, new)
+        return jax.tree.map(copied, later, new)
 
-    later = _laid_out(jax.lax.fori_loop(0, len(slots), behind, memory.later))
-    return memory._replace(later=later), logits(decoder.config, params, last_hidden(hidden, mask))
+    return jax.lax.fori_loop(0, len(cached), put, later)
+
+
+def _merged_behind(later: tuple, new: tuple, cached: Int[Array, " slots"]) -> tuple:
+    """As `_put_behind` with a row for each slot, of stacked layers one by one: all of a layer is read and written.
+
+    A TPU's compiler lays an array out anew, in as much memory again, where rows are written at places of their own.
+    """
+    rounds = cache_time(new)
+    places = jnp.arange(cache_time(later)) - cached[:, None]
+    inside = ((places >= 0) & (places < rounds))[:, None, :, None]
+    chosen = jax.nn.one_hot(places, rounds, dtype=jax.tree.leaves(new)[0].dtype)
+
+    def merged(layer: Array, later: tuple) -> tuple:
+        def of(mine: Array, theirs: Array) -> Array:
+            behind = jnp.einsum("stn,sknd->sktd", chosen, theirs[layer])
+            return mine.at[layer].set(jnp.where(inside, behind, mine[layer]))
+
+        return jax.tree.map(of, later, new)
+
+    return jax.lax.fori_loop(0, len(jax.tree.leaves(later)[0]), merged, later)
+
+
+def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
+    """`function(*arguments)`, caches and columns of all slots, on each device with the slots that it has."""
+    shards = row_shards()
+    if shards == 1 or len(arguments[-1]) % shards:
+        return function(*arguments)
+
+    def spec(x: Array) -> PartitionSpec:
+        return PartitionSpec(*(None,) * max(x.ndim + _ROW_AXIS, 0), ROWS)
+
+    specs = jax.tree.map(spec, arguments)
+    on_each = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names={*ROWS}, check_vma=False)
+    return on_each(*arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time"), donate_argnames="memory")
@@ -234,12 +298,10 @@ def decode(
     options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
     state = _round(params, memory.prompts, _contexts(memory, rows.lengths, rows.cached), rows, enough, **options)
 
-    def merged(cache: Array, recent: Array) -> Array:
-        row, time = cache.ndim + _ROW_AXIS, cache.ndim - 1 + _TIME_AXIS
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=time)
-        return jax.vmap(put, (row, row, 0), row)(cache, recent, rows.cached)
-
-    later = _laid_out(jax.tree.map(merged, memory.later, state.recent))
+    put = _put_behind
+    if not decoder.unrolled:
+        put = functools.partial(jax.lax.platform_dependent, tpu=_merged_behind, default=_put_behind)
+    later = _laid_out(_where_rows_lie(put, memory.later, state.recent, rows.cached))
     return memory._replace(later=later), state._replace(recent=())
 
 
@@ -305,7 +367,7 @@ def _round(
             (*contexts, Context(*state.recent, seen, starts[:, None] + places)),
             place=time,
         )
-        scores = logits(decoder.config, params, hidden[:, 0])
+        scores = _scores(decoder, params, hidden[:, 0])
         tokens, logprobs = sample_tokens(scores, sampling, _step_keys(rows.keys, rows.counts + time))
         ended = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(

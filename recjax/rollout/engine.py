@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
-from recjax.models.placement import on_host
+from recjax.models.placement import moved_params, on_host
 from recjax.models.unrolling import params_for, unrolled_for_sampling
 from recjax.rollout import capacity, decoding
 from recjax.rollout.capacity import FEWEST_CONTINUED, at_least, filled_up, power_of_two
@@ -25,6 +25,7 @@ from recjax.rollout.requests import (
     padded,
     taken,
 )
+from recjax.rollout.sampling_mesh import sampling_mesh
 from recjax.rollout.slots import Slots
 
 _params_for = jax.jit(params_for, static_argnums=0)
@@ -48,6 +49,7 @@ class Engine:
         """
         self._decoder, self._stop_ids = unrolled_for_sampling(decoder), tuple(stop_ids)
         self._asked, self._prefix_time = slots, prefix_time
+        self._mesh = sampling_mesh(self._decoder)
         self._stacked, self._params, self._version, self._weights = None, None, 0, 0
         self._numbers = itertools.count()
         self._queue: deque[Admitted] = deque()
@@ -58,11 +60,12 @@ class Engine:
         self._longest: int | None = None  # the limit of a batch of one distribution that has the engine for itself
 
     def replace_weights(self, params: dict, version: int) -> None:
-        """Takes weights, stacked by layer, for all tokens that are sampled from now on.
+        """Takes weights, stacked by layer, for all tokens that are sampled from now on, to where the engine samples.
 
         Completions under way go on from the keys and values that they have.
         """
-        self._stacked, self._params, self._version, self._weights = params, None, version, self._weights + 1
+        self._stacked, self._params = moved_params(self._mesh, params), None
+        self._version, self._weights = version, self._weights + 1
         self._slots.columns.current[:] = False
 
     def admit(self, requests: Sequence[Request], group_size: int | None = None) -> list[int]:
@@ -107,10 +110,11 @@ class Engine:
         """
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
-        self._fill_slots()
-        if self._slots.live.any():
-            self._fit()
-            self._decode()
+        with jax.set_mesh(self._mesh):
+            self._fill_slots()
+            if self._slots.live.any():
+                self._fit()
+                self._decode()
         finished, self._finished = self._finished, {}
         return finished
 
@@ -325,10 +329,9 @@ class Engine:
         kept = live if self._longest else live | slots.columns.current
         length = self._cache_time(int(slots.columns.cached[kept].max()) + time)
         if self._longest:
-            count = at_least(self._sizes, int(live.sum()) + self._waiting())
+            count = at_least(self._sizes, slots.fewest + self._waiting())
             if count < slots.count:
-                order = np.concatenate([np.flatnonzero(live), np.flatnonzero(~live)])
-                slots.gather(order[:count], length)
+                slots.change_number(count, length)
         elif slots.time // 4 < length < slots.time:
             length = slots.time
         slots.resize(length)

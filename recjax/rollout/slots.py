@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
+from recjax.models.placement import row_shards
 from recjax.rollout import decoding
 from recjax.rollout.decoding import Memory, Rows
 from recjax.rollout.requests import Request, Sampled, Started
@@ -84,14 +85,28 @@ class Slots:
             return
         count = max(count, self.count)
         if count != decoding.cache_rows(self.memory.prompts):
-            self.gather(np.arange(count) % self.count, self.time)
+            self.change_number(count, self.time)
         if prompt_time > decoding.cache_time(self.memory.prompts):
             self.memory = self.memory._replace(prompts=decoding.resized(self.memory.prompts, time=prompt_time))
 
-    def gather(self, order: Int[np.ndarray, " slots"], time: int) -> None:
-        """Keeps the slots that `order` names, each with a prompt of its own; one that it names again is free."""
-        again = np.ones(len(order), bool)
-        again[np.unique(order, return_index=True)[1]] = False
+    @property
+    def fewest(self) -> int:
+        """Slots that live ones need where each device keeps those that it has."""
+        return int(self.live.reshape(row_shards(), -1).sum(axis=1).max()) * row_shards()
+
+    def change_number(self, count: int, time: int) -> None:
+        """As many slots, each with a prompt of its own and room for so many tokens behind it; live ones are kept.
+
+        Args:
+            count: at least `fewest`, so that every slot stays on its device.
+        """
+        shards = row_shards()
+        own, new = self.live.reshape(shards, -1), np.arange(count // shards)
+        _, held = own.shape
+        # A device's live slots first; where there are more slots than before, all as they are.
+        places = np.argsort(~own & (count < self.count), axis=1, kind="stable")
+        order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
+        again = np.tile(new >= held, shards)
         self.columns = Columns(*(column[order] for column in self.columns))
         self.columns.tickets[again], self.columns.current[again] = -1, False
         self.memory = decoding.gathered(self.memory, order.astype(np.int32), time=time)

@@ -316,4 +316,8 @@ def test_what_cannot_be_sampled_is_refused():
 
 def test_the_sizes():
     assert [capacity.slot_numbers(most) for most in (1, 5, 13)] == [[1], [5], [7, 13]]
-    assert [capacity.cache_lengths(longest) for longest in (1, 6, 24)] == [[1], [5, 10], [16, 28]]
+    assert [capacity.cache_lengths(longest) for longest in (1, 6, 24)] == [
+        [1],
+        [5, 10],
+        [16, 32],
+    ]  # 28 filled up to a tile's 16

@@ -11,11 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 from recjax.experience.queue import Queue
+from recjax.models.decoder import Decoder
 from recjax.models.placement import on_host, param_shardings
 from recjax.models.trainable import flatten
+from recjax.rollout import engine, sampling_mesh
 from recjax.training import checkpoint
 from recjax.training.run import State
-from tests.training.on_mesh import batch_of, drawn, numbers, on, start, under_pmap, updated
+from tests.training.on_mesh import CONFIG, batch_of, drawn, numbers, on, start, under_pmap, updated
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
 
@@ -57,9 +59,20 @@ def test_packed_rows_on_a_mesh_change_no_number():
 
 
 @pytest.mark.slow
-def test_slots_on_a_mesh_draw_the_same():
+@pytest.mark.parametrize(
+    ("sizes", "free", "groups"),
+    [
+        pytest.param((2, 1, 2), 10**9, (4, 1, 1), id="whole-on-each-device"),
+        pytest.param((1, 4, 1), 15_000, (1, 1, 4), id="split-over-four"),
+        pytest.param((1, 4, 1), 0, (1, 4, 1), id="as-in-training"),
+    ],
+)
+def test_slots_on_a_mesh_draw_the_same(monkeypatch, sizes, free, groups):
     batch, expected = batch_of(np.random.default_rng(0)), on_one_device()
-    with on((2, 1, 2)):
+    layout = functools.partial(sampling_mesh.grouped, free=free)
+    monkeypatch.setattr(engine, "sampling_mesh", lambda decoder: layout(decoder, jax.sharding.get_mesh()))
+    with on(sizes):
+        assert tuple(engine.sampling_mesh(Decoder(CONFIG)).shape.values()) == groups
         found = {f"sampled/{name}": value for name, value in drawn(batch, 1.0, slots=8).items()}
     assert_equal(found, {name: value for name, value in expected.items() if name.startswith("sampled/")})
 

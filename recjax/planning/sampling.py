@@ -1,0 +1,165 @@
+"""What an engine compiles for a batch, from shapes: weights sent to where it samples, prompts, a round of tokens."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from recjax.config import Config
+from recjax.models.decoder import Decoder
+from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
+from recjax.models.trainable import combine
+from recjax.planning.memory import most_completions
+from recjax.rollout import capacity, decoding
+from recjax.rollout.sampling_mesh import abstract_weights, grouped
+
+
+class Executable(NamedTuple):
+    """A traced program.
+
+    Attributes:
+        traced: for the devices of `mesh`.
+        times: how often it runs in a step.
+        turns: how often its loops run whose end depends on the data, at most.
+        beside: bytes of each device that it neither takes nor gives and that are there while it runs, beside what a
+            run holds all the time.
+    """
+
+    traced: jax.stages.Traced
+    mesh: Mesh
+    times: int
+    turns: int
+    beside: int
+
+
+class SamplingPlan(NamedTuple):
+    """A batch as an engine samples it.
+
+    Attributes:
+        mesh: where.
+        prompts, prompt_tokens: of the batch, filled up for the mesh.
+        rows: completions of the batch.
+        slots: completions that are sampled at one time.
+        moved: bytes of each device for the weights where they are not the sampler's copy itself.
+    """
+
+    mesh: Mesh
+    prompts: int
+    prompt_tokens: int
+    rows: int
+    slots: int
+    moved: int
+
+
+def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int, free: int) -> SamplingPlan:
+    """How an engine samples the larger of training's and evaluation's batches.
+
+    Args:
+        mesh: of the run.
+        free: bytes of each device beside what the run holds all the time.
+    """
+    weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
+    here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
+    same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
+    moved = 0 if same else bytes_on_device(there)
+    asked, group = config.rollout.slots, most_completions(config)
+    with jax.set_mesh(on):
+        prompts = capacity.filled_up(config.rollout.prompts_per_step)
+        rows = prompts * group
+        most = rows if asked is None or asked >= config.rollout.prompts_per_step * group else asked
+        if asked is None:
+            sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows}
+            longest = config.rollout.max_completion_tokens
+            most = capacity.slots_that_fit(decoder, **sizes, completion_tokens=longest, free=free - moved)
+        return SamplingPlan(on, prompts, prompt_tokens, rows, capacity.filled_up(most), moved)
+
+
+def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
+    """Bytes of keys and values on one device, once completions are as long as they may be."""
+    copies = plan.prompts + (0 if plan.slots == plan.rows else plan.slots)
+    with jax.set_mesh(plan.mesh):
+        return capacity.cache_bytes(
+            decoder,
+            prompts=copies,
+            prompt_tokens=plan.prompt_tokens,
+            rows=plan.slots,
+            completion_tokens=config.rollout.max_completion_tokens,
+        )
+
+
+def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
+    """The programs of a batch, the weights sent first.
+
+    Args:
+        trained, frozen: the sampler's copy and the frozen parameters, as they lie on the run's mesh.
+    """
+    weights, found, home = combine(trained, frozen), [], 0
+    if plan.moved:
+        home = bytes_on_device(weights)
+        placed = laid_out_by_rules(plan.mesh, weights)
+        sent = jax.jit(lambda tree: tree, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, placed))
+        found.append(Executable(sent.trace(weights), jax.tree.leaves(weights)[0].sharding.mesh, 1, 1, 0))
+        weights = placed
+    with jax.set_mesh(plan.mesh):
+        sampled = [_prefill(config, decoder, plan, weights), *_rounds(config, decoder, plan, weights)]
+    return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
+
+
+def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> Executable:
+    """The batch's prompts, and the first token of every completion."""
+    shape, group, sampling = (plan.prompts, plan.prompt_tokens), plan.rows // plan.prompts, config.rollout.sampling()
+
+    def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
+        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
+        of = jnp.arange(plan.rows) // group
+        return cache, decoding.first_tokens(scores, of, keys, sampling=sampling, chunk=plan.slots)
+
+    prompts, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
+    traced = jax.jit(begun).trace(weights, prompts, mask, _keys(plan.rows))
+    return Executable(traced, plan.mesh, 1, 1, 0)
+
+
+def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
+    """The cache as it grows last, as half the slots take it over, and a round of tokens in all of them."""
+    longest, shares = config.rollout.max_completion_tokens, plan.slots == plan.rows
+    time, lengths = capacity.round_time(longest), capacity.cache_lengths(longest)
+    copies = plan.prompts if shares else plan.slots
+    prompts = _cache(decoder, plan.mesh, copies, plan.prompt_tokens)
+    waiting = 0 if shares else bytes_on_device(_cache(decoder, plan.mesh, plan.prompts, plan.prompt_tokens))
+    later = [_cache(decoder, plan.mesh, plan.slots, length) for length in lengths]
+    beside, found = bytes_on_device((prompts, weights)) + waiting, []
+    if len(lengths) > 1:
+        grown = decoding.resized.trace(later[-2], time=lengths[-1])
+        found.append(Executable(grown, plan.mesh, 1, 1, beside))
+    sizes = capacity.slot_numbers(plan.slots)
+    if len(sizes) > 1:
+        kept = jax.ShapeDtypeStruct((sizes[-2],), jnp.int32)
+        fewer = decoding.gathered.trace(decoding.Memory(prompts, later[-1]), kept, time=lengths[-1])
+        found.append(Executable(fewer, plan.mesh, 1, 1, bytes_on_device(weights) + waiting))
+    counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
+    rows = decoding.Rows(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
+    decoded = decoding.decode.trace(
+        weights,
+        decoding.Memory(prompts, later[-1]),
+        rows,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        decoder=decoder,
+        sampling=config.rollout.sampling(),
+        stop_ids=(0,),
+        round_time=time,
+    )
+    rounds = -(-(longest - 1) // time) * -(-plan.rows // plan.slots)
+    return [*found, Executable(decoded, plan.mesh, rounds, time, waiting)]
+
+
+def _cache(decoder: Decoder, mesh: Mesh, rows: int, time: int) -> tuple:
+    """Keys and values, as shapes that lie on a mesh."""
+    config = decoder.config
+    shape = (config.num_layers, rows, config.num_kv_heads, time, config.head_dim)
+    return (laid_out(mesh, shape, decoder.dtype, None, ROWS, "tensor"),) * 2
+
+
+def _keys(rows: int) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))

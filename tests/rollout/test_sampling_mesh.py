@@ -1,0 +1,89 @@
+"""Where an engine samples: groups of devices no larger than the weights ask for, each slot on its own device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recjax.config import MeshConfig
+from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.placement import bytes_on_device, moved_params, param_shardings
+from recjax.rollout import decoding, slots
+from recjax.rollout.sampling_mesh import WEIGHTS_SHARE, abstract_weights, grouped
+from recjax.training.mesh import make_mesh
+
+DECODER = Decoder(DecoderConfig(16, 16, 32, 2, 4, 2, 4))
+WHOLE = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract_weights(DECODER)))
+NORMS = 5 * 16 * 4  # bytes of scales, which every device has
+
+
+def axes(sizes, free, decoder=DECODER):
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return tuple(grouped(decoder, make_mesh(MeshConfig(*sizes), devices), free).shape.values())
+
+
+def test_the_smallest_group_that_holds_the_weights_is_chosen():
+    enough = int(WHOLE / WEIGHTS_SHARE) + 1
+    assert axes((1, 4, 1), enough) == (4, 1, 1)
+    assert axes((1, 4, 1), enough - 2) == (2, 1, 2)
+    assert axes((1, 4, 1), enough // 2 - 2) == (1, 1, 4)
+    assert axes((1, 2, 2), enough) == axes((2, 1, 2), enough) == (4, 1, 1)
+    assert axes((1, 4, 1), WHOLE // 2) == (1, 1, 4)  # more than their share even of four devices
+    assert axes((2, 1, 2), WHOLE // 2 + NORMS) == (2, 1, 2)  # no more devices share weights than in training
+    assert axes((1, 4, 1), 0) == (1, 4, 1)  # too large for any: as in training
+
+
+def test_heads_are_not_cut():
+    three_heads = Decoder(DecoderConfig(16, 12, 32, 2, 3, 1, 4))
+    assert axes((1, 4, 1), 10**6, three_heads) == (4, 1, 1)
+    assert axes((1, 4, 1), WHOLE // 3, three_heads) == (1, 4, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_weights_lie_by_the_rules_and_once(size):
+    mesh = make_mesh(MeshConfig(1, 4, 1), jax.devices()[:4])
+    params = init_params(DECODER.config, jax.random.key(0))
+    placed = jax.device_put(params, param_shardings(mesh, params))
+    groups = grouped(DECODER, mesh, int((WHOLE / size + NORMS) / WEIGHTS_SHARE) + 1)
+    assert groups.shape["tensor"] == size
+    there, wanted = moved_params(groups, placed), param_shardings(groups, params)
+    for leaf, sharding, value in zip(*map(jax.tree.leaves, (there, wanted, params)), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        np.testing.assert_array_equal(leaf, value)
+    assert bytes_on_device(there) <= WHOLE / size + NORMS
+    assert pointers(moved_params(groups, there)) == pointers(there)
+
+
+def pointers(tree):
+    shards = [shard.data for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return [shard.unsafe_buffer_pointer() for shard in shards]
+
+
+def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
+    generator = np.random.default_rng(0)
+    later = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 12, 3))) for _ in range(2))
+    new = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 4, 3))) for _ in range(2))
+    cached = np.array([0, 8, 3, 5, 1])
+    expected = [np.array(x) for x in later]
+    for leaf, added in zip(expected, new, strict=True):
+        for row, start in enumerate(cached):
+            leaf[:, row, :, start : start + 4] = added[:, row]
+    for function in (decoding._put_behind, decoding._merged_behind):
+        for found, leaf in zip(jax.jit(function)(later, new, jnp.asarray(cached)), expected, strict=True):
+            np.testing.assert_array_equal(found, leaf.astype(np.float32))
+
+
+def test_slots_stay_on_their_devices(monkeypatch):
+    cache = (jnp.arange(8.0).reshape(1, 8, 1, 1, 1),) * 2
+    some = slots.Slots()
+    some.make(8, cache, 4)
+    some.memory = some.memory._replace(prompts=cache)
+    some.columns.tickets[:] = [-1, 1, -1, -1, 4, -1, -1, 7]
+    monkeypatch.setattr(slots, "row_shards", lambda: 2)
+    assert some.fewest == 4  # one device has two live ones
+    some.change_number(4, 4)
+    assert some.columns.tickets.tolist() == [1, -1, 4, 7]
+    assert some.memory.prompts[0].ravel().tolist() == [1, 0, 4, 7]
+    some.change_number(8, 4)
+    assert some.columns.tickets.tolist() == [1, -1, -1, -1, 4, 7, -1, -1]
+    assert some.memory.prompts[0].ravel().tolist() == [1, 0, 1, 0, 4, 7, 4, 7]
