@@ -1,5 +1,6 @@
 """What the map has to show: heat maps, each algorithm's best rates, and the claims under three readings."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,10 @@ from matplotlib.figure import Figure
 
 from experiments.claims.markdown import markdown_table
 from experiments.claims.readings import (
+    OFF_POLICY,
     READINGS,
     REGIMES,
+    STALE,
     THRESHOLD,
     best_of,
     claims,
@@ -92,9 +95,11 @@ def best_rows(table: pd.DataFrame, names: dict[str, str]) -> list[list[str]]:
 def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
     """What the page says of the map, by the names of its places."""
     best = markdown_table(["", *(SHORT[regime] for regime in REGIMES)], best_rows(table, names))
+    verdicts, numbers = readings_text(table, names)
     return {
         "map_best": best,
-        "map_readings": readings_text(table),
+        "map_verdicts": verdicts,
+        "map_numbers": numbers,
         "map_foretelling": foretelling_text(table),
         "map_edge": edge_rate(table),
         "map_runs": str(len(final(table))),
@@ -102,20 +107,21 @@ def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
     }
 
 
-def readings_text(table: pd.DataFrame) -> str:
-    """The claims' verdicts and numbers under the three readings; with one seed there are none."""
+def readings_text(table: pd.DataFrame, names: dict[str, str]) -> tuple[str, str]:
+    """The claims' verdicts under the three readings, and their numbers; with one seed there are none."""
     if table["seed"].nunique() < 2:
-        return "There is one seed so far. Intervals need two, and verdicts need intervals.\n"
+        return "There is one seed so far. Intervals need two, and verdicts need intervals.\n", ""
     found = {reading: claims(of_reading) for reading, of_reading in read(table).items()}
     verdicts = [
         [name, claim.text, *(found[reading][name].verdict for reading in READINGS)]
         for name, claim in found["edge"].items()
     ]
-    numbers = markdown_table(["", "number", "as claimed if", *READINGS], check_rows(found))
-    return markdown_table(["", "claim", *READINGS.values()], verdicts) + "\n" + numbers
+    shown = f"at {edge_rate(table)}", "at each one's best rate", "over all rates"
+    numbers = markdown_table(["", "number", "as claimed if", *shown], check_rows(found, names))
+    return markdown_table(["", "claim", *shown], verdicts), numbers
 
 
-def check_rows(found: dict[str, dict[str, Claim]]) -> list[list[str]]:
+def check_rows(found: dict[str, dict[str, Claim]], names: dict[str, str]) -> list[list[str]]:
     """Every number of every claim: what it is, and its mean, interval and outcome under each reading.
 
     Args:
@@ -125,12 +131,20 @@ def check_rows(found: dict[str, dict[str, Claim]]) -> list[list[str]]:
     for name in found["edge"]:
         for number, check in enumerate(found["edge"][name].checks):
             expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
-            row = [name, check.what, expected]
+            row = [name, _in_words(check.what, names), expected]
             for reading in READINGS:
                 own = found[reading][name].checks[number]
                 row.append(f"{own.found.mean:+.3f} ({own.found.low:+.3f} to {own.found.high:+.3f}): {own.outcome}")
             rows.append(row)
     return rows
+
+
+def _in_words(what: str, names: dict[str, str]) -> str:
+    """A number's description with algorithms and regimes as the page calls them."""
+    for regimes, shown in ((REGIMES, "all regimes"), (OFF_POLICY, "off-policy"), (STALE, "m = 5, 20, 50, n = 10")):
+        what = what.replace(", ".join(regimes), shown)
+    known = names | SHORT
+    return re.sub(r"\w+", lambda word: known.get(word[0], word[0]), what.replace("all of ", ""))
 
 
 def foretelling_text(table: pd.DataFrame) -> str:

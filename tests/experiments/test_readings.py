@@ -7,6 +7,7 @@ import pytest
 
 from experiments.claims import readings
 from experiments.claims.map_page import best_rows, check_rows, draw_map, parts
+from experiments.claims.page import NAMES as PAGE_NAMES
 from recjax.analysis.compare import final
 
 RATES = ("1e-4", "2e-4", "4e-4")
@@ -64,10 +65,14 @@ def test_claims_follow_from_what_differs():
         verdicts = {name: claim.verdict for name, claim in found.items()}
         assert verdicts["C1"] == verdicts["C2"] == verdicts["C5"] == verdicts["C6"] == "holds"
         assert verdicts["C3"] == verdicts["C7"] == "not visible at this scale"  # falls are alike
-    rows = check_rows(claims)
+    rows = check_rows(claims, PAGE_NAMES)
     assert {row[0] for row in rows} == {"C1", "C2", "C3", "C5", "C6", "C7"}
-    where = "all of interval_5, interval_20, interval_50, offset_10, offline"
-    assert rows[2][:3] == ["C2", f"final accuracy: reinforce − rec_one_side_nois, {where}", "lower than 0"]
+    assert rows[2][:3] == ["C2", "final accuracy: REINFORCE − REC-OneSide-NoIS, off-policy", "lower than 0"]
+    assert (
+        rows[4][1]
+        == "mean accuracy over training: REC-OneSide-NoIS (0.6, 2.0) − REC-OneSide-NoIS, m = 5, 20, 50, n = 10"
+    )
+    assert rows[5][1].endswith("REC-OneSide-NoIS, offline") and rows[0][1].endswith("REC-OneSide-IS, all regimes")
     assert rows[2][3:] == ["-0.300 (-0.300 to -0.300): as claimed"] * 3
 
 
@@ -113,6 +118,6 @@ def test_what_is_not_made_yet_is_left_open():
 def test_verdicts_need_a_second_seed():
     table = table_of(lambda *place: 0.5 + 0.01 * int(place[-2]))
     names = {name: name for name in (*NAMES, *OTHERS)}
-    both, alone = (parts(each, names)["map_readings"] for each in (table, table[table["seed"] == "0"]))
+    both, alone = (parts(each, names)["map_verdicts"] for each in (table, table[table["seed"] == "0"]))
     assert all(f"| {claim} |" in both for claim in ("C1", "C2", "C3", "C5", "C6", "C7"))
     assert alone.startswith("There is one seed so far.")
