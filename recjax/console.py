@@ -51,6 +51,13 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
     return run
 
 
+def define_process_flags() -> None:
+    """The flags by which several processes that get the same command find each other; see docs/devices.md."""
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes work together.")
+    flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
+    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+
+
 def _end(message: str) -> NoReturn:
     """Ends the command with status 1; the message is the last that it says, whatever threads of libraries still do."""
     logging.getLogger("recjax").debug("", exc_info=True)

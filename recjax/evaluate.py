@@ -5,7 +5,8 @@
 checkpoint is a training run's folder (its newest checkpoint), one of its checkpoints (runs/NAME/checkpoints/80), or a
 Hugging Face folder or hub name. Without it, or as `base`, the model that the config starts from is evaluated. Questions
 and settings come from the config: task, evaluation, and of rollout max_completion_tokens, stop and prompts_per_step,
-which is how many problems are sampled at a time. The same command goes on with an evaluation that was stopped.
+which is how many problems are sampled at a time. The same command goes on with an evaluation that was stopped. Several
+processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
@@ -24,10 +25,11 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
+from recjax import hosts
 from recjax.analysis.samples import results
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
-from recjax.console import command, progress_bar
+from recjax.console import command, define_process_flags, progress_bar
 from recjax.host_memory import prepare_host_memory
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
@@ -52,10 +54,11 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     checkpoint, overrides = split_arguments(argv[1:])
     config = load_config(FLAGS.config, overrides)
-    with jax.set_mesh(make_mesh(config.mesh)):
+    with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         folder, numbers = evaluate(config, checkpoint, FLAGS.output)
-    show(numbers)
-    print(f"folder: {folder}")
+    if hosts.is_first():
+        show(numbers)
+        print(f"folder: {folder}")
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -74,7 +77,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tuple[Path, dict[str, Any]]:
-    """Samples, measures and writes; returns the folder and what its results.json holds.
+    """Samples, measures and writes; returns the folder and what its results.json holds, in the first process.
 
     The random numbers are those of a run's first evaluation whatever the checkpoint is: two policies are compared on
     the same problems with the same noise, and the same weights from two places give the same numbers.
@@ -90,8 +93,10 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, config.rollout.max_prompt_tokens)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     open_folder(folder, what_decides(config, evaluated))
-    if not (folder / "samples.parquet").is_file():
+    if not hosts.any_says((folder / "samples.parquet").is_file()):
         sample_rounds(config, evaluated, prompts, task, folder)
+    if not hosts.is_first():
+        return folder, {}
     shutil.rmtree(folder / "rounds", ignore_errors=True)
     rows = pd.read_parquet(folder / "samples.parquet")
     warn_of_ungraded(rows["ungraded"])
@@ -141,13 +146,15 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     Raises:
         ValueError: it holds another evaluation, or something that is none.
     """
-    stored = folder / "config.yaml"
-    if stored.is_file():
+    stored, found = folder / "config.yaml", folder.exists() and any(folder.iterdir())
+    known = stored.is_file()
+    hosts.wait_for_all("looked into the evaluation's folder")
+    if known:
         if changed := differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
-    elif folder.exists() and any(folder.iterdir()):
+    elif found:
         raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
-    else:
+    elif hosts.is_first():
         folder.mkdir(parents=True, exist_ok=True)
         stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
 
@@ -155,21 +162,24 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
     """Samples what is missing, a file a round, and puts all rounds together as samples.parquet."""
     size, count = config.rollout.prompts_per_step, len(prompts.texts)
-    (folder / "rounds").mkdir(exist_ok=True)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
-    begin = next((first for first, file in files.items() if not file.is_file()), count)
+    begin = hosts.least(next((first for first, file in files.items() if not file.is_file()), count))
+    if hosts.is_first():
+        (folder / "rounds").mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         grading = stack.enter_context(Grading(config, task.reward))
-        bar = stack.enter_context(progress_bar(evaluated.name, count, begin, unit="problem"))
+        bar = stack.enter_context(progress_bar(evaluated.name, count, begin, unit="problem", shown=hosts.is_first()))
         agents = Agents(config, evaluated.policy) if config.task.agent else None
         stack.enter_context(agents or contextlib.nullcontext())
         options = {"step": 0, "first": begin, "agents": agents}
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
-            rows = pd.DataFrame(sample_rows(done))
-            rows["parsed"] = grading.parsed(rows["completion"].tolist())
-            _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
-    _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
+            if hosts.is_first():
+                rows = pd.DataFrame(sample_rows(done))
+                rows["parsed"] = grading.parsed(rows["completion"].tolist())
+                _write_whole(rows, files[done.first])
+    if hosts.is_first():
+        _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
 
 
 def _write_whole(rows: pd.DataFrame, file: Path) -> None:
@@ -219,4 +229,5 @@ if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
     flags.DEFINE_string("config", None, "YAML file of a training run; its task and settings are used.", required=True)
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
+    define_process_flags()
     app.run(main)

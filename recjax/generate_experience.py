@@ -9,7 +9,7 @@ model.decoder=null for a Hugging Face folder). With --run it is a run's checkpoi
 With --engine, a server with OpenAI's API is asked in place of the policy; the config's model gives the vocabulary.
 Prompts, sampling and rewards are as in training. A step is rollout.prompts_per_step prompts with rollout.group_size
 completions each. If the command was stopped, give it again: it writes the rows that are missing. A larger --steps adds
-rows.
+rows. Several processes sample together if each gets the same command; see docs/devices.md.
 """
 
 import dataclasses
@@ -23,9 +23,10 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from recjax import hosts
 from recjax.config import Config
 from recjax.config_loading import load_config
-from recjax.console import command
+from recjax.console import command, define_process_flags
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
@@ -69,12 +70,14 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     name = _name(config, run, version)
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
+    hosts.wait_for_all("looked into the store")
     tokenizer = tokenizer_name(sampler.policy.tokenizer)
     with sampler.grading, progress_bar("generate", steps, initial=steps - len(missing)) as bar:
 
         def keep(groups: list[Group], grades: Grades) -> None:
             rows = rows_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
-            store.append(folder, rows)
+            if hosts.is_first():
+                store.append(folder, rows)
             rewards = [row.reward for row in rows if row.reward is not None]
             bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
             bar.update()
@@ -248,13 +251,17 @@ def main(argv: list[str]) -> None:
         raise ValueError("--model and --api_key_file are read with --engine alone; give that, or remove them")
     if FLAGS.engine is not None and FLAGS.run is not None:
         raise ValueError("--run is not read with --engine, whose server samples; give --config")
-    with jax.set_mesh(make_mesh(config.mesh)):
+    if FLAGS.engine is not None and (FLAGS.processes or 1) > 1:
+        raise ValueError(f"--processes {FLAGS.processes} is not read with --engine, which one process asks; remove it")
+    with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         if FLAGS.engine is None:
             new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
         else:
             key = read_key(FLAGS.api_key_file)
             address = Address(FLAGS.engine, FLAGS.model, key, FLAGS.concurrency, FLAGS.reply_seconds, FLAGS.retries)
             new = generate_remotely(config, FLAGS.output, FLAGS.steps, address, FLAGS.source)
+    if not hosts.is_first():
+        return
     rows = len(store.ids(FLAGS.output))
     print(f"{FLAGS.output}: {new} batches new, {FLAGS.steps - new} there before; {rows} rows in all")
 
@@ -273,4 +280,5 @@ if __name__ == "__main__":
     flags.DEFINE_float("reply_seconds", 600, "Engine: for a reply.", lower_bound=0.1)
     flags.DEFINE_integer("retries", 6, "Engine: of a request that fails for a reason that may pass.", lower_bound=0)
     flags.DEFINE_string("source", None, "Name of these rows; default: initial, or the run's folder name.")
+    define_process_flags()
     app.run(main)

@@ -1,8 +1,10 @@
 """Several processes that run one program, on one host or on many: how they meet, share out rows, agree, and part."""
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -48,6 +50,22 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
     logger.info("process %d of %d", jax.process_index(), jax.process_count())
 
 
+@contextlib.contextmanager
+def together(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
+    """What the processes of a command do together: they meet first, and one that loses the others ends at once.
+
+    Args:
+        (all): as of `meet`.
+    """
+    meet(coordinator, processes, process_id)
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        end_after(error)
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes and reports."""
     return jax.process_index() == 0
@@ -86,8 +104,8 @@ def end_after(error: Exception) -> None:
     """Ends a process that has lost the others, at once: an ordinary exit would wait for them."""
     print(
         f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another, which ended or"
-        " cannot be reached; that process's log says why. The same command for all processes goes on from the newest"
-        f" checkpoint. ({str(error).splitlines()[0]})",
+        " cannot be reached; that process's log says why. The same command for all processes goes on from what is on"
+        f" disk. ({str(error).splitlines()[0]})",
         file=sys.stderr,
         flush=True,
     )

@@ -20,15 +20,13 @@ from rich.text import Text
 
 from recjax.config_help import as_text
 from recjax.config_loading import load_config
-from recjax.console import command
+from recjax.console import command, define_process_flags
 from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
-flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes train together.")
-flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
-flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+define_process_flags()
 flags.DEFINE_bool("overwrite", False, "Delete what an earlier run left in the output folder.")
 flags.DEFINE_bool(
     "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
@@ -60,18 +58,14 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
     try:
-        hosts.meet(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id)
-        require_ray(config)
-        check_run_folder(config, FLAGS.overwrite)
-        jax.set_mesh(make_mesh(config.mesh))
-        summary = train(config, FLAGS.overwrite)
+        with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
+            require_ray(config)
+            check_run_folder(config, FLAGS.overwrite)
+            jax.set_mesh(make_mesh(config.mesh))
+            summary = train(config, FLAGS.overwrite)
     except Preempted as stopped:
         print(f"{config.output}: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        hosts.end_after(error)
     if hosts.is_first():
         show_result(Path(config.output), summary)
 

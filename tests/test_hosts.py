@@ -12,11 +12,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 from jax.experimental import multihost_utils
 
 from recjax import hosts
 from recjax.config_loading import load_config
+from recjax.evaluate import evaluate
+from recjax.experience import store
+from recjax.generate_experience import generate
 from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -25,8 +29,8 @@ ROOT = Path(__file__).parents[1]
 OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]
 
 
-def start(tmp_path, *options):
-    """Two processes with two devices each; what they say goes to files."""
+def start(tmp_path, *options, command="train", flags=()):
+    """Two processes of a command with two devices each; what they say goes to files."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -36,14 +40,14 @@ def start(tmp_path, *options):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, "-m", "recjax.train", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
-    command += [f"output={tmp_path / 'two'}", "mesh.data=2", "mesh.fsdp=2"]
+    arguments = [sys.executable, "-m", f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
+    arguments += [*flags, "mesh.data=2", "mesh.fsdp=2"]
     processes = []
     for number in range(2):
         which = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process_id", str(number)]
         with (tmp_path / f"{number}.log").open("w") as log:
             processes.append(
-                subprocess.Popen([*command, *which], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                subprocess.Popen([*arguments, *which], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
             )
     return processes
 
@@ -66,7 +70,7 @@ def ended():
 def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     metrics = tmp_path / "two" / "metrics.jsonl"
-    first, second = started = start(tmp_path, "training.steps=4000")
+    first, second = started = start(tmp_path, "training.steps=4000", f"output={tmp_path / 'two'}")
     ended += started
     deadline = time.monotonic() + 240
     while len(read_metrics(metrics)) < 7 and time.monotonic() < deadline and first.poll() is None:
@@ -77,7 +81,7 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
     assert re.search("error: process 0 of 2 lost contact|indicates that another task died", said(tmp_path, 0))
     assert len(read_metrics(metrics)) >= 7 and "step/s" not in said(tmp_path, 1)
 
-    ended += (again := start(tmp_path, "training.steps=8"))
+    ended += (again := start(tmp_path, "training.steps=8", f"output={tmp_path / 'two'}"))
     assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
     assert "held-out accuracy" in said(tmp_path, 0) and "held-out accuracy" not in said(tmp_path, 1)
     alone = train(load_config(tmp_path / "tiny.yaml", [*OPTIONS, "training.steps=8", f"output={tmp_path / 'one'}"]))
@@ -92,6 +96,34 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
         one, two = ((tmp_path / run / "samples" / f"{name}.jsonl").read_text() for run in ("one", "two"))
         assert [json.loads(line) for line in one.splitlines()] == [json.loads(line) for line in two.splitlines()]
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    config = load_config(tmp_path / "tiny.yaml", OPTIONS)
+
+    def run(command, *flags):
+        ended.extend(started := start(tmp_path, command=command, flags=flags))
+        assert [process.wait(240) for process in started] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+
+    run("evaluate", "--output", str(tmp_path / "two"))
+    evaluate(config, None, str(tmp_path / "one"))
+    one, two = (pd.read_parquet(tmp_path / name / "samples.parquet") for name in ("one", "two"))
+    pd.testing.assert_frame_equal(one, two, check_like=True)
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert one == two
+    assert "accuracy" in said(tmp_path, 0) and said(tmp_path, 1).strip() == ""
+
+    generated = [tmp_path / f"store_{name}" for name in ("one", "two")]
+    run("generate_experience", "--output", str(generated[1]), "--steps", "3")
+    assert "3 batches new" in said(tmp_path, 0) and said(tmp_path, 1).strip() == ""
+    generate(config, generated[0], 3, None, None, "initial")
+    rows = [store.read(folder) for folder in generated]
+    assert len(rows[0]) == 3 * 5 * config.rollout.group_size
+    for ours, theirs in zip(*rows, strict=True):
+        assert (ours.id, ours.completion, ours.reward) == (theirs.id, theirs.completion, theirs.reward)
+        np.testing.assert_allclose(ours.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
 
 
 def test_shares_are_of_one_size_and_everything_is_in_one(monkeypatch):

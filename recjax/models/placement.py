@@ -4,6 +4,7 @@ The mesh is the one in context (`jax.set_mesh`), with the axes "data", "fsdp" an
 Where none is, everything lies on one device and nothing here does anything.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -130,8 +131,27 @@ def put_params(tree: Any) -> Any:
 
 
 def moved_params(mesh: Mesh, tree: Any) -> Any:
-    """Parameters from another mesh of the same devices, by the rules on this one; copied only where they move."""
-    return tree if mesh.size <= 1 else jax.device_put(tree, param_shardings(mesh, tree))
+    """Parameters from another mesh of the same devices, by the rules on this one; copied only where they move.
+
+    One by one, as a device may need one of them whole for a moment.
+    """
+    if mesh.size <= 1:
+        return tree
+
+    def moved(leaf: Array, there: NamedSharding) -> Array:
+        if leaf.sharding.is_equivalent_to(there, leaf.ndim):
+            return leaf
+        if leaf.sharding.device_set != there.device_set:
+            return jax.device_put(leaf, there)
+        return mover(there)(leaf)
+
+    return jax.tree.map(moved, tree, param_shardings(mesh, tree))
+
+
+@functools.lru_cache
+def mover(there: NamedSharding) -> Callable[[Array], Array]:
+    """A jitted function that sends an array to where `there` says, from device to device."""
+    return jax.jit(lambda x: x, out_shardings=there)
 
 
 def on_host(tree: Any) -> Any:

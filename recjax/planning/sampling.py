@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from recjax.config import Config
 from recjax.models.decoder import Decoder
-from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
+from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.planning.memory import most_completions
 from recjax.rollout import capacity, decoding
@@ -97,14 +97,22 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
     """
     weights, found, home = combine(trained, frozen), [], 0
     if plan.moved:
-        home = bytes_on_device(weights)
-        placed = laid_out_by_rules(plan.mesh, weights)
-        sent = jax.jit(lambda tree: tree, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, placed))
-        found.append(Executable(sent.trace(weights), jax.tree.leaves(weights)[0].sharding.mesh, 1, 1, 0))
-        weights = placed
+        home, placed = bytes_on_device(weights), laid_out_by_rules(plan.mesh, weights)
+        found, weights = _sent(weights, placed), placed
     with jax.set_mesh(plan.mesh):
         sampled = [_prefill(config, decoder, plan, weights), *_rounds(config, decoder, plan, weights)]
     return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
+
+
+def _sent(weights: dict, placed: dict) -> list[Executable]:
+    """The weights, one array after the other, from where the run has them to where they are sampled with."""
+    found, there = [], bytes_on_device(weights)
+    for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
+        if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
+            beside = there - bytes_on_device(leaf)
+            found.append(Executable(mover(wanted.sharding).trace(leaf), leaf.sharding.mesh, 1, 1, beside))
+            there += bytes_on_device(wanted)
+    return found
 
 
 def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> Executable:

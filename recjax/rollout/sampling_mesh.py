@@ -14,7 +14,7 @@ from recjax.models.placement import bytes_on_device, laid_out_by_rules
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.capacity import free_bytes
 
-WEIGHTS_SHARE = 1 / 3  # of a device's free memory, for weights; the rest is for keys and values
+WEIGHTS_SHARE = 0.45  # of a device's free memory, for weights; the rest is for keys and values
 
 
 def sampling_mesh(decoder: Decoder) -> Mesh:
