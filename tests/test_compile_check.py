@@ -61,6 +61,10 @@ def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered,
         assert said in printed
     for kind in ("all-gather", "all-reduce"):
         assert f"│ update  │ {kind}" in printed
+    # Sampling sends the weights once, and next to nothing for its tokens.
+    sent = sum(traffic.bytes for traffic in remembered(planned(*LARGE), "sample").collectives.values())
+    moved = planned(*LARGE).sampling_plan.moved
+    assert 0.75 * moved <= sent < 1.2 * moved
     update = remembered(planned(*LARGE), "update")
     given = bytes_on_device(ahead.given(planned(*LARGE), "update"))
     assert given + update.temporaries <= update.needed < 1000 * given and update.refusal is None

@@ -113,11 +113,11 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     pd.testing.assert_frame_equal(one, two, check_like=True)
     one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
     assert one == two
-    assert "accuracy" in said(tmp_path, 0) and said(tmp_path, 1).strip() == ""
+    assert "always answering" in said(tmp_path, 0) and "always answering" not in said(tmp_path, 1)
 
     generated = [tmp_path / f"store_{name}" for name in ("one", "two")]
     run("generate_experience", "--output", str(generated[1]), "--steps", "3")
-    assert "3 batches new" in said(tmp_path, 0) and said(tmp_path, 1).strip() == ""
+    assert "3 batches new" in said(tmp_path, 0) and "batches new" not in said(tmp_path, 1)
     generate(config, generated[0], 3, None, None, "initial")
     rows = [store.read(folder) for folder in generated]
     assert len(rows[0]) == 3 * 5 * config.rollout.group_size
