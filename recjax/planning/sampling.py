@@ -12,7 +12,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.planning.memory import most_completions
-from recjax.rollout import capacity, decoding
+from recjax.rollout import capacity, decoding, keys_values
 from recjax.rollout.sampling_mesh import abstract_weights, grouped
 
 
@@ -139,18 +139,18 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
     later = [_cache(decoder, plan.mesh, plan.slots, length) for length in lengths]
     beside, found = bytes_on_device((prompts, weights)) + waiting, []
     if len(lengths) > 1:
-        grown = decoding.resized.trace(later[-2], time=lengths[-1])
+        grown = keys_values.resized.trace(later[-2], time=lengths[-1])
         found.append(Executable(grown, plan.mesh, 1, 1, beside))
     sizes = capacity.slot_numbers(plan.slots)
     if len(sizes) > 1:
         kept = jax.ShapeDtypeStruct((sizes[-2],), jnp.int32)
-        fewer = decoding.gathered.trace(decoding.Memory(prompts, later[-1]), kept, time=lengths[-1])
+        fewer = keys_values.gathered.trace(keys_values.Memory(prompts, later[-1]), kept, time=lengths[-1])
         found.append(Executable(fewer, plan.mesh, 1, 1, bytes_on_device(weights) + waiting))
     counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
     rows = decoding.Rows(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
     decoded = decoding.decode.trace(
         weights,
-        decoding.Memory(prompts, later[-1]),
+        keys_values.Memory(prompts, later[-1]),
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,

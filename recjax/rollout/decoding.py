@@ -1,31 +1,26 @@
-"""The engine's programs on the device: prompts run, completions begun and continued, and the memory of their slots."""
+"""The engine's programs on the device: prompts run, completions begun and continued."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
-from recjax.models.placement import ROWS, constrain, row_shards
+from recjax.models.placement import ROWS, constrain
 from recjax.rollout.choosing import sample_tokens
-
-# Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
-_ROW_AXIS, _TIME_AXIS = -4, -2
-
-
-class Memory(NamedTuple):
-    """Keys and values of the slots: of their prompts, and of all later tokens but the last.
-
-    `prompts` has a row for each slot, or a row for each group of consecutive slots, which then all read it.
-    """
-
-    prompts: tuple
-    later: tuple
+from recjax.rollout.keys_values import (
+    Memory,
+    cache_rows,
+    cache_time,
+    empty,
+    over_mesh,
+    put_behind,
+    put_round,
+    read_slots,
+)
 
 
 class Rows(NamedTuple):
@@ -64,16 +59,6 @@ class Decoded(NamedTuple):
     counts: Int[Array, " slots"]
 
 
-def cache_rows(cache: tuple) -> int:
-    """Rows of keys and values."""
-    return jax.tree.leaves(cache)[0].shape[_ROW_AXIS]
-
-
-def cache_time(cache: tuple) -> int:
-    """Tokens that each row of keys and values has room for."""
-    return jax.tree.leaves(cache)[0].shape[_TIME_AXIS]
-
-
 @functools.partial(jax.jit, static_argnames="decoder")
 def prefill(
     params: dict, prompts: Int[Array, "prompts time"], mask: Bool[Array, "prompts time"], *, decoder: Decoder
@@ -81,7 +66,7 @@ def prefill(
     """Keys and values of prompts, right-padded, and the scores of the token after each."""
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     hidden, cache = decoder.apply({"params": params}, prompts, positions, mask)
-    return _laid_out(cache), _scores(decoder, params, last_hidden(hidden, mask))
+    return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
 
 
 def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
@@ -122,69 +107,6 @@ def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), counts)
 
 
-def _laid_out(cache: tuple) -> tuple:
-    """The cache over the mesh: rows as those of a batch, heads along "tensor"."""
-    return jax.tree.map(lambda x: constrain(x, *(None,) * (x.ndim + _ROW_AXIS), ROWS, "tensor"), cache)
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "time"))
-def empty(like: tuple, *, rows: int, time: int) -> tuple:
-    """Room for the keys and values of `time` tokens in each of `rows` rows."""
-    shapes = jax.tree.map(lambda x: (*x.shape[:_ROW_AXIS], rows, x.shape[-3], time, x.shape[-1]), like)
-    return _laid_out(jax.tree.map(lambda x, shape: jnp.zeros(shape, x.dtype), like, shapes))
-
-
-@functools.partial(jax.jit, static_argnames="time")
-def resized(cache: tuple, *, time: int) -> tuple:
-    """The cache with room for `time` tokens; of a longer one the first are kept."""
-
-    def fitted(x: Array) -> Array:
-        x = jax.lax.slice_in_dim(x, 0, min(time, x.shape[_TIME_AXIS]), axis=x.ndim + _TIME_AXIS)
-        padding = [(0, 0)] * x.ndim
-        padding[_TIME_AXIS] = (0, time - x.shape[_TIME_AXIS])
-        return jnp.pad(x, padding)
-
-    return _laid_out(jax.tree.map(fitted, cache))
-
-
-@functools.partial(jax.jit, static_argnames="time")
-def gathered(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
-    """The memory of the slots that `order` names, each with a copy of its prompt and room for `time` later tokens.
-
-    Args:
-        order: each device's part names slots of its own.
-    """
-    read = _where_rows_lie(_read, memory, order)
-    return read._replace(later=resized(read.later, time=time))
-
-
-def _read(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
-    """What some slots hold, with a copy of its prompt for each; they are counted from the first on this device."""
-    count, sharing = cache_rows(memory.later), cache_rows(memory.later) // cache_rows(memory.prompts)
-    slots = slots % count
-    prompts, later = (
-        jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=_ROW_AXIS), cache)
-        for cache, rows in zip(memory, (slots // sharing, slots), strict=True)
-    )
-    return Memory(_laid_out(prompts), _laid_out(later))
-
-
-@functools.partial(jax.jit, donate_argnames="memory")
-def put_prompts(memory: Memory, cache: tuple, places: Int[Array, "2 slots"], count: Int[Array, ""]) -> Memory:
-    """Copies prompts into slots: the first `count` columns of `places` are (slot, row of `cache`)."""
-
-    def copied(index: Array, prompts: tuple) -> tuple:
-        slot, prompt = places[:, index]
-
-        def put(mine: Array, theirs: Array) -> Array:
-            one = jax.lax.dynamic_slice_in_dim(theirs, prompt, 1, axis=theirs.ndim + _ROW_AXIS)
-            return jax.lax.dynamic_update_slice_in_dim(mine, one, slot, axis=mine.ndim + _ROW_AXIS)
-
-        return jax.tree.map(put, prompts, cache)
-
-    return memory._replace(prompts=_laid_out(jax.lax.fori_loop(0, count, copied, memory.prompts)))
-
-
 def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, " rows"]) -> tuple[Context, Context]:
     """What the rows' next tokens attend to; rows that share a prompt have one length."""
     prompts, sharing = cache_rows(memory.prompts), len(lengths) // cache_rows(memory.prompts)
@@ -214,67 +136,12 @@ def extend(
         mask: True at real tokens.
         lengths, cached: of these slots, as in `Rows`.
     """
-    read = _read(memory, slots)
+    read = read_slots(memory, slots)
     positions = (lengths + cached)[:, None] + jnp.arange(tokens.shape[1])
     hidden, new = decoder.apply({"params": params}, tokens, positions, mask, _contexts(read, lengths, cached))
 
-    later = _laid_out(_put_behind(memory.later, new, cached, slots))
+    later = over_mesh(put_behind(memory.later, new, cached, slots))
     return memory._replace(later=later), _scores(decoder, params, last_hidden(hidden, mask))
-
-
-def _put_behind(
-    later: tuple, new: tuple, cached: Int[Array, " rows"], slots: Int[Array, " rows"] | None = None
-) -> tuple:
-    """Copies rows of keys and values into slots, each behind what it has cached: row after row, in place.
-
-    Args:
-        slots: of the rows; None: one row for each slot, in order.
-    """
-
-    def put(row: Array, later: tuple) -> tuple:
-        def copied(mine: Array, theirs: Array) -> Array:
-            one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
-            start = [0] * mine.ndim
-            start[_ROW_AXIS], start[_TIME_AXIS] = row if slots is None else slots[row], cached[row]
-            return jax.lax.dynamic_update_slice(mine, one, start)
-
-        return jax.tree.map(copied, later, new)
-
-    return jax.lax.fori_loop(0, len(cached), put, later)
-
-
-def _merged_behind(later: tuple, new: tuple, cached: Int[Array, " slots"]) -> tuple:
-    """As `_put_behind` with a row for each slot, of stacked layers one by one: all of a layer is read and written.
-
-    A TPU's compiler lays an array out anew, in as much memory again, where rows are written at places of their own.
-    """
-    rounds = cache_time(new)
-    places = jnp.arange(cache_time(later)) - cached[:, None]
-    inside = ((places >= 0) & (places < rounds))[:, None, :, None]
-    chosen = jax.nn.one_hot(places, rounds, dtype=jax.tree.leaves(new)[0].dtype)
-
-    def merged(layer: Array, later: tuple) -> tuple:
-        def of(mine: Array, theirs: Array) -> Array:
-            behind = jnp.einsum("stn,sknd->sktd", chosen, theirs[layer])
-            return mine.at[layer].set(jnp.where(inside, behind, mine[layer]))
-
-        return jax.tree.map(of, later, new)
-
-    return jax.lax.fori_loop(0, len(jax.tree.leaves(later)[0]), merged, later)
-
-
-def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
-    """`function(*arguments)`, caches and columns of all slots, on each device with the slots that it has."""
-    shards = row_shards()
-    if shards == 1 or len(arguments[-1]) % shards:
-        return function(*arguments)
-
-    def spec(x: Array) -> PartitionSpec:
-        return PartitionSpec(*(None,) * max(x.ndim + _ROW_AXIS, 0), ROWS)
-
-    specs = jax.tree.map(spec, arguments)
-    on_each = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names={*ROWS}, check_vma=False)
-    return on_each(*arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "sampling", "stop_ids", "round_time"), donate_argnames="memory")
@@ -298,10 +165,7 @@ def decode(
     options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
     state = _round(params, memory.prompts, _contexts(memory, rows.lengths, rows.cached), rows, enough, **options)
 
-    put = _put_behind
-    if not decoder.unrolled:
-        put = functools.partial(jax.lax.platform_dependent, tpu=_merged_behind, default=_put_behind)
-    later = _laid_out(_where_rows_lie(put, memory.later, state.recent, rows.cached))
+    later = put_round(memory.later, state.recent, rows.cached)
     return memory._replace(later=later), state._replace(recent=())
 
 
@@ -374,7 +238,7 @@ def _round(
             time + 1,
             state.live & ~ended,
             tokens,
-            _laid_out(kept),
+            over_mesh(kept),
             state.tokens.at[:, time].set(tokens),
             state.logprobs.at[:, time].set(logprobs),
             state.counts + state.live,

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from recjax.models.placement import row_shards
-from recjax.rollout import decoding
-from recjax.rollout.decoding import Memory, Rows
+from recjax.rollout import keys_values
+from recjax.rollout.decoding import Decoded, Rows
+from recjax.rollout.keys_values import Memory
 from recjax.rollout.requests import Request, Sampled, Started
 
 
@@ -64,7 +65,7 @@ class Slots:
     @property
     def time(self) -> int:
         """Tokens behind its prompt that each slot has room for."""
-        return decoding.cache_time(self.memory.later)
+        return keys_values.cache_time(self.memory.later)
 
     # --- How many there are, and their room.
 
@@ -73,21 +74,21 @@ class Slots:
         count = len(lengths) * group_size
         self.columns = _columns(count)
         self.columns.lengths[:] = np.repeat(lengths, group_size)
-        self.memory = Memory(cache, decoding.empty(cache, rows=count, time=time))
+        self.memory = Memory(cache, keys_values.empty(cache, rows=count, time=time))
 
     def make(self, count: int, cache: tuple, time: int) -> None:
         """At least so many slots, each with room for a prompt of its own that is as long as those in `cache`."""
-        prompt_time = decoding.cache_time(cache)
+        prompt_time = keys_values.cache_time(cache)
         if self.memory is None:
             self.columns = _columns(count)
-            prompts = decoding.empty(cache, rows=count, time=prompt_time)
-            self.memory = Memory(prompts, decoding.empty(cache, rows=count, time=time))
+            prompts = keys_values.empty(cache, rows=count, time=prompt_time)
+            self.memory = Memory(prompts, keys_values.empty(cache, rows=count, time=time))
             return
         count = max(count, self.count)
-        if count != decoding.cache_rows(self.memory.prompts):
+        if count != keys_values.cache_rows(self.memory.prompts):
             self.change_number(count, self.time)
-        if prompt_time > decoding.cache_time(self.memory.prompts):
-            self.memory = self.memory._replace(prompts=decoding.resized(self.memory.prompts, time=prompt_time))
+        if prompt_time > keys_values.cache_time(self.memory.prompts):
+            self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
 
     @property
     def fewest(self) -> int:
@@ -109,12 +110,12 @@ class Slots:
         again = np.tile(new >= held, shards)
         self.columns = Columns(*(column[order] for column in self.columns))
         self.columns.tickets[again], self.columns.current[again] = -1, False
-        self.memory = decoding.gathered(self.memory, order.astype(np.int32), time=time)
+        self.memory = keys_values.gathered(self.memory, order.astype(np.int32), time=time)
 
     def resize(self, time: int) -> None:
         """Room for so many tokens behind each prompt."""
         if time != self.time:
-            self.memory = self.memory._replace(later=decoding.resized(self.memory.later, time=time))
+            self.memory = self.memory._replace(later=keys_values.resized(self.memory.later, time=time))
 
     def leave_room(self, tokens: int) -> None:
         """Has free slots hold no more than leaves so much room: what a round writes there must not hit it."""
@@ -139,7 +140,7 @@ class Slots:
             return 0
         places = np.zeros((2, self.count), np.int32)
         places[:, : len(free)] = free, prompts[: len(free)]
-        self.memory = decoding.put_prompts(self.memory, cache, places, np.int32(len(free)))
+        self.memory = keys_values.put_prompts(self.memory, cache, places, np.int32(len(free)))
         self.columns.lengths[free], self.columns.cached[free] = lengths[: len(free)], 0
         self.begin(free, started.part(np.arange(len(free))), current)
         return len(free)
@@ -176,7 +177,7 @@ class Slots:
         columns = self.columns
         return Rows(live, columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys)
 
-    def record(self, mine: Bool[np.ndarray, " slots"], state: decoding.Decoded, version: int) -> None:
+    def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
         """Puts a round's tokens into the columns of the slots that sampled them."""
         columns, counts = self.columns, np.where(mine, state.counts, 0)
         slot, time = np.nonzero(np.arange(state.tokens.shape[1]) < counts[:, None])

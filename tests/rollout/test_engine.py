@@ -11,7 +11,7 @@ from recjax.models import unrolling
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
-from recjax.rollout import capacity, decoding
+from recjax.rollout import capacity, decoding, keys_values
 from recjax.rollout.collecting import row_keys, sample_completions, sample_groups
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
@@ -112,7 +112,7 @@ def test_short_limits(max_tokens, slots):
 
 def test_batches_of_any_lengths_share_few_programs():
     decoder, params, prompts, mask = problem(PLAIN)
-    programs = (decoding.prefill, decoding.first_tokens, decoding.decode, decoding.gathered, decoding.put_prompts)
+    programs = (decoding.prefill, decoding.first_tokens, decoding.decode, keys_values.gathered, keys_values.put_prompts)
 
     def counts_after(keys):
         weights = params
@@ -288,7 +288,7 @@ def test_bytes_are_those_of_arrays():
     decoder = Decoder(PLAIN, "bfloat16")
     sizes = {"prompts": 3, "prompt_tokens": 5, "rows": 7, "completion_tokens": 11}
     like = tuple(np.zeros((2, 1, 2, 1, 4), jnp.bfloat16) for _ in range(2))
-    made = decoding.empty(like, rows=3, time=5), decoding.empty(like, rows=7, time=11)
+    made = keys_values.empty(like, rows=3, time=5), keys_values.empty(like, rows=7, time=11)
     assert capacity.cache_bytes(decoder, **sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
     assert capacity.score_bytes(decoder, 7) == 2 * np.zeros((7, 23), np.float32).nbytes
     assert capacity.free_bytes() > 2**20

@@ -8,7 +8,7 @@ import pytest
 from recjax.config import MeshConfig
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.placement import bytes_on_device, moved_params, param_shardings
-from recjax.rollout import decoding, slots
+from recjax.rollout import keys_values, slots
 from recjax.rollout.sampling_mesh import WEIGHTS_SHARE, abstract_weights, grouped
 from recjax.training.mesh import make_mesh
 
@@ -68,7 +68,7 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
     for leaf, added in zip(expected, new, strict=True):
         for row, start in enumerate(cached):
             leaf[:, row, :, start : start + 4] = added[:, row]
-    for function in (decoding._put_behind, decoding._merged_behind):
+    for function in (keys_values.put_behind, keys_values._merged):
         for found, leaf in zip(jax.jit(function)(later, new, jnp.asarray(cached)), expected, strict=True):
             np.testing.assert_array_equal(found, leaf.astype(np.float32))
 

@@ -1,0 +1,161 @@
+"""Keys and values of the engine's slots: their room, and what is put into them, each device with slots of its own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from recjax.models.placement import ROWS, constrain, row_shards
+
+# They are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
+_ROW_AXIS, _TIME_AXIS = -4, -2
+
+
+class Memory(NamedTuple):
+    """Keys and values of the slots: of their prompts, and of all later tokens but the last.
+
+    `prompts` has a row for each slot, or a row for each group of consecutive slots, which then all read it.
+    """
+
+    prompts: tuple
+    later: tuple
+
+
+def cache_rows(cache: tuple) -> int:
+    """Rows of keys and values."""
+    return jax.tree.leaves(cache)[0].shape[_ROW_AXIS]
+
+
+def cache_time(cache: tuple) -> int:
+    """Tokens that each row of keys and values has room for."""
+    return jax.tree.leaves(cache)[0].shape[_TIME_AXIS]
+
+
+def over_mesh(cache: tuple) -> tuple:
+    """The cache over the mesh: rows as those of a batch, heads along "tensor"."""
+    return jax.tree.map(lambda x: constrain(x, *(None,) * (x.ndim + _ROW_AXIS), ROWS, "tensor"), cache)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "time"))
+def empty(like: tuple, *, rows: int, time: int) -> tuple:
+    """Room for the keys and values of `time` tokens in each of `rows` rows."""
+    shapes = jax.tree.map(lambda x: (*x.shape[:_ROW_AXIS], rows, x.shape[-3], time, x.shape[-1]), like)
+    return over_mesh(jax.tree.map(lambda x, shape: jnp.zeros(shape, x.dtype), like, shapes))
+
+
+@functools.partial(jax.jit, static_argnames="time")
+def resized(cache: tuple, *, time: int) -> tuple:
+    """The cache with room for `time` tokens; of a longer one the first are kept."""
+
+    def fitted(x: Array) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, min(time, x.shape[_TIME_AXIS]), axis=x.ndim + _TIME_AXIS)
+        padding = [(0, 0)] * x.ndim
+        padding[_TIME_AXIS] = (0, time - x.shape[_TIME_AXIS])
+        return jnp.pad(x, padding)
+
+    return over_mesh(jax.tree.map(fitted, cache))
+
+
+@functools.partial(jax.jit, static_argnames="time")
+def gathered(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
+    """The memory of the slots that `order` names, each with a copy of its prompt and room for `time` later tokens.
+
+    Args:
+        order: each device's part names slots of its own.
+    """
+    read = _where_rows_lie(read_slots, memory, order)
+    return read._replace(later=resized(read.later, time=time))
+
+
+def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
+    """What some slots hold, with a copy of its prompt for each; they are counted from the first on this device."""
+    count, sharing = cache_rows(memory.later), cache_rows(memory.later) // cache_rows(memory.prompts)
+    slots = slots % count
+    prompts, later = (
+        jax.tree.map(lambda x, rows=rows: jnp.take(x, rows, axis=_ROW_AXIS), cache)
+        for cache, rows in zip(memory, (slots // sharing, slots), strict=True)
+    )
+    return Memory(over_mesh(prompts), over_mesh(later))
+
+
+def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
+    """`function(*arguments)`, caches and columns of all slots, on each device with the slots that it has."""
+    shards = row_shards()
+    if shards == 1 or len(arguments[-1]) % shards:
+        return function(*arguments)
+
+    def spec(x: Array) -> PartitionSpec:
+        return PartitionSpec(*(None,) * max(x.ndim + _ROW_AXIS, 0), ROWS)
+
+    specs = jax.tree.map(spec, arguments)
+    on_each = jax.shard_map(function, in_specs=specs, out_specs=specs[0], axis_names={*ROWS}, check_vma=False)
+    return on_each(*arguments)
+
+
+@functools.partial(jax.jit, donate_argnames="memory")
+def put_prompts(memory: Memory, cache: tuple, places: Int[Array, "2 slots"], count: Int[Array, ""]) -> Memory:
+    """Copies prompts into slots: the first `count` columns of `places` are (slot, row of `cache`)."""
+
+    def copied(index: Array, prompts: tuple) -> tuple:
+        slot, prompt = places[:, index]
+
+        def put(mine: Array, theirs: Array) -> Array:
+            one = jax.lax.dynamic_slice_in_dim(theirs, prompt, 1, axis=theirs.ndim + _ROW_AXIS)
+            return jax.lax.dynamic_update_slice_in_dim(mine, one, slot, axis=mine.ndim + _ROW_AXIS)
+
+        return jax.tree.map(put, prompts, cache)
+
+    return memory._replace(prompts=over_mesh(jax.lax.fori_loop(0, count, copied, memory.prompts)))
+
+
+def put_behind(
+    later: tuple, new: tuple, cached: Int[Array, " rows"], slots: Int[Array, " rows"] | None = None
+) -> tuple:
+    """Copies rows of keys and values into slots, each behind what it has cached: row after row, in place.
+
+    Args:
+        slots: of the rows; None: one row for each slot, in order.
+    """
+
+    def put(row: Array, later: tuple) -> tuple:
+        def copied(mine: Array, theirs: Array) -> Array:
+            one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
+            start = [0] * mine.ndim
+            start[_ROW_AXIS], start[_TIME_AXIS] = row if slots is None else slots[row], cached[row]
+            return jax.lax.dynamic_update_slice(mine, one, start)
+
+        return jax.tree.map(copied, later, new)
+
+    return jax.lax.fori_loop(0, len(cached), put, later)
+
+
+def put_round(later: tuple, recent: tuple, cached: Int[Array, " slots"]) -> tuple:
+    """As `put_behind` with a row of `recent` for each slot."""
+    stacked = jax.tree.leaves(later)[0].ndim > -_ROW_AXIS
+    put = functools.partial(jax.lax.platform_dependent, tpu=_merged, default=put_behind) if stacked else put_behind
+    return over_mesh(_where_rows_lie(put, later, recent, cached))
+
+
+def _merged(later: tuple, new: tuple, cached: Int[Array, " slots"]) -> tuple:
+    """As `put_round`, of stacked layers one by one: all of a layer is read and written.
+
+    A TPU's compiler (libtpu of JAX 0.10.2) fails on the other way behind a round, and lays the cache out anew for a
+    scatter, in as much memory again.
+    """
+    rounds = cache_time(new)
+    places = jnp.arange(cache_time(later)) - cached[:, None]
+    inside = ((places >= 0) & (places < rounds))[:, None, :, None]
+    chosen = jax.nn.one_hot(places, rounds, dtype=jax.tree.leaves(new)[0].dtype)
+
+    def merged(layer: Array, later: tuple) -> tuple:
+        def of(mine: Array, theirs: Array) -> Array:
+            behind = jnp.einsum("stn,sknd->sktd", chosen, theirs[layer])
+            return mine.at[layer].set(jnp.where(inside, behind, mine[layer]))
+
+        return jax.tree.map(of, later, new)
+
+    return jax.lax.fori_loop(0, len(jax.tree.leaves(later)[0]), merged, later)
