@@ -18,6 +18,7 @@ from absl import flags
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
+flags.disclaim_key_flags()  # those that are defined here belong to the command that asks for them, and to its --help
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
