@@ -173,11 +173,11 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
         stack.enter_context(agents or contextlib.nullcontext())
         options = {"step": 0, "first": begin, "agents": agents}
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
-            bar.update(len(done.groups))
             if hosts.is_first():
                 rows = pd.DataFrame(sample_rows(done))
                 rows["parsed"] = grading.parsed(rows["completion"].tolist())
                 _write_whole(rows, files[done.first])
+            bar.update(len(done.groups))
     if hosts.is_first():
         _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
 
