@@ -116,7 +116,7 @@ def readings_text(table: pd.DataFrame, names: dict[str, str]) -> tuple[str, str]
         [name, claim.text, *(found[reading][name].verdict for reading in READINGS)]
         for name, claim in found["edge"].items()
     ]
-    shown = f"at {edge_rate(table)}", "at each one's best rate", "over all rates"
+    shown = [heading.format(edge=edge_rate(table)) for heading in READINGS.values()]
     numbers = markdown_table(["", "number", "as claimed if", *shown], check_rows(found, names))
     return markdown_table(["", "claim", *shown], verdicts), numbers
 

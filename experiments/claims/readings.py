@@ -19,11 +19,8 @@ OFF_POLICY = (*STALE, "offline")
 REGIMES = ("on_policy", *OFF_POLICY)
 WITHIN = 0.03  # accuracies this far below the best are as good
 THRESHOLD = 0.4  # an effective sample size below it, early, foretells that the run ends below its start
-READINGS = {
-    "edge": "at the paper's kind of rate, the highest at which on-policy REINFORCE is monotone",
-    "best": "at each algorithm's own best rate",
-    "area": "over the whole range of rates",
-}
+# What a table's column is called. The edge is the highest rate at which on-policy REINFORCE is monotone.
+READINGS = {"edge": "at {edge}", "best": "at each one's best rate", "area": "over all rates"}
 
 
 def rates_of(table: pd.DataFrame) -> list[str]:
