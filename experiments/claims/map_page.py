@@ -17,11 +17,14 @@ from experiments.claims.readings import (
     best_of,
     claims,
     edge_rate,
+    forecasts,
     foretold,
     rates_of,
     read,
 )
+from experiments.claims.staleness import EARLY
 from experiments.claims.verdicts import MARGIN, Claim
+from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import fallen, final, whole
 from recjax.plots.style import new_figure
 
@@ -32,6 +35,14 @@ SHORT = {
     "interval_50": "m = 50",
     "offset_10": "n = 10",
     "offline": "offline",
+}
+# What the page's text calls a mean over a run: the lowest and the highest 1 % of ratios, KL(π ‖ π₀), and so on.
+IN_TEXT = {
+    "lowest": "ratio/q01",
+    "highest": "ratio/q99",
+    "sample_size": "effective_sample_size",
+    "kl": "evaluation/initial_kl",
+    "clipped": "clip_fraction/all",
 }
 FIGURES = {"final": final, "whole": whole}  # what a heat map of runs shows, by the end of its file's name
 
@@ -101,6 +112,7 @@ def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
         "map_verdicts": verdicts,
         "map_numbers": numbers,
         "map_foretelling": foretelling_text(table),
+        "map_missed": missed_text(table),
         "map_edge": edge_rate(table),
         "map_runs": str(len(final(table))),
         "map_seeds": str(table["seed"].nunique()),
@@ -155,3 +167,38 @@ def foretelling_text(table: pd.DataFrame) -> str:
         f"below {THRESHOLD} in the first 50 steps foretold {told.hits} of them and missed {told.misses}; it gave a "
         f"false alarm for {told.false_alarms} runs and was rightly quiet for {told.rightly_quiet}."
     )
+
+
+def missed_text(table: pd.DataFrame) -> str:
+    """A sentence on the lost runs that the early effective sample size did not foretell."""
+    told = forecasts(table)
+    missed = told[told["lost"] & ~told["alarmed"]].reset_index()
+    fastest = missed["rate"] == rates_of(table)[-1]
+    like_on_policy = fastest & (missed["regime"] == "interval_5")
+    unclipped = ~fastest & missed["algorithm"].isin(["reinforce", "red_drop"])
+    lowest = table[table["step"] > EARLY].groupby(axes_of(table))["effective_sample_size"].min()
+    later = lowest.reindex(pd.MultiIndex.from_frame(missed.loc[unclipped, axes_of(table)])) < THRESHOLD
+    return (
+        f"Of the {len(missed)} misses, {like_on_policy.sum()} are at {rates_of(table)[-1]} with m = 5, where every "
+        f"algorithm falls as it does on-policy: no fault of the data. {unclipped.sum()} are REINFORCE's and RED-Drop's "
+        f"at slower rates; in {later.sum()} of them the sample size does fall below {THRESHOLD}, after step {EARLY}."
+    )
+
+
+def fill_in(text: str, table: pd.DataFrame) -> str:
+    """The text with the map's numbers in place of `{{WHAT ALGORITHM RATE REGIME}}`, means over seeds.
+
+    WHAT is `accuracy`, the final one, or one of IN_TEXT, a mean over the run.
+    """
+    cell = ["algorithm", "rate", "regime"]
+    means = table[table["step"] > 0].groupby(cell)[list(IN_TEXT.values())].mean()
+    ends = final(table).groupby(cell).mean()
+
+    def number(place: re.Match) -> str:
+        what, *where = place.groups()
+        if what == "accuracy":
+            return f"{ends[tuple(where)]:.2f}"
+        value = means.loc[tuple(where), IN_TEXT[what]]
+        return f"{100 * value:.0f} %" if what == "clipped" else f"{value:.2f}"
+
+    return re.sub(rf"\{{\{{(accuracy|{'|'.join(IN_TEXT)}) (\S+) (\S+) (\S+)\}}\}}", number, text)

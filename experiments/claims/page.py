@@ -213,6 +213,7 @@ def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFram
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for key, value in parts.items():
         text = text.replace(f"{{{{{key}}}}}", value)
+    text = map_page.fill_in(text, of_rates)
     (docs / "claims.md").write_text(text, encoding="utf-8")
 
 

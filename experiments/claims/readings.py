@@ -150,15 +150,22 @@ class Foretold(NamedTuple):
     rightly_quiet: int
 
 
-def foretold(table: pd.DataFrame) -> Foretold:
-    """How a mean effective sample size below THRESHOLD in steps 1 to EARLY foretells that a run ends below its start.
+def forecasts(table: pd.DataFrame) -> pd.DataFrame:
+    """Of each off-policy run, whether its early effective sample size gave the alarm, and whether the run was lost.
 
-    On-policy runs, whose ratios are 1, are left out.
+    The alarm is a mean below THRESHOLD in steps 1 to EARLY, a lost run one that ends below its start. On-policy runs,
+    whose ratios are 1, are left out.
     """
     runs, axes = table[table["regime"] != "on_policy"], axes_of(table)
     early = runs[(runs["step"] > 0) & (runs["step"] <= EARLY)].groupby(axes)["effective_sample_size"].mean()
     starts = runs[runs["step"] == 0].set_index(axes)["evaluation/accuracy"]
-    lost = final(runs).reindex(early.index).to_numpy() < starts.reindex(early.index).to_numpy()
-    alarmed = early.to_numpy() < THRESHOLD
-    cases = (alarmed & lost, alarmed & ~lost, ~alarmed & lost, ~alarmed & ~lost)
-    return Foretold(*(int(case.sum()) for case in cases))
+    lost = final(runs).reindex(early.index) < starts.reindex(early.index)
+    return pd.DataFrame({"alarmed": early < THRESHOLD, "lost": lost})
+
+
+def foretold(table: pd.DataFrame) -> Foretold:
+    """How often the alarm of `forecasts` was right and wrong."""
+    told = forecasts(table)
+    cases = (told["alarmed"] & told["lost"], told["alarmed"] & ~told["lost"])
+    quiet = (~told["alarmed"] & told["lost"], ~told["alarmed"] & ~told["lost"])
+    return Foretold(*(int(case.sum()) for case in (*cases, *quiet)))

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.claims import readings
-from experiments.claims.map_page import best_rows, check_rows, draw_map, parts
+from experiments.claims.map_page import IN_TEXT, best_rows, check_rows, draw_map, fill_in, missed_text, parts
 from experiments.claims.page import NAMES as PAGE_NAMES
 from recjax.analysis.compare import final
 
@@ -121,3 +121,29 @@ def test_verdicts_need_a_second_seed():
     both, alone = (parts(each, names)["map_verdicts"] for each in (table, table[table["seed"] == "0"]))
     assert all(f"| {claim} |" in both for claim in ("C1", "C2", "C3", "C5", "C6", "C7"))
     assert alone.startswith("There is one seed so far.")
+
+
+def test_what_was_not_foretold_is_told_apart():
+    """RED-Drop is lost unalarmed: 10 runs at the fastest rate, 2 of them with m = 5, and 20 slower, 10 alarmed late."""
+
+    def accuracy(algorithm, rate, regime, seed, step):
+        return 0.5 if step == 0 or algorithm != "red_drop" else 0.2
+
+    def sample_size(algorithm, rate, regime, seed, step):
+        return 0.1 if rate == "1e-4" and step > 50 else 1.0
+
+    text = missed_text(table_of(accuracy, sample_size=sample_size))
+    assert text.startswith("Of the 30 misses, 2 are at 4e-4 with m = 5") and "20 are REINFORCE's" in text
+    assert "in 10 of them" in text
+
+
+def test_numbers_in_the_text_are_the_tables():
+    table = table_of(lambda _a, rate, _r, seed, step: (RATES.index(rate) + int(seed)) / 10 if step else 0.0)
+    for number, column in enumerate(IN_TEXT.values()):
+        table[column] = (table["step"] / 75 + number) * (table["regime"] == "offline")
+    text = fill_in(
+        "{{accuracy grpo 2e-4 offline}} {{lowest grpo 2e-4 offline}} {{clipped opmd 1e-4 offline}} {{edge}}", table
+    )
+    assert text == "0.15 0.67 467 % {{edge}}"
+    with pytest.raises(KeyError):
+        fill_in("{{kl grpo 3e-4 offline}}", table)
