@@ -143,7 +143,7 @@ def check_rows(found: dict[str, dict[str, Claim]], names: dict[str, str]) -> lis
     for name in found["edge"]:
         for number, check in enumerate(found["edge"][name].checks):
             expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
-            row = [name, _in_words(check.what, names), expected]
+            row = [name, in_words(check.what, names), expected]
             for reading in READINGS:
                 own = found[reading][name].checks[number]
                 row.append(f"{own.found.mean:+.3f} ({own.found.low:+.3f} to {own.found.high:+.3f}): {own.outcome}")
@@ -151,7 +151,7 @@ def check_rows(found: dict[str, dict[str, Claim]], names: dict[str, str]) -> lis
     return rows
 
 
-def _in_words(what: str, names: dict[str, str]) -> str:
+def in_words(what: str, names: dict[str, str]) -> str:
     """A number's description with algorithms and regimes as the page calls them."""
     for regimes, shown in ((REGIMES, "all regimes"), (OFF_POLICY, "off-policy"), (STALE, "m = 5, 20, 50, n = 10")):
         what = what.replace(", ".join(regimes), shown)

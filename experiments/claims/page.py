@@ -10,14 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from absl import app, flags
 
-from experiments.claims import map_page
+from experiments.claims import map_page, real_model
 from experiments.claims.markdown import markdown_table
 from experiments.claims.staleness import (
-    EARLY,
     INTERVALS,
     accuracy_by_interval,
     draw_staleness,
@@ -126,27 +124,6 @@ def staleness_section(table: pd.DataFrame) -> str:
     )
 
 
-def smollm2_table(table: pd.DataFrame) -> str:
-    """Held-out accuracy at every evaluation of SmolLM2's runs, and what foretells its end."""
-    steps = sorted(table.loc[table["evaluation/accuracy"].notna(), "step"].unique())
-    rows = []
-    for algorithm in dict.fromkeys(table["algorithm"]):
-        run = table[table["algorithm"] == algorithm].set_index("step")
-        accuracies = run["evaluation/accuracy"].reindex(steps)
-        divergence = run["evaluation/initial_kl"].dropna().iloc[-1]
-        sample_size = run.loc[1:EARLY, "effective_sample_size"].mean()
-        rows.append(
-            [
-                NAMES[algorithm],
-                *("–" if np.isnan(accuracy) else f"{accuracy:.3f}" for accuracy in accuracies),
-                f"{divergence:.2f}",
-                f"{sample_size:.2f}",
-            ]
-        )
-    header = ["held-out accuracy", *(f"step {step}" for step in steps), "KL(π ‖ π₀) at the end", "early sample size"]
-    return markdown_table(header, rows)
-
-
 def peer_table(table: pd.DataFrame) -> str:
     """Held-out accuracy of the same runs through recjax's loss and through TRL's."""
     steps, rows = sorted(table["step"].unique())[::2], []
@@ -177,7 +154,8 @@ def draw_all(
     everything.savefig(folder / "all.png", dpi=100)
     draw_staleness(table, NAMES).savefig(folder / "staleness.png", dpi=100)
     map_page.draw_maps(of_rates, NAMES, folder)
-    draw_curves(smollm2, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / "smollm2.png", dpi=100)
+    of_rate = smollm2[smollm2["rate"] == real_model.chosen_rate(smollm2)]
+    draw_curves(of_rate, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / "smollm2.png", dpi=100)
 
 
 def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFrame, docs: Path, verdicts: Path) -> None:
@@ -204,11 +182,11 @@ def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFram
         "grid": grid_table(table),
         "claims": "".join(claim_section(name, claim) for name, claim in found.items()),
         "staleness": staleness_section(table),
-        "smollm2": smollm2_table(smollm2),
         "peer": peer_table(pd.read_parquet(PEER)),
         "seeds": str(seeds),
         "runs": str(runs),
         **mapped,
+        **real_model.parts(smollm2, NAMES),
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for key, value in parts.items():

@@ -1,0 +1,138 @@
+"""What SmolLM2's runs have to show: the choice of the rate, where each algorithm ends, and the claims with intervals.
+
+Checks and margins were written down before any run but REINFORCE's at the three slowest rates was made.
+"""
+
+import pandas as pd
+
+from experiments.claims.map_page import in_words
+from experiments.claims.markdown import markdown_table
+from experiments.claims.readings import rates_of
+from experiments.claims.verdicts import KL_MARGIN, MARGIN, NARROW, WIDE, Claim, compare, gain, log_divergences
+from recjax.analysis.compare import fallen, final, whole
+
+REGIME = ("interval_20",)
+EARLY = 20  # steps until weights reach the sampler for the first time
+
+
+def claims(table: pd.DataFrame) -> dict[str, Claim]:
+    """The claims that seven algorithms in one regime can test."""
+    ends, means, divergences = final(table), whole(table), log_divergences(table)
+    mean, last = "mean accuracy over training", "final accuracy"
+
+    def check(what, values, first, second, expected, margin=MARGIN):
+        return compare(what, values, first, second, expected, REGIME, margin)
+
+    return {
+        "C1": Claim(
+            "Dropping the importance weights changes next to nothing.",
+            ("grpo", NARROW),
+            [check(mean, means, NARROW, "grpo", "alike")],
+        ),
+        "C2": Claim(
+            "Without clipping, off-policy training collapses; with it, it does not.",
+            ("reinforce", NARROW),
+            [check(last, ends, "reinforce", NARROW, "lower"), gain(table, NARROW, REGIME)],
+        ),
+        "C3": Claim(
+            "The wide range (0.6, 2.0) learns faster.",
+            (NARROW, WIDE),
+            [check(mean, means, WIDE, NARROW, "higher")],
+        ),
+        "C5": Claim(
+            "RED-Drop and RED-Weight beat GRPO; RED-Weight at like KL.",
+            ("grpo", "red_drop", "red_weight"),
+            [
+                check(mean, means, "red_drop", "grpo", "higher"),
+                check(mean, means, "red_weight", "grpo", "higher"),
+                check("log KL(π ‖ π₀) at the end", divergences, "red_weight", "grpo", "alike", KL_MARGIN),
+            ],
+        ),
+        "C6": Claim(
+            "OPMD behaves like REC: regularised REINFORCE.",
+            ("reinforce", NARROW, "opmd"),
+            [
+                check(last, ends, "opmd", "reinforce", "higher"),
+                check(last, ends, "opmd", NARROW, "alike"),
+            ],
+        ),
+    }
+
+
+def chosen_rate(table: pd.DataFrame) -> str:
+    """The rate of the runs of more than REINFORCE."""
+    rates = table.loc[table["algorithm"] != "reinforce", "rate"].unique()
+    if len(rates) != 1:
+        raise ValueError(f"the algorithms' runs are at {len(rates)} rates, not at one: {', '.join(rates)}")
+    return rates[0]
+
+
+def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
+    """What the page says of SmolLM2, by the names of its places."""
+    rate = chosen_rate(table)
+    main = table[table["rate"] == rate].drop(columns="rate")
+    verdicts, numbers = _claims_text(claims(main), names)
+    return {
+        "smollm2_rate": rate,
+        "smollm2_runs": str(len(final(table))),
+        "smollm2_rates": _rates_table(table[(table["algorithm"] == "reinforce") & (table["seed"] == "0")]),
+        "smollm2": _algorithms_table(main, names),
+        "smollm2_verdicts": verdicts,
+        "smollm2_numbers": numbers,
+    }
+
+
+def _evaluated(table: pd.DataFrame) -> tuple[list[int], pd.DataFrame]:
+    rows = table.dropna(subset="evaluation/accuracy")
+    return sorted(rows["step"].unique()), rows
+
+
+def _rates_table(table: pd.DataFrame) -> str:
+    """REINFORCE's held-out accuracy by rate and step."""
+    steps, evaluated = _evaluated(table)
+    falls = fallen(table).groupby("rate").mean()
+    rows = []
+    for rate in rates_of(table):
+        of_rate = evaluated[evaluated["rate"] == rate].set_index("step")
+        values = [f"{value:.3f}" for value in of_rate["evaluation/accuracy"].reindex(steps)]
+        divergence = of_rate["evaluation/initial_kl"].iloc[-1]
+        rows.append([rate, *values, f"{falls[rate]:.3f}", f"{divergence:.2f}"])
+    return markdown_table(["REINFORCE", *(f"step {step}" for step in steps), "fall", "KL(π ‖ π₀)"], rows)
+
+
+def _algorithms_table(table: pd.DataFrame, names: dict[str, str]) -> str:
+    """Means over seeds of each evaluation; of the final accuracy also the lowest and the highest seed."""
+    steps, evaluated = _evaluated(table)
+    ends, rows = final(table), []
+    for algorithm in dict.fromkeys(table["algorithm"]):
+        own, of_steps = (rows_of[rows_of["algorithm"] == algorithm] for rows_of in (table, evaluated))
+        means = of_steps.groupby("step")[["evaluation/accuracy", "evaluation/initial_kl"]].mean()
+        end = ends.xs(algorithm, level="algorithm")
+        sample_size = own.loc[own["step"].between(1, EARLY), "effective_sample_size"].mean()
+        rows.append(
+            [
+                names[algorithm],
+                *(f"{value:.3f}" for value in means["evaluation/accuracy"].reindex(steps)),
+                f"{end.mean():.3f} ({end.min():.3f}–{end.max():.3f})",
+                f"{means['evaluation/initial_kl'].iloc[-1]:.2f}",
+                f"{sample_size:.2f}",
+                str(len(end)),
+            ]
+        )
+    header = ["held-out accuracy", *(f"step {step}" for step in steps)]
+    return markdown_table([*header, "final accuracy", "KL(π ‖ π₀) at the end", "early sample size", "seeds"], rows)
+
+
+def _claims_text(found: dict[str, Claim], names: dict[str, str]) -> tuple[str, str]:
+    """The verdicts, and the numbers that they follow from."""
+    verdicts = markdown_table(
+        ["", "claim", "verdict"], [[name, claim.text, claim.verdict] for name, claim in found.items()]
+    )
+    rows = []
+    for name, claim in found.items():
+        for check in claim.checks:
+            expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
+            mean, low, high, count = check.found
+            value = f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count} pairs: {check.outcome}"
+            rows.append([name, in_words(check.what, names), expected, value])
+    return verdicts, markdown_table(["", "number", "as claimed if", "mean (95 % interval)"], rows)
