@@ -14,6 +14,7 @@ import pandas as pd
 from absl import app, flags
 
 from experiments.claims import map_page, real_model
+from experiments.claims.map import collected
 from experiments.claims.markdown import markdown_table
 from experiments.claims.staleness import (
     INTERVALS,
@@ -25,10 +26,12 @@ from experiments.claims.staleness import (
     survived,
 )
 from experiments.claims.verdicts import REGIMES, Claim, as_json, claims
-from recjax.analysis.collect import axes_of, read_runs
+from recjax.analysis.collect import axes_of, collect, read_runs
 from recjax.analysis.compare import final, whole
+from recjax.analysis.sweeps import read_sweep
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import LABELS
+from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2"], "Read these runs and rewrite their table first.")
@@ -195,11 +198,25 @@ def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFram
     (docs / "claims.md").write_text(text, encoding="utf-8")
 
 
+def collect_finished(name: str) -> pd.DataFrame:
+    """The table of a sweep's finished runs; runs that were made elsewhere keep the rows that they have in it.
+
+    Raises:
+        ValueError: no run is finished.
+    """
+    runs = read_sweep(HERE / f"{name}.yaml")[1]
+    known = collected(runs, TABLES[name])
+    tables = [collect([run]) if is_finished(run.config) else known.get(run.name) for run in runs]
+    if all(table is None for table in tables):
+        raise ValueError(f"none of the {len(runs)} runs is finished; python -m recjax.sweep makes them")
+    return pd.concat([table for table in tables if table is not None], ignore_index=True)
+
+
 def main(argv: list[str]) -> None:
     """Writes everything."""
     try:
         for name in FLAGS.collect:
-            read_runs(HERE / f"{name}.yaml").to_parquet(TABLES[name], index=False, compression="zstd")
+            collect_finished(name).to_parquet(TABLES[name], index=False, compression="zstd")
         table, *others = (read_runs(path) for path in TABLES.values())
     except ValueError as error:
         sys.exit(f"error: {error}")

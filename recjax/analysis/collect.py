@@ -32,7 +32,8 @@ WINDOW = 5  # optimiser steps that one row of the table averages
 def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     """One row for every WINDOW steps of every run: its settings, the window's last step, means of COLUMNS.
 
-    Evaluations keep the step they were made at, the one before training being step 0; rows without one hold NaN.
+    Evaluations keep the step they were made at, the one before training being step 0; one within a window has a row
+    of its own. Rows without one hold NaN.
 
     Raises:
         ValueError: none of the runs has metrics yet.
@@ -49,8 +50,10 @@ def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | No
     for settings, folder in folders:
         if rows := read_metrics(folder / "metrics.jsonl"):
             table = pd.DataFrame(rows)
-            places = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
-            table = table.reindex(columns=list(COLUMNS)).groupby(places).mean().reset_index()
+            ends = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
+            values = table.reindex(columns=list(COLUMNS))
+            places = table["step"].where(values["evaluation/accuracy"].notna(), ends)
+            table = values.groupby(places).mean().reset_index()
             tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
     return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32")) if tables else None
 

@@ -44,6 +44,18 @@ def test_windows_are_averaged_and_evaluations_keep_their_step(path):
     np.testing.assert_allclose(second["reward"], 10 * first["reward"])
 
 
+def test_an_evaluation_within_a_window_keeps_its_step_too(path, tmp_path):
+    file = tmp_path / "runs" / "grpo__0" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[12]["evaluation/accuracy"] = 0.9
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = collect(read_sweep(path)[1])
+    first = table[table["algorithm"] == "grpo"].set_index("step")
+    assert list(first.index) == [0, 5, 10, 12, 15]
+    np.testing.assert_allclose(first["reward"], [np.nan, 3.0, 8.0, 12.0, 11.0])
+    np.testing.assert_allclose(first["evaluation/accuracy"], [0.25, 0.25, 0.5, 0.9, np.nan])
+
+
 def test_runs_are_read_by_their_folders(path, tmp_path):
     folders = [str(tmp_path / "runs" / name) for name in ("wide__1", "grpo__0")]
     table = read_folders(folders)

@@ -59,3 +59,9 @@ def test_all_algorithms_are_at_one_rate():
     table = table_of(lambda *_: 0.5)
     with pytest.raises(ValueError, match="2 rates, not at one"):
         real_model.parts(pd.concat([table, table[table["algorithm"] == "grpo"].assign(rate="1e-6")]), NAMES)
+
+
+def test_a_claim_waits_for_its_algorithms_second_seed():
+    table = table_of(lambda *_: 0.5).drop(columns="rate")
+    table = table[(table["algorithm"] != "red_weight") | (table["seed"] == "0")]
+    assert list(real_model.claims(table)) == ["C1", "C2", "C3", "C6"]
