@@ -33,7 +33,7 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     """One row for every WINDOW steps of every run: its settings, the window's last step, means of COLUMNS.
 
     Evaluations keep the step they were made at, the one before training being step 0; one within a window has a row
-    of its own. Rows without one hold NaN.
+    of its own, with nothing but the evaluation. What a row has not is NaN.
 
     Raises:
         ValueError: none of the runs has metrics yet.
@@ -52,8 +52,10 @@ def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | No
             table = pd.DataFrame(rows)
             ends = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
             values = table.reindex(columns=list(COLUMNS))
-            places = table["step"].where(values["evaluation/accuracy"].notna(), ends)
-            table = values.groupby(places).mean().reset_index()
+            evaluated = values.filter(like="evaluation/")
+            windows = values.drop(columns=evaluated.columns).groupby(ends).mean()
+            evaluated = evaluated.dropna(how="all").groupby(table["step"]).mean()
+            table = windows.join(evaluated, how="outer").reset_index()
             tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
     return pd.concat(tables, ignore_index=True).astype(dict.fromkeys(COLUMNS, "float32")) if tables else None
 

@@ -52,7 +52,7 @@ def test_an_evaluation_within_a_window_keeps_its_step_too(path, tmp_path):
     table = collect(read_sweep(path)[1])
     first = table[table["algorithm"] == "grpo"].set_index("step")
     assert list(first.index) == [0, 5, 10, 12, 15]
-    np.testing.assert_allclose(first["reward"], [np.nan, 3.0, 8.0, 12.0, 11.0])
+    np.testing.assert_allclose(first["reward"], [np.nan, 3.0, 8.0, np.nan, 11.5])
     np.testing.assert_allclose(first["evaluation/accuracy"], [0.25, 0.25, 0.5, 0.9, np.nan])
 
 

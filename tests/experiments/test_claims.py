@@ -76,7 +76,7 @@ def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch)
     monkeypatch.setattr(page, "is_finished", lambda config: config.output == runs[0].config.output)
     before = tables["smollm2"]
     own = (before[list(runs[0].settings)] == pd.Series(runs[0].settings)).all(axis=1)
-    monkeypatch.setattr(page, "collect", lambda chosen: before[own].assign(reward=9.0))
+    monkeypatch.setattr(page, "collect", lambda chosen: before[own].assign(reward=np.float32(9)))
     after = page.collect_finished("smollm2")
     assert (after.loc[own.to_numpy(), "reward"] == 9).all()
     pd.testing.assert_frame_equal(after[~own.to_numpy()], before[~own])
