@@ -36,14 +36,7 @@ SHORT = {
     "offset_10": "n = 10",
     "offline": "offline",
 }
-# What the page's text calls a mean over a run: the lowest and the highest 1 % of ratios, KL(π ‖ π₀), and so on.
-IN_TEXT = {
-    "lowest": "ratio/q01",
-    "highest": "ratio/q99",
-    "sample_size": "effective_sample_size",
-    "kl": "evaluation/initial_kl",
-    "clipped": "clip_fraction/all",
-}
+NO_VERDICTS = "Verdicts need intervals, and intervals a second seed, which is not there yet.\n"
 FIGURES = {"final": final, "whole": whole}  # what a heat map of runs shows, by the end of its file's name
 
 
@@ -98,7 +91,7 @@ def best_rows(table: pd.DataFrame, names: dict[str, str]) -> list[list[str]]:
                 continue
             best = best_of(of_regime.xs(algorithm, level="algorithm"), rates)
             span = "" if best.slowest == best.fastest else f" ({best.slowest} to {best.fastest})"
-            row.append(f"{best.accuracy:.3f} at {best.rate}{span}")
+            row.append(f"{best.accuracy:.3f} ({best.lowest:.3f}–{best.highest:.3f}) at {best.rate}{span}")
         rows.append(row)
     return rows
 
@@ -122,7 +115,7 @@ def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
 def readings_text(table: pd.DataFrame, names: dict[str, str]) -> tuple[str, str]:
     """The claims' verdicts under the three readings, and their numbers; with one seed there are none."""
     if table["seed"].nunique() < 2:
-        return "There is one seed so far. Intervals need two, and verdicts need intervals.\n", ""
+        return NO_VERDICTS, ""
     found = {reading: claims(of_reading) for reading, of_reading in read(table).items()}
     verdicts = [
         [name, claim.text, *(found[reading][name].verdict for reading in READINGS)]
@@ -142,8 +135,7 @@ def check_rows(found: dict[str, dict[str, Claim]], names: dict[str, str]) -> lis
     rows = []
     for name in found["edge"]:
         for number, check in enumerate(found["edge"][name].checks):
-            expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
-            row = [name, in_words(check.what, names), expected]
+            row = [name, in_words(check.what, names), check.claimed]
             for reading in READINGS:
                 own = found[reading][name].checks[number]
                 row.append(f"{own.found.mean:+.3f} ({own.found.low:+.3f} to {own.found.high:+.3f}): {own.outcome}")
@@ -183,22 +175,3 @@ def missed_text(table: pd.DataFrame) -> str:
         f"algorithm falls as it does on-policy: no fault of the data. {unclipped.sum()} are REINFORCE's and RED-Drop's "
         f"at slower rates; in {later.sum()} of them the sample size does fall below {THRESHOLD}, after step {EARLY}."
     )
-
-
-def fill_in(text: str, table: pd.DataFrame) -> str:
-    """The text with the map's numbers in place of `{{WHAT ALGORITHM RATE REGIME}}`, means over seeds.
-
-    WHAT is `accuracy`, the final one, or one of IN_TEXT, a mean over the run.
-    """
-    cell = ["algorithm", "rate", "regime"]
-    means = table[table["step"] > 0].groupby(cell)[list(IN_TEXT.values())].mean()
-    ends = final(table).groupby(cell).mean()
-
-    def number(place: re.Match) -> str:
-        what, *where = place.groups()
-        if what == "accuracy":
-            return f"{ends[tuple(where)]:.2f}"
-        value = means.loc[tuple(where), IN_TEXT[what]]
-        return f"{100 * value:.0f} %" if what == "clipped" else f"{value:.2f}"
-
-    return re.sub(rf"\{{\{{(accuracy|{'|'.join(IN_TEXT)}) (\S+) (\S+) (\S+)\}}\}}", number, text)

@@ -1,8 +1,9 @@
-"""Figures, verdicts and docs/claims.md from the committed metrics of the grid and of SmolLM2's runs.
+"""Figures, verdicts and docs/claims.md from the committed metrics of the grid, the map and SmolLM2's runs.
 
 python -m experiments.claims.page                       # from experiments/claims/*.parquet
 python -m experiments.claims.page --collect grid        # first reads the runs of grid.yaml into metrics.parquet
-python -m experiments.claims.page --collect smollm2     # first reads the runs of smollm2.yaml into smollm2.parquet
+python -m experiments.claims.page --collect smollm2     # likewise those of smollm2.yaml
+python -m experiments.claims.page --collect chains      # likewise those of chains.yaml
 python -m experiments.claims.map --collect              # does so with the map's runs
 """
 
@@ -14,6 +15,7 @@ import pandas as pd
 from absl import app, flags
 
 from experiments.claims import map_page, real_model
+from experiments.claims.in_text import fill_in
 from experiments.claims.map import collected
 from experiments.claims.markdown import markdown_table
 from experiments.claims.staleness import (
@@ -34,10 +36,16 @@ from recjax.plots.style import LABELS
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
-flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2"], "Read these runs and rewrite their table first.")
+flags.DEFINE_multi_enum("collect", [], ["grid", "smollm2", "chains"], "Read these runs and rewrite their table first.")
 
 HERE = Path(__file__).parent
-TABLES = {"grid": HERE / "metrics.parquet", "smollm2": HERE / "smollm2.parquet", "map": HERE / "map.parquet"}
+TABLES = {
+    "grid": HERE / "metrics.parquet",
+    "map": HERE / "map.parquet",
+    "smollm2": HERE / "smollm2.parquet",
+    "chains": HERE / "chains.parquet",
+}
+REAL_MODEL = ("smollm2", "chains")  # tables of SmolLM2's runs: its main task, and a harder one
 PEER = HERE / "peer.parquet"
 VERDICTS = HERE / "verdicts.json"
 DOCS = HERE.parent.parent / "docs"
@@ -78,8 +86,9 @@ def claim_section(name: str, claim: Claim) -> str:
     rows = []
     for check in claim.checks:
         mean, low, high, count = check.found
-        expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
-        rows.append([check.what, expected, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", str(count), check.outcome])
+        rows.append(
+            [check.what, check.claimed, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", str(count), check.outcome]
+        )
     header = ["number", "as claimed if", "mean", "95 % interval", "runs or pairs", "outcome"]
     figure = f"![Curves of the algorithms of {name}](claims/{name}.png)"
     return f"## {name}: {claim.verdict}\n\n{claim.text}\n\n{figure}\n\n{markdown_table(header, rows)}\n"
@@ -142,11 +151,10 @@ def peer_table(table: pd.DataFrame) -> str:
     return markdown_table(header, rows)
 
 
-def draw_all(
-    table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFrame, found: dict[str, Claim], folder: Path
-) -> None:
+def draw_all(tables: dict[str, pd.DataFrame], found: dict[str, Claim], folder: Path) -> None:
     """Every figure of the page, as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
+    table = tables["grid"]
     regimes = table[table["regime"].isin(REGIMES)]
     for name, claim in found.items():
         shown = regimes[regimes["algorithm"].isin(claim.algorithms)]
@@ -156,21 +164,17 @@ def draw_all(
     )
     everything.savefig(folder / "all.png", dpi=100)
     draw_staleness(table, NAMES).savefig(folder / "staleness.png", dpi=100)
-    map_page.draw_maps(of_rates, NAMES, folder)
-    of_rate = smollm2[smollm2["rate"] == real_model.chosen_rate(smollm2)]
-    draw_curves(of_rate, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / "smollm2.png", dpi=100)
+    map_page.draw_maps(tables["map"], NAMES, folder)
+    for name in REAL_MODEL:
+        of_rate = tables[name][tables[name]["rate"] == real_model.chosen_rate(tables[name])]
+        draw_curves(of_rate, "algorithm", "regime", PANELS, names=NAMES).savefig(folder / f"{name}.png", dpi=100)
 
 
-def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFrame, docs: Path, verdicts: Path) -> None:
-    """docs/claims.md with its figures, and verdicts.json.
-
-    Args:
-        table: of the grid's runs.
-        smollm2: of SmolLM2's.
-        of_rates: of the map's.
-    """
-    found, mapped = claims(table), map_page.parts(of_rates, NAMES)
-    draw_all(table, smollm2, of_rates, found, docs / "claims")
+def write_page(tables: dict[str, pd.DataFrame], docs: Path, verdicts: Path) -> None:
+    """docs/claims.md with its figures, and verdicts.json, from the runs of each of TABLES."""
+    table = tables["grid"]
+    found = claims(table)
+    draw_all(tables, found, docs / "claims")
     verdicts.write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     seeds, runs = table["seed"].nunique(), len(table.groupby(axes_of(table)))
     summary = markdown_table(
@@ -188,13 +192,17 @@ def write_page(table: pd.DataFrame, smollm2: pd.DataFrame, of_rates: pd.DataFram
         "peer": peer_table(pd.read_parquet(PEER)),
         "seeds": str(seeds),
         "runs": str(runs),
-        **mapped,
-        **real_model.parts(smollm2, NAMES),
+        **map_page.parts(tables["map"], NAMES),
+        "smollm2_rates": real_model.rates_table(tables["smollm2"]),
     }
+    for name in REAL_MODEL:
+        parts |= real_model.parts(tables[name], NAMES, name)
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for key, value in parts.items():
         text = text.replace(f"{{{{{key}}}}}", value)
-    text = map_page.fill_in(text, of_rates)
+    text = fill_in(text, tables["map"])
+    for name in REAL_MODEL:
+        text = fill_in(text, tables[name], name)
     (docs / "claims.md").write_text(text, encoding="utf-8")
 
 
@@ -217,11 +225,11 @@ def main(argv: list[str]) -> None:
     try:
         for name in FLAGS.collect:
             collect_finished(name).to_parquet(TABLES[name], index=False, compression="zstd")
-        table, *others = (read_runs(path) for path in TABLES.values())
+        tables = {name: read_runs(path) for name, path in TABLES.items()}
     except ValueError as error:
         sys.exit(f"error: {error}")
-    write_page(table, *others, DOCS, VERDICTS)
-    for name, claim in claims(table).items():
+    write_page(tables, DOCS, VERDICTS)
+    for name, claim in claims(tables["grid"]).items():
         print(f"{name}: {claim.verdict}")
 
 

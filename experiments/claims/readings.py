@@ -120,7 +120,9 @@ class Best(NamedTuple):
     """An algorithm's best rate in a regime, the accuracy there, and the span of rates within WITHIN of it."""
 
     rate: str
-    accuracy: float
+    accuracy: float  # mean over seeds
+    lowest: float  # seed
+    highest: float
     slowest: str
     fastest: str
 
@@ -138,7 +140,8 @@ def best_of(ends: pd.Series, rates: list[str]) -> Best:
         first -= 1
     while last + 1 < len(rates) and good[last + 1]:
         last += 1
-    return Best(rates[place], float(values[place]), rates[first], rates[last])
+    seeds = ends.xs(rates[place], level="rate")
+    return Best(rates[place], float(values[place]), seeds.min(), seeds.max(), rates[first], rates[last])
 
 
 class Foretold(NamedTuple):

@@ -5,7 +5,7 @@ Checks and margins were written down before any run but REINFORCE's at the three
 
 import pandas as pd
 
-from experiments.claims.map_page import in_words
+from experiments.claims.map_page import NO_VERDICTS, in_words
 from experiments.claims.markdown import markdown_table
 from experiments.claims.readings import rates_of
 from experiments.claims.verdicts import KL_MARGIN, MARGIN, NARROW, WIDE, Claim, compare, gain, log_divergences
@@ -16,7 +16,7 @@ EARLY = 20  # steps until weights reach the sampler for the first time
 
 
 def claims(table: pd.DataFrame) -> dict[str, Claim]:
-    """The claims that seven algorithms in one regime can test, each once its algorithms have two seeds."""
+    """The claims that runs in one regime can test, each once all its algorithms have two seeds."""
     ends, means, divergences = final(table), whole(table), log_divergences(table)
     mean, last = "mean accuracy over training", "final accuracy"
 
@@ -58,7 +58,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
     return {
         name: Claim(text, algorithms, checks())
         for name, (text, algorithms, checks) in tested.items()
-        if seeds.reindex(algorithms).min() >= 2
+        if seeds.reindex(algorithms, fill_value=0).min() >= 2
     }
 
 
@@ -70,18 +70,17 @@ def chosen_rate(table: pd.DataFrame) -> str:
     return rates[0]
 
 
-def parts(table: pd.DataFrame, names: dict[str, str]) -> dict[str, str]:
-    """What the page says of SmolLM2, by the names of its places."""
+def parts(table: pd.DataFrame, names: dict[str, str], of: str) -> dict[str, str]:
+    """What the page says of SmolLM2's runs on a task, by the names of its places, which begin with `of`."""
     rate = chosen_rate(table)
     main = table[table["rate"] == rate].drop(columns="rate")
     verdicts, numbers = _claims_text(claims(main), names)
     return {
-        "smollm2_rate": rate,
-        "smollm2_runs": str(len(final(table))),
-        "smollm2_rates": _rates_table(table[(table["algorithm"] == "reinforce") & (table["seed"] == "0")]),
-        "smollm2": _algorithms_table(main, names),
-        "smollm2_verdicts": verdicts,
-        "smollm2_numbers": numbers,
+        of: _algorithms_table(main, names),
+        f"{of}_rate": rate,
+        f"{of}_runs": str(len(final(table))),
+        f"{of}_verdicts": verdicts,
+        f"{of}_numbers": numbers,
     }
 
 
@@ -90,8 +89,9 @@ def _evaluated(table: pd.DataFrame) -> tuple[list[int], pd.DataFrame]:
     return sorted(rows["step"].unique()), rows
 
 
-def _rates_table(table: pd.DataFrame) -> str:
-    """REINFORCE's held-out accuracy by rate and step."""
+def rates_table(table: pd.DataFrame) -> str:
+    """REINFORCE's held-out accuracy by rate and step, of seed 0."""
+    table = table[(table["algorithm"] == "reinforce") & (table["seed"] == "0")]
     steps, evaluated = _evaluated(table)
     falls = fallen(table).groupby("rate").mean()
     rows = []
@@ -128,14 +128,15 @@ def _algorithms_table(table: pd.DataFrame, names: dict[str, str]) -> str:
 
 def _claims_text(found: dict[str, Claim], names: dict[str, str]) -> tuple[str, str]:
     """The verdicts, and the numbers that they follow from."""
+    if not found:
+        return NO_VERDICTS, ""
     verdicts = markdown_table(
         ["", "claim", "verdict"], [[name, claim.text, claim.verdict] for name, claim in found.items()]
     )
     rows = []
     for name, claim in found.items():
         for check in claim.checks:
-            expected = f"within ±{check.margin:.2g}" if check.expected == "alike" else f"{check.expected} than 0"
             mean, low, high, count = check.found
             value = f"{mean:+.3f} ({low:+.3f} to {high:+.3f}), {count} pairs: {check.outcome}"
-            rows.append([name, in_words(check.what, names), expected, value])
+            rows.append([name, in_words(check.what, names), check.claimed, value])
     return verdicts, markdown_table(["", "number", "as claimed if", "mean (95 % interval)"], rows)

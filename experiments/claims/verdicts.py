@@ -27,6 +27,11 @@ class Check(NamedTuple):
     found: Estimate
 
     @property
+    def claimed(self) -> str:
+        """What the claim says of the number, in words."""
+        return f"within ±{self.margin:.2g}" if self.expected == "alike" else f"{self.expected} than 0"
+
+    @property
     def outcome(self) -> str:
         """as claimed | contrary | undecided, by where the interval lies."""
         low, high = self.found.low, self.found.high

@@ -65,7 +65,7 @@ def tables():
 
 def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "draw_all", lambda *arguments: None)
-    page.write_page(*tables.values(), tmp_path, tmp_path / "verdicts.json")
+    page.write_page(tables, tmp_path, tmp_path / "verdicts.json")
     assert json.loads((tmp_path / "verdicts.json").read_text()) == json.loads(page.VERDICTS.read_text())
     assert (tmp_path / "claims.md").read_text() == (ROOT / "docs" / "claims.md").read_text()
 
@@ -88,7 +88,7 @@ def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_pictures_are_those_of_the_committed_metrics(tables, tmp_path):
-    page.draw_all(*tables.values(), page.claims(tables["grid"]), tmp_path)
+    page.draw_all(tables, page.claims(tables["grid"]), tmp_path)
     drawn = {file.name for file in tmp_path.glob("*.png")}
     assert drawn == {file.name for file in (ROOT / "docs" / "claims").glob("*.png")}
     for name in drawn:

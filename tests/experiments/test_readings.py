@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from experiments.claims import readings
-from experiments.claims.map_page import IN_TEXT, best_rows, check_rows, draw_map, fill_in, missed_text, parts
+from experiments.claims.in_text import IN_TEXT, fill_in
+from experiments.claims.map_page import best_rows, check_rows, draw_map, missed_text, parts
 from experiments.claims.page import NAMES as PAGE_NAMES
 from recjax.analysis.compare import final
 
@@ -77,9 +78,10 @@ def test_claims_follow_from_what_differs():
 
 
 def test_the_span_of_good_rates_is_what_joins_the_best_one():
-    place = ["rate", "seed"]
-    ends = pd.DataFrame({"rate": [*RATES, "8e-4"], "seed": "0", "x": [0.78, 0.5, 0.79, 0.8]}).set_index(place)["x"]
-    assert readings.best_of(ends, [*RATES, "8e-4"]) == readings.Best("8e-4", 0.8, "4e-4", "8e-4")
+    rates, means = [*RATES, "8e-4"], pd.Series([0.78, 0.5, 0.79, 0.8])
+    seeds = [pd.DataFrame({"rate": rates, "seed": seed, "x": means + off}) for seed, off in (("0", -0.25), ("1", 0.25))]
+    best = readings.best_of(pd.concat(seeds).set_index(["rate", "seed"])["x"], rates)
+    assert best._replace(accuracy=round(best.accuracy, 9)) == readings.Best("8e-4", 0.8, 0.55, 1.05, "4e-4", "8e-4")
 
 
 def test_what_an_early_effective_sample_size_foretells_is_counted():
@@ -98,7 +100,7 @@ def test_tables_and_heat_maps_show_every_cell():
     table = table_of(lambda name, rate, *_: 0.9 if rate == "2e-4" else 0.5)
     names = {name: name.upper() for name in (*NAMES, *OTHERS)}
     rows = best_rows(table, names)
-    assert len(rows) == 10 and rows[0] == ["REINFORCE", *["0.900 at 2e-4"] * 6]
+    assert len(rows) == 10 and rows[0] == ["REINFORCE", *["0.900 (0.900–0.900) at 2e-4"] * 6]
     figure = draw_map(table, final(table), "", names)
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert len(texts) == 10 * 3 * 6 and set(texts) == {".90", ".50"}
@@ -110,7 +112,8 @@ def test_what_is_not_made_yet_is_left_open():
     table = table[~(opmd & (table["regime"] == "offline")) & ~(grpo & (table["rate"] == "2e-4"))]
     names = {name: name for name in (*NAMES, *OTHERS)}
     rows = {row[0]: row[1:] for row in best_rows(table, names)}
-    assert rows["opmd"] == [*["0.900 at 2e-4"] * 5, "–"] and rows["grpo"] == ["0.500 at 1e-4"] * 6
+    assert rows["opmd"] == [*["0.900 (0.900–0.900) at 2e-4"] * 5, "–"]
+    assert rows["grpo"] == ["0.500 (0.500–0.500) at 1e-4"] * 6
     texts = [text.get_text() for axes in draw_map(table, final(table), "", names).figure.axes for text in axes.texts]
     assert texts.count("–") == 3 + 6
 
@@ -120,7 +123,7 @@ def test_verdicts_need_a_second_seed():
     names = {name: name for name in (*NAMES, *OTHERS)}
     both, alone = (parts(each, names)["map_verdicts"] for each in (table, table[table["seed"] == "0"]))
     assert all(f"| {claim} |" in both for claim in ("C1", "C2", "C3", "C5", "C6", "C7"))
-    assert alone.startswith("There is one seed so far.")
+    assert alone.startswith("Verdicts need intervals") and "C1" not in alone
 
 
 def test_what_was_not_foretold_is_told_apart():
@@ -145,5 +148,6 @@ def test_numbers_in_the_text_are_the_tables():
         "{{accuracy grpo 2e-4 offline}} {{lowest grpo 2e-4 offline}} {{clipped opmd 1e-4 offline}} {{edge}}", table
     )
     assert text == "0.15 0.67 467 % {{edge}}"
+    assert fill_in("{{a kl grpo 2e-4 offline}} {{kl grpo 2e-4 offline}}", table, "a") == "3.67 {{kl grpo 2e-4 offline}}"
     with pytest.raises(KeyError):
         fill_in("{{kl grpo 3e-4 offline}}", table)

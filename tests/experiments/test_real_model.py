@@ -29,9 +29,9 @@ def table_of(accuracy, rates=("1e-6", "2e-6"), chosen="2e-6"):
 
 def test_tables_have_means_over_seeds_and_reinforce_at_every_rate():
     table = table_of(lambda name, rate, seed, step: 0.4 + 0.1 * seed + (0.005 * step if rate == "2e-6" else 0))
-    parts = real_model.parts(table, NAMES)
+    parts = real_model.parts(table, NAMES, "smollm2")
     assert parts["smollm2_rate"] == "2e-6" and parts["smollm2_runs"] == "22"
-    rates = parts["smollm2_rates"].splitlines()
+    rates = real_model.rates_table(table).splitlines()
     assert rates[2] == "| 1e-6 | 0.400 | 0.400 | 0.400 | 0.400 | 0.400 | 0.400 | 0.000 | 0.10 |"
     assert rates[3] == "| 2e-6 | 0.400 | 0.460 | 0.520 | 0.580 | 0.640 | 0.700 | 0.000 | 0.10 |"
     grpo = parts["smollm2"].splitlines()[3]
@@ -58,10 +58,13 @@ def test_verdicts_follow_from_what_differs():
 def test_all_algorithms_are_at_one_rate():
     table = table_of(lambda *_: 0.5)
     with pytest.raises(ValueError, match="2 rates, not at one"):
-        real_model.parts(pd.concat([table, table[table["algorithm"] == "grpo"].assign(rate="1e-6")]), NAMES)
+        real_model.parts(pd.concat([table, table[table["algorithm"] == "grpo"].assign(rate="1e-6")]), NAMES, "smollm2")
 
 
 def test_a_claim_waits_for_its_algorithms_second_seed():
     table = table_of(lambda *_: 0.5).drop(columns="rate")
     table = table[(table["algorithm"] != "red_weight") | (table["seed"] == "0")]
     assert list(real_model.claims(table)) == ["C1", "C2", "C3", "C6"]
+    assert list(real_model.claims(table[~table["algorithm"].isin(["red_weight", "opmd"])])) == ["C1", "C2", "C3"]
+    alone = real_model.parts(table[table["seed"] == "0"].assign(rate="2e-6"), NAMES, "chains")
+    assert alone["chains_verdicts"].startswith("Verdicts need intervals") and alone["chains_numbers"] == ""
