@@ -121,7 +121,7 @@ class Best(NamedTuple):
 
     rate: str
     accuracy: float  # mean over seeds
-    lowest: float  # seed
+    lowest: float  # of the seeds
     highest: float
     slowest: str
     fastest: str
