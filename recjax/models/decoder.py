@@ -133,9 +133,24 @@ class RMSNorm(nn.Module):
         offset = self.config.norm_offset
         scale = self.param("scale", nn.initializers.constant(1.0 - offset), x.shape[-1:])
         scale = scale + offset if offset else scale
-        x = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return (x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * scale)).astype(self.dtype)
+        return _normalised(x, scale, self.config.norm_epsilon, self.dtype)
+
+
+# Of what stands between two products the backward pass keeps the inputs alone: arrays of a layer's width cost more to
+# write and read than these few operations on them.
+_cheap = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(_cheap, static_argnums=(2, 3))
+def _normalised(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Array:
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return (x * (jax.lax.rsqrt(mean_square + epsilon) * scale)).astype(dtype)
+
+
+@functools.partial(_cheap, static_argnums=0)
+def _gated(activation: str, gate: Array, up: Array) -> Array:
+    return ACTIVATIONS[activation](gate) * up
 
 
 class PerLayer(NamedTuple):
@@ -201,8 +216,8 @@ class Block(nn.Module):
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
         x = constrain(norm(name="mlp_norm")(hidden), rows, units)
-        gate = ACTIVATIONS[config.activation](dense(x, config.intermediate_size, "gate"))
-        gated = constrain(gate * dense(x, config.intermediate_size, "up"), rows, "tensor")
+        gate, up = (dense(x, config.intermediate_size, name) for name in ("gate", "up"))
+        gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
         mixed = dense(gated, config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
         return constrain(hidden, rows, units), own
