@@ -121,7 +121,7 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
             planned = plan(load_config(path, [*overrides, *change.overrides]), checked.plan.target)
         except ValueError:
             continue  # a change that the config or the model does not allow
-        lasting = bytes_on_device(planned.held) + planned.sampling_plan.moved + _cache(planned)
+        lasting = bytes_on_device(planned.held | planned.sampler) + planned.sampling_plan.moved + _cache(planned)
         if lasting > planned.target.memory:
             continue  # what is always held, and what sampling needs beside it, are too much already
         if tries == 0:

@@ -172,8 +172,26 @@ def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
     start, kl = "trained parameters as they were at the start", "algorithm.reference_kl={coefficient: 0.1}"
     assert start not in planned().held and start not in ahead.given(planned("evaluation.initial_kl=true"), "update")
     assert start in planned("evaluation.initial_kl=true").held and start in ahead.given(planned(kl), "update")
-    assert [*ahead.given(planned(kl, "regime.offline=true"), "update")][2] == "sampler's copy"
+    offline = planned(kl, "regime.offline=true")  # the sampler's are the same arrays
+    assert start in ahead.given(offline, "update") and start in ahead.given(offline, "sample")
+    assert "sampler's copy" not in offline.held
     assert ahead._traced_update(planned(kl)).args_info[0][2] is not None
+
+
+def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights(planned):
+    def sampler(*options):
+        return [*ahead.given(planned(*options), "sample")][0]
+
+    assert (
+        sampler("regime.sync_interval=2")
+        == sampler("regime.sync_interval=2", "model.dtype=bfloat16")
+        == "sampler's copy"
+    )
+    assert sampler("regime.sync_interval=1", "model.dtype=float32") == "trained parameters"
+    cast = planned("regime.sync_interval=1", "model.dtype=bfloat16")
+    assert [*ahead.given(cast, "sample")][0] == "weights as they compute"
+    held = bytes_on_device(cast.held)
+    assert ahead.beside(cast, "sample") == held - bytes_on_device(cast.held["frozen parameters"])
 
 
 def test_batches_are_filled_up_as_in_a_run(planned):

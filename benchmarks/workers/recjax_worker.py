@@ -17,13 +17,14 @@ from recjax.host_memory import prepare_host_memory
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
-from recjax.models.trainable import combine, in_compute_dtype
+from recjax.models.trainable import combine
 from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.training import checkpoint
 from recjax.training.cache import keep_compiled_programs
 from recjax.training.layout import packed_batch
 from recjax.training.mesh import make_mesh
+from recjax.training.rounds import behaviour_params
 from recjax.training.start import begin
 from recjax.training.update import recipe_of, update
 
@@ -83,7 +84,7 @@ def prepare(inputs: Inputs) -> System:
         return trained, {name: float(value) for name, value in on_host(metrics).items()}
 
     def sampler_params():
-        return in_compute_dtype(policy.decoder, held["state"].trained.params, copy=True)
+        return behaviour_params(run, held["state"])
 
     def sampled(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
         keys = row_keys(jax.random.fold_in(jax.random.key(config.seed), number), len(prompts.texts) * group_size)
@@ -92,13 +93,12 @@ def prepare(inputs: Inputs) -> System:
 
     def step(number: int) -> dict:
         watch = Stopwatch()
-        behaviour = sampler_params()
-        groups = sampled(number, behaviour, limit, sampling, group_size)
+        groups = sampled(number, sampler_params(), limit, sampling, group_size)
         watch.part("generate")
         batch = pad(with_grades(groups, submit(groups, prompts, run.grading).result()), run.shape)
         watch.part("grade")
         trained, _ = updated(held["state"].trained, to_learn_from(batch, config.task), number)
-        held["state"] = held["state"]._replace(trained=trained, behaviour_params=behaviour, version=number)
+        held["state"] = held["state"]._replace(trained=trained, version=number)
         jax.block_until_ready(trained)
         watch.part("update")
         return {"inside": watch.seconds, "tokens": int(batch.completion_mask.sum())}

@@ -15,7 +15,7 @@ from recjax.experience.batch import sampled_shape
 from recjax.hub.policy import attention_kernel, teacher_decoder
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
 from recjax.planning.dry_run import resolve
-from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held
+from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held, sampled_from
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
 from recjax.planning.topology import Target
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
 
     Attributes:
         held: what is on the devices all the time, by name, laid out.
+        sampler: the weights that a batch is sampled from, by name; those of `held`, or made of them for the batch.
         sampling_plan: how an engine samples a batch.
     """
 
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     model: Model
     prompt_tokens: int
     held: dict[str, Any]
+    sampler: dict[str, Any]
     sampling_plan: SamplingPlan
 
 
@@ -86,26 +88,29 @@ def plan(config: Config, target: Target) -> Plan:
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
     on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in held(config, model).items()}
-    free = target.memory - bytes_on_device(on_mesh)
+    name, weights = sampled_from(config, model)
+    sampler = {name: laid_out_by_rules(mesh, weights)}
+    free = target.memory - bytes_on_device(on_mesh | sampler)
     sampling_plan = sampling_of(config, model.decoder, mesh, known.prompt_tokens, free)
-    planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh, sampling_plan)
+    planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh, sampler, sampling_plan)
     _turns(planned)  # refuses a budget of tokens that is too small
     return planned
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:
-    """The part of `plan.held` that is passed to a program."""
-    names = {"sample": ["sampler's copy"], "update": ["trained parameters", "optimiser's state"]}[program]
-    if program == "update" and plan.config.algorithm.build().needs_reference:
-        # Offline they are the sampler's copy.
-        names.append(START if START in plan.held else "sampler's copy")
-    names += ["frozen parameters", *([TEACHER] if program == "update" and TEACHER in plan.held else [])]
+    """What is passed to a program: a part of `plan.held`, for sampling with the weights of `plan.sampler`."""
+    if program == "sample":
+        return plan.sampler | {"frozen parameters": plan.held["frozen parameters"]}
+    names = ["trained parameters", "optimiser's state"]
+    names += [START] if plan.config.algorithm.build().needs_reference else []
+    names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
     return {name: plan.held[name] for name in names}
 
 
 def beside(plan: Plan, program: str) -> int:
     """Bytes of a device that are held while a program runs, without its arguments."""
-    return bytes_on_device(plan.held) - bytes_on_device(given(plan, program))
+    passed = given(plan, program)
+    return bytes_on_device({name: tree for name, tree in plan.held.items() if name not in passed})
 
 
 def _prompts(plan: Plan, parts: int = 1) -> int:

@@ -88,7 +88,7 @@ def dry_run(config: Config) -> DryRun:
         memory = held_items(config, model)
         if prompt_tokens:
             update, activations = update_items(config, model, prompt_tokens)
-            memory += sampling_items(config, model.decoder, prompt_tokens) + update
+            memory += sampling_items(config, model, prompt_tokens) + update
             result = result._replace(activations=activations)
         else:
             notes.append("memory of sampling and of the update left out: set rollout.max_prompt_tokens")

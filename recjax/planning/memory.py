@@ -11,14 +11,18 @@ import numpy as np
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape
+from recjax.experience.stored import stored_per_batch
 from recjax.hub.policy import teacher_decoder
 from recjax.models.decoder import REMAT, Decoder, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.training.packing import shape_for
+from recjax.training.schedule import outlives_updates
 from recjax.training.update import make_optimizer
 
 START = "trained parameters as they were at the start"
+COPY = "sampler's copy"
+CAST = "weights as they compute"
 TEACHER = "teacher's parameters"
 
 
@@ -65,20 +69,38 @@ def held(config: Config, model: Model) -> dict[str, Held]:
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
         "optimiser's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
-        "sampler's copy": Held(f"{size} B × trained", _to_compute_with(model.decoder, model.trained)),
-        "frozen parameters": Held(f"{size} B × frozen", _to_compute_with(model.decoder, model.frozen)),
+        "frozen parameters": Held(f"{size} B × frozen", to_compute_with(model.decoder, model.frozen)),
     }
-    algorithm = config.algorithm.build()
-    if (algorithm.needs_reference or config.evaluation.initial_kl) and not config.regime.offline:
-        parts[START] = parts["sampler's copy"]
+    copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
+    if reads_start := config.algorithm.build().needs_reference or config.evaluation.initial_kl:
+        parts[START] = copy
+    if _keeps_copy(config) and not (reads_start and config.regime.offline):
+        parts[COPY] = copy
     if config.model.teacher:
         decoder = teacher_decoder(config)
-        tree = _to_compute_with(decoder, abstract_params(decoder.config))
+        tree = to_compute_with(decoder, abstract_params(decoder.config))
         parts[TEACHER] = Held(f"{size} B × teacher", tree)
     return parts
 
 
-def _to_compute_with(decoder: Decoder, params: dict) -> dict:
+def _keeps_copy(config: Config) -> bool:
+    """Whether the sampler has weights of its own while the policy is updated."""
+    own = config.rollout.prompts_per_step - stored_per_batch(config)
+    return own > 0 and not config.follows and outlives_updates(config.regime)
+
+
+def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
+    """Name and shapes of the weights that a batch is sampled from: a part of `held`, or the trained ones, cast."""
+    parts = held(config, model)
+    for name in (COPY, START) if config.regime.offline else (COPY,):
+        if name in parts:
+            return name, parts[name].tree
+    name = "trained parameters" if model.decoder.dtype == jnp.float32 else CAST
+    return name, to_compute_with(model.decoder, model.trained)
+
+
+def to_compute_with(decoder: Decoder, params: dict) -> dict:
+    """Parameters in the decoder's dtype, as shapes."""
     return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
 
 
@@ -88,9 +110,10 @@ def held_items(config: Config, model: Model) -> list[Item]:
     return [item for item in items if item.bytes]
 
 
-def sampling_items(config: Config, decoder: Decoder, prompt_tokens: int) -> list[Item]:
+def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Item]:
     """What sampling needs, of the larger of training's and evaluation's batches."""
-    shape, rollout = decoder.config, config.rollout
+    decoder, rollout = model.decoder, config.rollout
+    shape = decoder.config
     rows = rollout.prompts_per_step * most_completions(config)
     tokens = rollout.prompts_per_step * prompt_tokens + rows * rollout.max_completion_tokens
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
@@ -99,7 +122,10 @@ def sampling_items(config: Config, decoder: Decoder, prompt_tokens: int) -> list
         f" × ({rollout.prompts_per_step} × {prompt_tokens} + {rows} × {rollout.max_completion_tokens} tokens)"
     )
     scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
+    name, weights = sampled_from(config, model)
+    cast = [Item("sample", name, f"{decoder.dtype.itemsize} B × trained", tree_bytes(weights))] if name == CAST else []
     return [
+        *cast,
         Item("sample", "keys and values", formula, per_token * tokens),
         Item("sample", "scores of the next token", scores, 2 * rows * shape.vocab_size * 4),
     ]
@@ -161,7 +187,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
     decoder = model.decoder.clone(remat=remat)
     logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
     options = {"sampling": config.rollout.sampling(), "chunk": config.model.logprob_chunk}
-    frozen = _to_compute_with(decoder, model.frozen)
+    frozen = to_compute_with(decoder, model.frozen)
 
     def residuals(trained, frozen, *inputs):
         def logprobs(trained):
@@ -175,9 +201,10 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
-    """One checkpoint: trained parameters, optimiser's state, the sampler's copy, and the batches sampled ahead."""
+    """One checkpoint: trained parameters, optimiser's state, a sampler's copy, and batches sampled ahead."""
     parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts; those and log-probabilities of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
-    saved = [parts[name].tree for name in ("trained parameters", "optimiser's state", "sampler's copy")]
+    saved = [parts[name].tree for name in ("trained parameters", "optimiser's state")]
+    saved += [to_compute_with(model.decoder, model.trained)] if _keeps_copy(config) else []
     return tree_bytes(saved) + config.regime.sync_offset * batch

@@ -21,8 +21,9 @@ from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 3  # of checkpoints; 2 had no manifest, 1 several queues
-READS = (2, 3)
+LAYOUT = 4  # of checkpoints; 3 and 2 always had the sampler's weights, 2 no manifest, 1 several queues
+READS = (2, 3, 4)
+COPY = "behaviour_params"  # the sampler's, in a checkpoint of whose state it is not a part
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,10 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
     plain = {"layout": LAYOUT, "version": state.version, "in_flight": state.in_flight, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
-        "behaviour_params": ocp.args.StandardSave(state.behaviour_params),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "rows": len(rows)}),
     }
+    if state.behaviour_params is not None:
+        items[COPY] = ocp.args.StandardSave(state.behaviour_params)
     if rows:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
     folder = Path(manager.directory)
@@ -73,7 +75,8 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     """The newest checkpoint.
 
     Args:
-        trained, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved.
+        trained, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved; of
+            the sampler's copy, if there is one.
     Raises:
         ValueError: a checkpoint of an earlier layout, or one that cannot be read.
     """
@@ -85,9 +88,10 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
             f"{place} has the layout of an earlier recjax, which this one cannot go on from; go on with the recjax that"
             " wrote it, or give another output=…. evaluate and export read it as it is"
         )
+    copied = (Path(manager.directory) / str(step) / COPY).exists()
     items = {
         "state": ocp.args.StandardRestore(trained),
-        "behaviour_params": ocp.args.StandardRestore(behaviour_params),
+        **({COPY: ocp.args.StandardRestore(behaviour_params)} if copied else {}),
         **({"groups": ocp.args.StandardRestore()} if plain["rows"] else {}),
     }
     try:
@@ -102,8 +106,8 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     return State(
         step=step,
         trained=restored["state"],
-        behaviour_params=restored["behaviour_params"],
-        version=plain["version"],
+        behaviour_params=restored[COPY] if copied else None,
+        version=plain["version"] if copied else step,
         queue=from_plain(rows, plain["queue"]),
         in_flight=tuple(plain["in_flight"]),
         totals=plain["totals"],

@@ -114,6 +114,8 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             batch, micro_batches = _padded(run, state, recipe.algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
+            state = rounds.set_apart(run, state, step)
+
             # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
             # along only where the algorithm reads them.
             weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None

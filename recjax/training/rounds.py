@@ -41,13 +41,33 @@ IDLE_ROUNDS = 100  # batches sampled for one step beyond those that the config's
 
 
 def synced(run: Run, state: State, step: int) -> State:
-    """The state at the beginning of a step, whose sampler has the current weights where the regime says so."""
+    """The state at the beginning of a step, whose sampler has the trained parameters themselves where it is to sync."""
     if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
         return state
-    copy = in_compute_dtype(run.policy.decoder, state.trained.params, copy=True)
+    state = state._replace(behaviour_params=None, version=step - 1)
     if run.generators:
-        run.generators.publish(step - 1, on_host(copy))
-    return state._replace(behaviour_params=copy, version=step - 1)
+        run.generators.publish(state.version, on_host(behaviour_params(run, state)))
+    return state
+
+
+def behaviour_params(run: Run, state: State, copy: bool = False) -> dict:
+    """The sampler's weights, in the dtype that they compute in: of the trained parameters, or the state's copy.
+
+    Args:
+        copy: give no array of the trained parameters.
+    """
+    if state.behaviour_params is not None:
+        return state.behaviour_params
+    if copy and state.version == 0 and run.initial is not None:
+        return run.initial
+    return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
+
+
+def set_apart(run: Run, state: State, step: int) -> State:
+    """The state before the step's update, whose sampler has a copy if it goes on with the weights from before."""
+    if not run.samples or schedule.is_sync(step + 1, run.config.regime):
+        return state
+    return state._replace(behaviour_params=behaviour_params(run, state, copy=True))
 
 
 def sampled(run: Run, state: State, step: int, wait: bool) -> State:
@@ -64,7 +84,7 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
         return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
     while (early := _is_due(run, queue, step)) is not None:
         number = queue.added + 1
-        groups, grades = sample_batch(run, state.behaviour_params, state.version, number)
+        groups, grades = sample_batch(run, behaviour_params(run, state), state.version, number)
         groups = _joined(run, state, groups, number)
         queue = queues.add(queue, groups, grades, number, run.config.seed, run.settings, early)
     return state._replace(queue=queue)
@@ -86,7 +106,7 @@ def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
 
 def sample_batch(
     run: Run,
-    behaviour_params: dict,
+    weights: dict,
     version: int,
     number: int,
     prefix: str = "",
@@ -96,7 +116,7 @@ def sample_batch(
     """The groups of a batch, which follow from its number and the weights, and their grades to come.
 
     Args:
-        behaviour_params: the sampler's copy of the trained parameters.
+        weights: of the trained parameters' tree.
         version: of these.
         prefix: of the completions' ids, before the batch's number.
         source: the completions' source.
@@ -107,7 +127,7 @@ def sample_batch(
     prompts = run.train.take(batch_indices(len(run.train.texts), count, number, config.seed))
     names = {"name": f"{prefix}{number:06d}", "source": source, "version": version}
     with run.phases.phase("sample"):
-        params = combine(behaviour_params, run.frozen)
+        params = combine(weights, run.frozen)
         if run.agents:
             key = batch_key(config.seed, number)
             return run.agents.sample_groups(
@@ -257,7 +277,7 @@ def start_generators(run: Run, state: State) -> None:
     """
     generators = run.generators
     generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, on_host(run.frozen))
-    generators.publish(state.version, on_host(state.behaviour_params))
+    generators.publish(state.version, on_host(behaviour_params(run, state)))
     issued = state.queue.added + len(state.in_flight)
     if run.record:
         store.keep_parts(run.record, lambda row: _number(row) <= issued and _number(row) not in state.in_flight)

@@ -88,6 +88,11 @@ class Run(NamedTuple):
         return rollout.prompts_per_step - stored_per_batch(self.config), rollout.group_size - in_group
 
     @property
+    def samples(self) -> bool:
+        """Whether the policy samples any of what it is trained on."""
+        return self.own[0] > 0 and not self.follower
+
+    @property
     def settings(self) -> Settings:
         """Of the queue."""
         return settings_of(self.config)
@@ -104,8 +109,9 @@ class State(NamedTuple):
 
     step: optimiser updates made.
     trained: the trained parameters and the optimiser's state.
-    behaviour_params: the sampler's copy of the trained parameters, in the dtype that they compute in.
-    version: the updates that they had when copied.
+    behaviour_params: the sampler's copy of the trained parameters as they were, in the dtype that they compute in;
+        None: the sampler has them as they are, or never samples.
+    version: the updates that the sampler's weights have.
     queue: groups that were sampled and may still be trained on.
     in_flight: numbers of the batches that generators are at.
     totals: of the run so far: seconds by phase, wall seconds, tokens; a digest of the store; size and checksum of
@@ -114,7 +120,7 @@ class State(NamedTuple):
 
     step: int
     trained: TrainState
-    behaviour_params: dict
+    behaviour_params: dict | None
     version: int
     queue: Queue
     in_flight: tuple[int, ...]

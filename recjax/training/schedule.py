@@ -10,6 +10,11 @@ def is_sync(step: int, regime: RegimeConfig) -> bool:
     return not regime.offline and (step - 1) % regime.sync_interval == 0
 
 
+def outlives_updates(regime: RegimeConfig) -> bool:
+    """Whether the sampler keeps its weights over some update, so that it needs a copy of its own."""
+    return regime.offline or regime.sync_interval > 1
+
+
 def samples_ahead(step: int, steps: int, regime: RegimeConfig) -> bool:
     """Whether the next round's batch can be sampled at `step`, so that this one's is graded meanwhile.
 

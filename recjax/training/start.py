@@ -42,20 +42,21 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)
     params, frozen = split(params, config.model)
-    initial = in_compute_dtype(decoder, params, copy=True)
     reads_initial = recipe.algorithm.needs_reference or config.evaluation.initial_kl
     frozen = in_compute_dtype(decoder, frozen, copy=False)
+    initial = in_compute_dtype(decoder, params, copy=True) if reads_initial else None
     teacher = load_teacher(config, run.policy.tokenizer)
-    run = run._replace(frozen=frozen, initial=initial if reads_initial else None, teacher=teacher)
+    run = run._replace(frozen=frozen, initial=initial, teacher=teacher)
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": dataclasses.asdict(config), "metrics": None}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
-    state = State(0, first_state(recipe.optimizer, params), initial, 0, Queue(), (), totals)
+    state = State(0, first_state(recipe.optimizer, params), None, 0, Queue(), (), totals)
     if manager.latest_step() is None:
         return _with_follower(run, state), state, manager
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, initial))
+    sampled = in_compute_dtype(decoder, params, copy=False)
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, sampled))
     # What is restored needs their place.
-    del params, initial, state
+    del params, sampled, initial, state
     state = checkpoint.restore(manager, *like)
     if state.totals["store"] != totals["store"]:
         place = config.experience.store or config.experience.mix.store

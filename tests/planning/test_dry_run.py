@@ -57,7 +57,12 @@ def memory(result):
 
 @pytest.mark.parametrize("name", ["Qwen2.5-1.5B-Instruct", "Llama-3.1-8B", "Qwen2.5-7B-Instruct"])
 def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path, no_weights, capsys, name):
-    options = ["rollout.max_prompt_tokens=64", "model.dtype=bfloat16", "algorithm.preset=red_weight"]
+    options = [
+        "rollout.max_prompt_tokens=64",
+        "model.dtype=bfloat16",
+        "algorithm.preset=red_weight",
+        "regime.sync_interval=2",
+    ]
     config = tiny(*published(tmp_path / "model", name), *options)
     result = dry_run(config)
     assert count(result.model.trained) == PUBLISHED[name][0] and count(result.model.frozen) == 0
@@ -102,7 +107,7 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
     ],
 )
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
-    config = tiny(*options)
+    config = tiny(*options, "regime.sync_interval=2")
     result, (run, params) = dry_run(config), prepare(config)
     trained, frozen = split(params, config.model)
     assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
@@ -115,7 +120,11 @@ def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     assert found["optimiser's state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(moments))
     assert 0 <= found["optimiser's state"] - 2 * size <= 8
     assert result.prompt_tokens == run.train.tokens.shape[1]
-    half = memory(dry_run(tiny(*options, "model.dtype=bfloat16", "evaluation.initial_kl=true")))
+    assert "sampler's copy" not in memory(dry_run(tiny(*options, "regime.sync_interval=1")))
+    kl = ("model.dtype=bfloat16", "evaluation.initial_kl=true")
+    half = memory(dry_run(tiny(*options, "regime.sync_interval=2", *kl)))
+    synced = memory(dry_run(tiny(*options, "regime.sync_interval=1", *kl)))
+    assert synced["weights as they compute"] == half["sampler's copy"] and "sampler's copy" not in synced
     assert half.get("frozen parameters", 0) <= found.get("frozen parameters", 0)
     assert half["sampler's copy"] == half["trained parameters as they were at the start"] < found["sampler's copy"]
     assert not [name for name in found if name.endswith("at the start")]
@@ -225,7 +234,10 @@ def test_compact_words(staleness, words):
 def test_checkpoints_hold_the_queue_too(tiny):
     plain, ahead = dry_run(tiny()), dry_run(tiny("regime.sync_offset=3"))
     found = memory(plain)
-    assert plain.checkpoint_bytes == 2 * found["trained parameters"] + found["optimiser's state"]
+    assert plain.checkpoint_bytes == found["trained parameters"] + found["optimiser's state"]
+    assert dry_run(tiny("regime.sync_interval=2")).checkpoint_bytes == (
+        plain.checkpoint_bytes + found["trained parameters"]
+    )
     np.testing.assert_equal(ahead.checkpoint_bytes - plain.checkpoint_bytes, 3 * (4 * 4 * 5 + 16 * 3 * 9))
 
 

@@ -1,5 +1,7 @@
 """Training a part of the parameters in the real loop: adapters, frozen paths, bfloat16."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -74,7 +76,7 @@ def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
 
 
 def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_ones(tiny):
-    config = tiny("bfloat16", "model.dtype=bfloat16", "regime.sync_interval=2", "training.steps=2")
+    config = tiny("bfloat16", "model.dtype=bfloat16", "regime.sync_interval=3", "training.steps=2")
     first = train(config)[1]
     # In float32 the two agree (test_loop.py); in bfloat16 they add the same products in other orders and round each sum
     # to 8 bits.
@@ -85,6 +87,13 @@ def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_
     for path, leaf in flatten(restored["behaviour_params"]).items():
         assert leaf.dtype == ("float32" if path.endswith("/scale") else "bfloat16"), path
     assert {leaf.dtype for path, leaf in flatten(restored["state"]).items() if leaf.ndim} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize(("interval", "step", "kept"), [(1, 2, False), (2, 1, True), (2, 2, False)])
+def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, interval, step, kept):
+    config = tiny("copy", f"regime.sync_interval={interval}", f"training.steps={step}")
+    train(config)
+    assert Path(f"{config.output}/checkpoints/{step}/behaviour_params").exists() == kept
 
 
 @pytest.mark.parametrize(
