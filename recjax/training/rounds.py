@@ -65,9 +65,8 @@ def behaviour_params(run: Run, state: State, copy: bool = False) -> dict:
 
 def set_apart(run: Run, state: State, step: int) -> State:
     """The state before the step's update, whose sampler has a copy if it goes on with the weights from before."""
-    if not run.samples or schedule.is_sync(step + 1, run.config.regime):
-        return state
-    return state._replace(behaviour_params=behaviour_params(run, state, copy=True))
+    goes_on = run.samples and not schedule.is_sync(step + 1, run.config.regime)
+    return state._replace(behaviour_params=behaviour_params(run, state, copy=True) if goes_on else None)
 
 
 def sampled(run: Run, state: State, step: int, wait: bool) -> State:
