@@ -28,10 +28,10 @@ from recjax.experience.batch import Batch
 from recjax.host_memory import prepare_host_memory
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.logprobs import Sampling
-from recjax.models.unrolling import unrolled_on_cpu
+from recjax.models.unrolling import unrolled_for_training
 from recjax.rollout.collecting import row_keys, sample_completions
 from recjax.rollout.engine import Engine
-from recjax.training.update import MOST_UNROLLED, Recipe, TrainState, update
+from recjax.training.update import Recipe, TrainState, update
 
 OPTIMIZER, ALGORITHM = optax.adamw(1e-6), build_algorithm("grpo", {})
 PHASES = ("generation", "update")
@@ -106,7 +106,7 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
                 None,
                 batch,
                 jax.random.key(number),
-                recipe=Recipe(unrolled_on_cpu(decoder, MOST_UNROLLED), ALGORITHM, OPTIMIZER, Sampling(), 1024),
+                recipe=Recipe(unrolled_for_training(decoder), ALGORITHM, OPTIMIZER, Sampling(), 1024),
                 micro_batches=1,
             )
         )

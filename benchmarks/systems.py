@@ -31,6 +31,18 @@ SYSTEMS = {
     "recjax_padded": System(
         "recjax_worker", None, {"set": {"recjax.training.layout:LEAST_SAVED": 1e30}}, "recjax, no batch packed"
     ),
+    "recjax_untransposed": System(
+        "recjax_worker",
+        None,
+        {"set": {"recjax.models.products:WRITE_TRANSPOSED": []}},
+        "recjax, gradients of weights as XLA takes them by itself",
+    ),
+    "recjax_scanned": System(
+        "recjax_worker",
+        None,
+        {"set": {"recjax.models.unrolling:MOST_TRAINED_LOW": 8}},
+        "recjax, no more layers written out in bfloat16 than in float32",
+    ),
     "recjax_small_pages": System(
         "recjax_worker", None, {}, "recjax, without huge pages", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     ),

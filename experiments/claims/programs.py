@@ -23,7 +23,7 @@ from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
-from recjax.models.unrolling import params_for, unrolled_for_sampling
+from recjax.models.unrolling import made_for_sampling, params_for
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.decoding import whole_batch
 from recjax.tasks.prompts import Prompts, batch_indices
@@ -124,7 +124,7 @@ class Programs:
         optimizer = optax.inject_hyperparams(functools.partial(clipped_adamw, config.optimizer))(learning_rate=0.0)
         self._config, self._policy = config, policy
         self._recipe = recipe._replace(optimizer=optimizer)
-        self._sampler = unrolled_for_sampling(policy.decoder)
+        self._sampler = made_for_sampling(policy.decoder)
         texts = policy.tokenizer.convert_ids_to_tokens(range(len(policy.tokenizer)))
         self._digits = jnp.array([int(text) if text.isdecimal() else -1 for text in texts])
         self._most_offset = most_offset

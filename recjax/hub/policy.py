@@ -1,6 +1,8 @@
 """The initial policy of a run: decoder, parameters and tokenizer, loaded or made from the config."""
 
 import dataclasses
+import logging
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,6 +14,8 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_fol
 from recjax.hub.weights import load_pretrained, read_config
 from recjax.models.decoder import Decoder, DecoderConfig, init_params
 from recjax.models.trainable import in_compute_dtype
+
+logger = logging.getLogger(__name__)
 
 
 class Policy(NamedTuple):
@@ -99,10 +103,25 @@ def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """What `model.dtype` comes to on this machine's devices."""
+    """What `model.dtype` comes to on this machine's devices; on a CPU the log says what that means there."""
+    if jax.default_backend() != "cpu":
+        return jnp.dtype("bfloat16" if name == "auto" else name)
+    fast = cpu_has_bfloat16()
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+        says = "has bfloat16 instructions, and may be faster in it" if fast else "has no bfloat16 instructions"
+        logger.info("model.dtype = auto: float32, as on any CPU; this one %s", says)
+    if name == "bfloat16" and not fast:
+        logger.warning("model.dtype = bfloat16: this CPU has no instructions for it; float32 is faster")
+    return jnp.dtype("float32" if name == "auto" else name)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 numbers by itself, as far as Linux says: AVX-512, AMX, or Arm's."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> str:

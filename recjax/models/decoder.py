@@ -8,12 +8,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.models.attention import attend, attention_mask, capped, pairs
 from recjax.models.placement import ROWS, constrain, constrain_params, stream_axes
-from recjax.models.products import dense_product, product
+from recjax.models.products import all_but_kernel, dense_product, product
 from recjax.models.rotary import RopeScaling, rotate, stretched
 
 
@@ -29,10 +30,11 @@ class Lora(NamedTuple):
 
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+PRODUCT = "product"  # the name of what projections give
 # What the forward pass keeps of a layer, beside its input, where the backward pass computes the rest again.
 REMAT = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
@@ -176,11 +178,11 @@ class Block(nn.Module):
         config = self.config
         batch, time, _ = angles.shape
         norm = functools.partial(RMSNorm, config, self.dtype)
-        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product)
+        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product, promote_dtype=all_but_kernel)
         rows, units = stream_axes(time)
 
         def dense(x, features, name, use_bias=False):
-            y = linear(features, use_bias=use_bias, name=name)(x)
+            y = checkpoint_name(linear(features, use_bias=use_bias, name=name)(x), PRODUCT)
             if config.lora is None or name not in config.lora.targets:
                 return y
             low = linear(config.lora.rank, use_bias=False, name=f"{name}_lora_a")(x)
@@ -206,7 +208,10 @@ class Block(nn.Module):
         own = keys, values
         if place is not None:
             *context_keys_values, held = context_keys_values
-            own = tuple(jax.lax.dynamic_update_slice_in_dim(x, new, place, 2) for x, new in zip(held, own, strict=True))
+            own = tuple(
+                jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), place, 2)
+                for x, new in zip(held, own, strict=True)
+            )
         segments = [(*pair, mask) for pair, mask in zip([*context_keys_values, own], masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         # The mask of a layer with a window is made of more than ids.
@@ -228,7 +233,8 @@ class Decoder(nn.Module):
 
     `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
     scanning over them: parameters are `recjax.models.unrolling.unrolled_params`, keys and values are tuples over
-    layers. `attention` is one of recjax.models.attention.KERNELS.
+    layers. `attention` is one of recjax.models.attention.KERNELS. `cache_dtype`: of the keys and values that come
+    back; None: that which they are computed in.
     """
 
     config: DecoderConfig
@@ -236,6 +242,7 @@ class Decoder(nn.Module):
     remat: str = "none"
     unrolled: bool = False
     attention: str = "plain"
+    cache_dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(
@@ -321,6 +328,8 @@ class Decoder(nn.Module):
             scanned = layers(config, self.dtype, self.attention, name="layers")
             hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, ids, place)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
+        if self.cache_dtype is not None:
+            keys_values = jax.tree.map(lambda x: x.astype(self.cache_dtype), keys_values)
         return hidden.reshape(*tokens.shape, -1), keys_values
 
 
@@ -329,7 +338,7 @@ def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hid
     subscripts = "re,ev->rv" if "head" in params else "re,ve->rv"
     weights = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"]
     rows = hidden.reshape(-1, hidden.shape[-1])
-    scores = product(subscripts, rows, weights.astype(hidden.dtype), jnp.float32)
+    scores = product(subscripts, rows, weights, jnp.float32)
     return capped(scores.reshape(*hidden.shape[:-1], -1), config.logit_cap)
 
 

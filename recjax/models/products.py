@@ -1,48 +1,68 @@
-"""Products of arrays in low precision whose sums are in float32, forwards and backwards."""
+"""Products of matrices whose sums are in float32, forwards and backwards, in the form that the device is fast at."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+# Platforms whose compiler has slow products, of bfloat16 none at all, where both matrices are summed over their rows.
+WRITE_TRANSPOSED = ("cpu",)
+
 
 def product(subscripts: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """The einsum of two arrays of one dtype, summed in float32 and then cast to `dtype`.
+    """The einsum of a matrix of rows with a matrix of weights, summed in float32 and then cast to `dtype`.
 
-    Gradients that flow back are cast to the dtype of the arrays, so that the products of the backward pass are in low
-    precision too. Float32 arrays are multiplied as ever.
+    What flows back is cast to the dtype of `a`, so that the products of the backward pass are in low precision too; the
+    gradient of weights is as precise as these are. A copy of the weights in low precision is not kept for it.
 
     Args:
-        subscripts: of matrices, every index in two of the operands and the result. XLA on the CPU has not all products
-            of bfloat16 arrays with more axes.
+        subscripts: the first index of `a` and of the result is that of rows; every index is in two of the three.
+        b: weights, cast to the dtype of `a`.
     """
-    if a.dtype == jnp.float32:
-        return jnp.einsum(subscripts, a, b)
-    return _low_product(subscripts, dtype, a, b)
+    return _product(subscripts, dtype, a, b)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _low_product(subscripts: str, dtype: DTypeLike, a: Array, b: Array) -> Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32).astype(dtype)
+def _product(subscripts: str, dtype: DTypeLike, a: Array, b: Array) -> Array:
+    return _summed_in_float32(subscripts, a, b).astype(dtype)
+
+
+def _summed_in_float32(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b.astype(a.dtype), preferred_element_type=jnp.float32)
 
 
 def _forward(subscripts: str, dtype: DTypeLike, a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _low_product(subscripts, dtype, a, b), (a, b)
+    return _product(subscripts, dtype, a, b), (a, b)
 
 
 def _backward(subscripts: str, dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     (a, b), gradient = kept, gradient.astype(kept[0].dtype)
     inputs, output = subscripts.split("->")
     of_a, of_b = inputs.split(",")
+    pair = (a, gradient) if of_b[0] in of_a else (gradient, a)
     return (
-        _low_product(f"{output},{of_b}->{of_a}", a.dtype, gradient, b),
-        _low_product(f"{of_a},{output}->{of_b}", b.dtype, a, gradient),
+        _summed_in_float32(f"{output},{of_b}->{of_a}", gradient, b).astype(a.dtype),
+        _summed_over_rows(*pair).astype(b.dtype),
     )
 
 
-_low_product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
+
+
+def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> Float[Array, "m n"]:
+    """aᵀ b, in float32."""
+
+    def usual(a, b):
+        return _summed_in_float32("rm,rn->mn", a, b)
+
+    def transposed(a, b):
+        # Left to the compiler, the transpose would become a part of the product again.
+        return _summed_in_float32("mr,rn->mn", with_layout_constraint(a.T, Layout((0, 1))), b)
+
+    return jax.lax.platform_dependent(a, b, default=usual, **dict.fromkeys(WRITE_TRANSPOSED, transposed))
 
 
 def dense_product(
@@ -53,3 +73,8 @@ def dense_product(
     XLA on the CPU has fast products of bfloat16 that give float32; those that give bfloat16 it computes in float32.
     """
     return product("mk,kn->mn", x, kernel, x.dtype)
+
+
+def all_but_kernel(x: Array, kernel: Array, bias: Array | None, *, dtype: DTypeLike) -> tuple:
+    """What flax.linen.Dense takes as its `promote_dtype`: `product` casts the kernel."""
+    return x.astype(dtype), kernel, None if bias is None else bias.astype(dtype)

@@ -3,27 +3,39 @@
 import operator
 
 import jax
+import jax.numpy as jnp
 
 from recjax.models.decoder import Decoder, DecoderConfig
 
 # A sampler's layers are unrolled if there are no more than this, and if they have so many weights that copying them
 # costs more than the larger program does.
 MOST_WRITTEN_OUT, LEAST_WEIGHTS = 32, 2**18
+# A trainer's are if there are no more than this; with more, compiling takes longer than it is worth. It is worth
+# more in low precision: of scanned layers, the stacks of activations are converted to float32 and back for each layer.
+MOST_TRAINED, MOST_TRAINED_LOW = 8, 32
 
 
-def unrolled_on_cpu(decoder: Decoder, most: int) -> Decoder:
-    """The decoder with its layers written out where that is faster: on the CPU.
+def unrolled_for_training(decoder: Decoder) -> Decoder:
+    """The decoder with its layers written out where that trains faster: on the CPU."""
+    most = MOST_TRAINED if decoder.dtype == jnp.float32 else MOST_TRAINED_LOW
+    return decoder.clone(unrolled=_on_cpu() and decoder.config.num_layers <= most)
 
-    Args:
-        most: layers; with more of them compiling takes longer than it is worth.
+
+def made_for_sampling(decoder: Decoder) -> Decoder:
+    """The decoder as it samples fastest: on the CPU with its layers written out, and a cache in float32.
+
+    Attention over a cache is computed in float32 there, and writing into one of lower precision converts all of it.
     """
-    return decoder.clone(unrolled=jax.default_backend() == "cpu" and decoder.config.num_layers <= most)
+    if not _on_cpu():
+        return decoder
+    few = decoder.config.num_layers <= MOST_WRITTEN_OUT
+    return decoder.clone(
+        unrolled=few and decoder.config.layer_weights >= LEAST_WEIGHTS, cache_dtype=jnp.dtype(jnp.float32)
+    )
 
 
-def unrolled_for_sampling(decoder: Decoder) -> Decoder:
-    """The decoder with its layers written out where that samples faster."""
-    large = decoder.config.layer_weights >= LEAST_WEIGHTS
-    return unrolled_on_cpu(decoder, MOST_WRITTEN_OUT) if large else decoder
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def params_for(decoder: Decoder, params: dict) -> dict:

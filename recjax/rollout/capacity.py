@@ -32,7 +32,8 @@ def cache_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int
     """
     shape, tensor = decoder.config, jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     shards = row_shards() * (tensor if shape.num_kv_heads % tensor == 0 else 1)
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * jnp.dtype(decoder.dtype).itemsize
+    number = jnp.dtype(decoder.cache_dtype or decoder.dtype).itemsize
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * number
     return per_token * (prompts * prompt_tokens + rows * completion_tokens) // shards
 
 

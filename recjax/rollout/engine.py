@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.placement import moved_params, on_host
-from recjax.models.unrolling import params_for, unrolled_for_sampling
+from recjax.models.unrolling import made_for_sampling, params_for
 from recjax.rollout import capacity, decoding
 from recjax.rollout.capacity import FEWEST_CONTINUED, at_least, filled_up, power_of_two
 from recjax.rollout.requests import (
@@ -47,7 +47,7 @@ class Engine:
             slots: completions that are sampled at one time; None: as many as memory holds, at most what is asked.
             prefix_time: tokens that prefixes are padded to; longer ones to a power of two.
         """
-        self._decoder, self._stop_ids = unrolled_for_sampling(decoder), tuple(stop_ids)
+        self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._asked, self._prefix_time = slots, prefix_time
         self._mesh = sampling_mesh(self._decoder)
         self._stacked, self._params, self._version, self._weights = None, None, 0, 0

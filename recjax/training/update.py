@@ -17,11 +17,9 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
-from recjax.models.unrolling import unrolled_on_cpu
+from recjax.models.unrolling import unrolled_for_training
 from recjax.training.packing import Packed
 from recjax.training.scoring import batch_logprobs, in_micro_batch, micro_batch_logprobs, prompts_logprobs, split
-
-MOST_UNROLLED = 8  # layers that are written out on the CPU; with more, compiling takes too long
 
 
 class Recipe(NamedTuple):
@@ -43,12 +41,12 @@ class Recipe(NamedTuple):
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
     """The recipe of a run; the decoders' layers are written out where that is faster."""
     return Recipe(
-        decoder=unrolled_on_cpu(decoder, MOST_UNROLLED),
+        decoder=unrolled_for_training(decoder),
         algorithm=config.algorithm.build(),
         optimizer=make_optimizer(config.optimizer, config.training.steps),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
-        teacher=teacher and unrolled_on_cpu(teacher, MOST_UNROLLED),
+        teacher=teacher and unrolled_for_training(teacher),
     )
 
 

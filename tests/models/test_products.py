@@ -14,10 +14,14 @@ def operands(subscripts, dtype):
     return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "of_weights"),
+    [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
+)
 @pytest.mark.parametrize("subscripts", ["mk,kn->mn", "re,ve->rv", "re,ev->rv"])
-def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dtype):
+def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dtype, of_weights):
     a, b = operands(subscripts, dtype)
+    b = b.astype(of_weights)
 
     def weighed(multiply):
         def total(a, b):
@@ -30,9 +34,24 @@ def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dty
     found = jax.jit(lambda: weighed(lambda a, b: product(subscripts, a, b, jnp.float32)))()
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     expected = weighed(lambda a, b: jnp.einsum(subscripts, a, b))
-    assert [x.dtype for x in found] == [jnp.float32, dtype, dtype]
+    assert [x.dtype for x in found] == [jnp.float32, dtype, of_weights]
     np.testing.assert_allclose(
         found[0], expected[0], rtol=1e-4, atol=1e-4
     )  # sums of 700 bfloat16 numbers would be off by 1
     for one, other in zip(found[1:], expected[1:], strict=True):
         np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("platform, written", [("cpu", True), ("tpu", False), ("cuda", False)])
+def test_the_transpose_of_the_rows_is_written_out_for_a_cpu_alone(platform, written):
+    a, b = operands("mk,kn->mn", jnp.bfloat16)
+    gradient = jax.jit(jax.grad(lambda b: product("mk,kn->mn", a, b, jnp.float32).sum()))
+    lowered = gradient.trace(b).lower(lowering_platforms=(platform,)).as_text()
+    assert ("LayoutConstraint" in lowered) == written
+
+
+def test_weights_of_higher_precision_are_kept_as_they_are_and_not_as_a_copy():
+    a, b = operands("mk,kn->mn", jnp.bfloat16)
+    weights = b.astype(jnp.float32)
+    _, backward = jax.vjp(lambda a, b: product("mk,kn->mn", a, b, jnp.float32), a, weights)
+    assert {leaf.dtype for leaf in jax.tree.leaves(backward) if leaf.shape == b.shape} == {jnp.dtype(jnp.float32)}

@@ -189,11 +189,12 @@ def test_activations_grow_with_what_they_are_of(tiny):
     plain = activations()
     assert activations("training.micro_batch_prompts=1") < plain / 2
     assert activations("rollout.max_completion_tokens=6") > 1.4 * plain
-    deep = "model.decoder.num_layers=4"
-    result = dry_run(tiny(deep))
-    recomputed = {remat: activations(deep, f"model.remat={remat}") for remat in ("none", "dots", "full")}
-    assert recomputed == result.activations
-    assert recomputed["full"] < recomputed["dots"] < recomputed["none"] and recomputed["full"] < activations(deep) / 2
+    for dtype in ("float32", "bfloat16"):
+        deep = ("model.decoder.num_layers=4", f"model.dtype={dtype}")
+        recomputed = {remat: activations(*deep, f"model.remat={remat}") for remat in ("none", "dots", "full")}
+        assert recomputed == dry_run(tiny(*deep)).activations
+        assert recomputed["full"] < recomputed["dots"] < recomputed["none"]
+        assert recomputed["full"] < recomputed["none"] / 2
     packed = [activations(f"training.tokens_per_micro_batch={budget}") for budget in (14, 28)]
     assert 1.5 * packed[0] < packed[1] < 2.5 * packed[0]
     with pytest.raises(ValueError, match="training.tokens_per_micro_batch = 5"):
