@@ -271,9 +271,8 @@ class Engine:
             self._slots.make(count, cache, self._cache_time(0, count))
             seated = self._slots.put(started, cache, prompts, lengths[prompts], current)
         left = np.arange(seated, len(rows))
-        self._prefilled = None
-        if len(left):
-            self._prefilled = waiting._replace(started=started.part(left), rows=rows[left], prompts=prompts[left])
+        rest = waiting._replace(started=started.part(left), rows=rows[left], prompts=prompts[left])
+        self._prefilled = rest if len(left) else None
         return not len(left)
 
     def _go_on(self, places: Int[np.ndarray, " requests"], requests: list[Request], tickets: list[int]) -> None:
