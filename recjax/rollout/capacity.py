@@ -109,14 +109,32 @@ def slot_numbers(most: int) -> list[int]:
     return sizes
 
 
+def next_lower(numbers: Sequence[int], count: int) -> int:
+    """The next lower number of slots; 0 where there is none."""
+    return max((fewer for fewer in numbers if fewer < count), default=0)
+
+
 def cache_lengths(longest: int) -> list[int]:
-    """Lengths in tokens that the cache ever has, rising: doubling, up to what completions of `longest` tokens need."""
+    """Lengths in tokens that the cache ever has, rising: doubling, up to what completions of `longest` tokens need.
+
+    The last is one and a half to three times as long as the one before: there is none that hardly differs from it.
+    """
     lengths, most = [SHORTEST_CACHE if longest > ROUND + 1 else round_time(longest)], longest - 1 + round_time(longest)
     if most > TILE:
         most += -most % TILE
-    while lengths[-1] < most:
+    while 1.5 * lengths[-1] < most:
         lengths.append(2 * lengths[-1])
     return [*lengths[:-1], most]
+
+
+def cache_length(longest: int, needed: int, slots: int, most: int) -> int:
+    """The length of the cache in which `slots` of `most` slots have room for `needed` tokens; one of `cache_lengths`.
+
+    Fewer slots have longer ones, about half the bytes of what all slots have at first: to read what they do not need
+    costs few slots little, and a batch whose completions end one by one comes to one length for each number of slots.
+    """
+    lengths = cache_lengths(longest)
+    return at_least(lengths, max(needed, lengths[0] * most // (2 * slots)))
 
 
 def round_time(longest: int) -> int:

@@ -264,16 +264,15 @@ class Engine:
         current, count = weights == self._weights, at_least(self._sizes, int(self._slots.live.sum()) + len(rows))
         if self._slots.memory is None and group_size and count == len(lengths) * group_size:
             # A slot for every row: groups read the one copy of their prompt that there is.
-            self._slots.open_for(cache, lengths, group_size, self._cache_time(0))
+            self._slots.open_for(cache, lengths, group_size, self._cache_time(0, count))
             self._slots.begin(rows, started, current)
             seated = len(rows)
         else:
-            self._slots.make(count, cache, self._cache_time(0))
+            self._slots.make(count, cache, self._cache_time(0, count))
             seated = self._slots.put(started, cache, prompts, lengths[prompts], current)
         left = np.arange(seated, len(rows))
-        self._prefilled = None
-        if len(left):
-            self._prefilled = waiting._replace(started=started.part(left), rows=rows[left], prompts=prompts[left])
+        rest = waiting._replace(started=started.part(left), rows=rows[left], prompts=prompts[left])
+        self._prefilled = rest if len(left) else None
         return not len(left)
 
     def _go_on(self, places: Int[np.ndarray, " requests"], requests: list[Request], tickets: list[int]) -> None:
@@ -285,7 +284,7 @@ class Engine:
         tokens, mask = padded([rest[place] for place in filled], power_of_two(max(capacity.ROUND, *map(len, rest))))
         lengths, cached = slots.columns.lengths[places], slots.columns.cached[places]
         if (needed := int(cached.max()) + tokens.shape[1]) > slots.time:
-            slots.resize(self._cache_time(needed))
+            slots.resize(self._cache_time(needed, slots.count))
         at = places[filled], tokens, mask, lengths[filled], cached[filled]
         slots.memory, scores = decoding.extend(self._weights_in_use(), slots.memory, *at, decoder=self._decoder)
         slots.columns.cached[places] += [len(tokens) for tokens in rest]
@@ -312,10 +311,10 @@ class Engine:
         for row, (ticket, kept, cut) in enumerate(zip(tickets, counts.tolist(), truncated.tolist(), strict=True)):
             self._finished[ticket] = Sampled(tokens[row, :kept], logprobs[row, :kept], versions[:kept], cut)
 
-    def _cache_time(self, needed: int) -> int:
-        """Room for at least so many tokens: one of few lengths."""
+    def _cache_time(self, needed: int, slots: int) -> int:
+        """Room for at least so many tokens in each of so many slots: one of few lengths."""
         if self._longest:
-            return at_least(capacity.cache_lengths(self._longest), needed)
+            return capacity.cache_length(self._longest, needed, slots, self._sizes[-1])
         return power_of_two(max(needed, capacity.SHORTEST_CACHE))
 
     def _round_time(self) -> int:
@@ -327,12 +326,13 @@ class Engine:
         if not self._longest:
             time *= 2  # slots that have had their round are written behind while another distribution has its own
         kept = live if self._longest else live | slots.columns.current
-        length = self._cache_time(int(slots.columns.cached[kept].max()) + time)
-        if self._longest:
-            count = at_least(self._sizes, slots.fewest + self._waiting())
-            if count < slots.count:
-                slots.change_number(count, length)
-        elif slots.time // 4 < length < slots.time:
+        needed = int(slots.columns.cached[kept].max()) + time
+        # By halves, and not at once: for each number of slots there is one program that leads there.
+        while self._longest and at_least(self._sizes, slots.fewest + self._waiting()) < slots.count:
+            fewer = capacity.next_lower(self._sizes, slots.count)
+            slots.change_number(fewer, self._cache_time(needed, fewer))
+        length = self._cache_time(needed, slots.count)
+        if not self._longest and slots.time // 4 < length < slots.time:
             length = slots.time
         slots.resize(length)
         slots.leave_room(time)
@@ -347,7 +347,7 @@ class Engine:
         if self._waiting():
             free = -(-slots.count // 8)
         elif self._longest and (slots.columns.limits - slots.columns.counts)[live].max() > time:
-            free -= max((fewer for fewer in self._sizes if fewer < slots.count), default=0)
+            free -= capacity.next_lower(self._sizes, slots.count)
         slots.make_room(int(slots.columns.counts[live].max()) + time)
         places = np.flatnonzero(live)
         for sampling, rows in by_sampling([slots.columns.requests[place] for place in places]).items():

@@ -130,8 +130,52 @@ def test_batches_of_any_lengths_share_few_programs():
     first = counts_after(range(8))
     assert first[:2] == [1, 1] and first[2] <= 2 * 2  # two numbers of slots, two lengths
     assert counts_after(range(8)) == first
-    most = [1, 1, 2 * 2, (2 * 2) ** 2, 2 * 2]
+    most = [1, 1, 2 * 2, 3, 2 * 2]  # slots are halved once, and the cache stays as it is then or grows
     assert all(now <= limit for now, limit in zip(counts_after(range(8, 30)), most, strict=True))
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """What is decoded and gathered from here on: (slots, tokens in the cache), and what it becomes where it changes."""
+    found, decode, gathered = [], decoding.decode, keys_values.gathered
+
+    def of(memory):
+        return keys_values.cache_rows(memory.later), keys_values.cache_time(memory.later)
+
+    def decoded(params, memory, *arguments, **options):
+        found.append(of(memory))
+        return decode(params, memory, *arguments, **options)
+
+    def fewer(memory, order, *, time):
+        found.append((*of(memory), len(order), time))
+        return gathered(memory, order, time=time)
+
+    monkeypatch.setattr(decoding, "decode", decoded)
+    monkeypatch.setattr(keys_values, "gathered", fewer)
+    return found
+
+
+def test_uneven_completions_come_to_one_length_of_cache_for_each_number_of_slots(sizes):
+    decoder, params, prompts, mask = problem(PLAIN)
+    options = {"group_size": 10, "max_tokens": 40, "sampling": Sampling()}
+    for key in range(8):
+        engine, keys = engine_of(decoder, params, EARLY), row_keys(jax.random.key(key), 40)
+        sampled = sample_completions(engine, prompts, mask, keys, **options)
+        assert len({len(one.tokens) for one in sampled}) > 5
+    decoded, gathered = ({size for size in sizes if len(size) == length} for length in (2, 4))
+    assert decoded == {(40, 16), (20, 16), (10, 48), (5, 48)}
+    assert gathered == {(40, 16, 20, 16), (20, 16, 10, 48), (10, 48, 5, 48)}
+    assert_same(40, group_size=10, stop_ids=EARLY, max_tokens=40)
+
+
+def test_slots_of_completions_that_end_together_are_given_up_by_halves(sizes):
+    requests = requests_of(limits=[3] * 9 + [24], group_size=10)
+    decoder, params, *_ = problem(PLAIN)
+    engine = engine_of(decoder, params, ())
+    tickets = engine.admit(requests, group_size=10)
+    found = engine.drain()
+    assert [size for size in sizes if len(size) > 2] == [(40, 16, 20, 16), (20, 16, 10, 32), (10, 32, 5, 32)]
+    assert_completions([found[ticket] for ticket in tickets[9::10]], alone(requests[9::10], stop_ids=()))
 
 
 def test_a_policy_with_slots_samples_the_same():
@@ -321,3 +365,7 @@ def test_the_sizes():
         [5, 10],
         [16, 32],
     ]  # 28 filled up to a tile's 16
+    assert [capacity.cache_lengths(longest) for longest in (40, 60)] == [[16, 48], [16, 32, 64]]  # not 16, 32, 48
+    asked = {"longest": 60, "most": 40}
+    assert [capacity.cache_length(needed=9, slots=slots, **asked) for slots in (40, 20, 10, 5)] == [16, 16, 32, 64]
+    assert [capacity.cache_length(needed=33, slots=slots, **asked) for slots in (40, 5)] == [64, 64]
