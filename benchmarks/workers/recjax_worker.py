@@ -148,7 +148,6 @@ def prepare(inputs: Inputs) -> System:
         np.save(file, logprobs())
 
     def loss(file: str) -> dict:
-        trained = jax.tree.map(jnp.copy, held["state"].trained)
         batch = Batch(
             prompts=prompts.tokens,
             prompt_mask=prompts.mask,
@@ -162,7 +161,9 @@ def prepare(inputs: Inputs) -> System:
             accurate=np.zeros(rows, bool),
             reward_parts={},
         )
-        metrics = updated(trained, batch, 0)[1]
+        # The step is taken, as a copy of the state would stay in the heap and be counted as a step's memory.
+        trained, metrics = updated(held["state"].trained, batch, 0)
+        held["state"] = held["state"]._replace(trained=trained)
         return {name: metrics[name] for name in ("loss", "gradient_norm")}
 
     return System(
