@@ -4,8 +4,7 @@
 
 Each store is synthetic: groups of 8 rows, of 16 to 48 tokens with log-probs, in parts of 10,000 rows. A process of its
 own opens it as `python -m recjax.train` does, and takes batches of 16 groups; then another one opens it again, from the
-cache. Memory is the highest of 20 looks a second in the first of these, less what it held before: its own, which cannot
-be given back, and pages of the file in the cache, which the kernel takes back when it needs room. Linux.
+cache. Memory is the most that the first of these had resident, mapped files among it, less what it had before. Linux.
 """
 
 import json
@@ -13,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +36,6 @@ from recjax.hub.policy import Policy, policy_alone
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "offline_from_file.yaml"
 PART, GROUP, BATCHES = 10_000, 8, 200
-MEMORY = {"RssAnon": "own", "RssFile": "mapped"}  # lines of /proc/self/status, and their names here
 HEADS = {
     "rows": "rows",
     "store": "store (MB)",
@@ -46,8 +43,7 @@ HEADS = {
     "first": "first opening (s)",
     "again": "opening again (s)",
     "batch": "a batch (ms)",
-    "own": "memory (MB)",
-    "mapped": "mapped (MB)",
+    "memory": "memory (MB)",
 }
 
 
@@ -103,45 +99,23 @@ def make_store(folder: Path, rows: int) -> None:
             bar.update(len(here))
 
 
-class Looks:
-    """The highest memory of this process while a block runs, in bytes, less what it had before."""
-
-    def __enter__(self) -> "Looks":
-        """Begins to look."""
-        self._before, self.most, self._over = _memory(), dict.fromkeys(MEMORY.values(), 0), threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Looks a last time."""
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        is_over = False
-        while not is_over:
-            is_over = self._over.wait(0.05)
-            self.most = {name: max(most, _memory()[name] - self._before[name]) for name, most in self.most.items()}
-
-
-def _memory() -> dict[str, int]:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = dict(line.split(":") for line in lines)
-    return {name: int(found[line].split()[0]) * 1024 for line, name in MEMORY.items()}
+def memory(name: str) -> int:
+    """Bytes of this process: VmRSS, what it has in memory, or VmHWM, the most that it ever had."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def open_store(folder: str) -> dict[str, float]:
-    """Opens a store and takes batches from it: seconds to open it, seconds a batch, and the memory of all that."""
+    """Opens a store and takes batches from it: seconds to open it, seconds a batch, peak memory."""
     config, policy = subject(folder)
-    with Looks() as looks:
-        began = time.perf_counter()
-        stored = load_stored(config, policy)
-        opened = time.perf_counter()
-        for batch in range(1, BATCHES + 1):
-            pad(groups_at(stored.groups, config.rollout.prompts_per_step, batch, config.seed), stored.shape)
-        ended = time.perf_counter()
-    return {"open": opened - began, "batch": (ended - opened) / BATCHES, **looks.most}
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM is from here on
+    before, began = memory("VmRSS"), time.perf_counter()
+    stored = load_stored(config, policy)
+    opened = time.perf_counter()
+    for batch in range(1, BATCHES + 1):
+        pad(groups_at(stored.groups, config.rollout.prompts_per_step, batch, config.seed), stored.shape)
+    seconds = (time.perf_counter() - opened) / BATCHES
+    return {"open": opened - began, "batch": seconds, "memory": memory("VmHWM") - before}
 
 
 def measure(rows: int) -> dict[str, float]:
@@ -163,9 +137,9 @@ def lines(found: list[dict[str, float]]) -> list[str]:
     """The table."""
     cells = [list(HEADS.values())]
     for row in found:
-        sizes = [f"{row[name] / 1e6:,.0f}" for name in ("store", "cached")]
+        store_size, cached, held = (f"{row[name] / 1e6:,.0f}" for name in ("store", "cached", "memory"))
         seconds = [f"{row['first']:.1f}", f"{row['again']:.1f}", f"{row['batch'] * 1e3:.1f}"]
-        cells.append([f"{row['rows']:,}", *sizes, *seconds, *(f"{row[name] / 1e6:,.0f}" for name in MEMORY.values())])
+        cells.append([f"{row['rows']:,}", store_size, cached, *seconds, held])
     return tables.table(cells)
 
 

@@ -1,19 +1,20 @@
 """A store as it is trained from: its rows, checked and with tokens, as an Arrow table of which only what is asked for
 is read.
 
-The table of a store that is not small is a file in the cache, mapped into memory: made once for each state of the store
-and each tokenizer, part by part, and made anew if it is damaged.
+The table of a store that is not small is a file in the cache: made once for each state of the store and each tokenizer,
+part by part, and made anew if it is damaged.
 """
 
 import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 import tokenizers
 import transformers
@@ -31,7 +32,8 @@ from recjax.manifest import check_manifest, size_and_digest, write_manifest
 from recjax.whole_files import whole_file, writing
 
 SMALL = 2**24  # bytes of a store's parts up to which its table is made in memory at every start
-_TOGETHER = 4096  # rows that are Python objects at one time, and the least that a piece of the table has
+_TOGETHER = 4096  # rows that are Python objects at one time
+_PIECE = 2**16  # bytes of the table, about, that are read for one row
 _STATE_KEY = b"recjax.experience.made_of"
 _FILE = "rows.arrow"
 
@@ -39,12 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 class Rows:
-    """Rows of a table, in memory or mapped into it. Their numbers are places in the order of the store."""
+    """Rows of a table that is read piece by piece. Their numbers are places in the order of the store."""
 
-    def __init__(self, batches: Sequence[pa.RecordBatch]):
-        """Reads nothing yet."""
-        self._batches = batches
-        self._starts = np.cumsum([0, *map(len, batches)])
+    def __init__(self, source: pa.Buffer | str, columns: Sequence[str] | None = None):
+        """Reads how long the pieces are, and no more.
+
+        Args:
+            source: of the table: bytes in memory, or a file's path.
+            columns: those to read; None: all.
+        """
+        self._source = source
+        self._reader = self._open(columns)
+        self._starts = np.cumsum([0, *(len(piece) for piece in self._pieces([SCHEMA.names[0]]))])
 
     def __len__(self) -> int:
         """How many there are."""
@@ -52,7 +60,7 @@ class Rows:
 
     def select(self, columns: Sequence[str]) -> "Rows":
         """The same rows with some of their columns."""
-        return Rows([batch.select(columns) for batch in self._batches])
+        return Rows(self._source, columns)
 
     def at(self, numbers: np.ndarray) -> pa.Table:
         """Some rows, which are read now."""
@@ -60,20 +68,34 @@ class Rows:
         # Rows that stand one after the other are one slice.
         cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(pieces) != 0)) + 1
         begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(numbers)]
-        slices = [
-            self._batches[pieces[begin]].slice(int(numbers[begin] - self._starts[pieces[begin]]), end - begin)
-            for begin, end in zip(begins, ends, strict=True)
-        ]
+        slices, last = [], None
+        for begin, end in zip(begins, ends, strict=True):
+            if last != pieces[begin]:
+                last = int(pieces[begin])
+                piece = self._reader.get_batch(last)
+            slices.append(piece.slice(int(numbers[begin] - self._starts[last]), end - begin))
         return pa.Table.from_batches(slices)
 
-    def each(self, function: Callable[[pa.RecordBatch], np.ndarray]) -> np.ndarray:
-        """What a function makes of every row, asked piece by piece: an array with a value a row."""
-        return np.concatenate([function(batch) for batch in self._batches])
+    def each(self, function: Callable[..., np.ndarray], *columns: str) -> np.ndarray:
+        """What a function of columns makes of every row, asked piece by piece: an array with a value a row."""
+        return np.concatenate([function(*map(piece.column, columns)) for piece in self._pieces(columns)])
 
     def kinds(self, column: str) -> np.ndarray:
         """A number for each row, equal where the column's texts are; from 0, in the order in which texts come first."""
-        encoded = pa.chunked_array([batch[column] for batch in self._batches]).dictionary_encode()
-        return np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
+        # Of rows that stand one after the other and say the same, the text is held once.
+        runs = [pc.run_end_encode(piece.column(column)) for piece in self._pieces([column])]
+        encoded = pa.chunked_array([run.values for run in runs]).dictionary_encode()
+        sizes = np.concatenate([np.diff(run.run_ends.to_numpy(), prepend=0) for run in runs])
+        return np.repeat(np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks]), sizes)
+
+    def _pieces(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        reader = self._open(columns)
+        return map(reader.get_batch, range(reader.num_record_batches))
+
+    def _open(self, columns: Sequence[str] | None) -> pa.ipc.RecordBatchFileReader:
+        source = pa.OSFile(self._source) if isinstance(self._source, str) else self._source
+        fields = None if columns is None else sorted(map(SCHEMA.names.index, columns))
+        return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
 
 
 def checksums(values: Iterable[bytes | np.ndarray]) -> np.ndarray:
@@ -92,7 +114,7 @@ def prepared_rows(folder: str | Path, policy: Policy) -> Rows:
         return _from_cache(Path(folder).absolute(), parts, policy)
     written = pa.BufferOutputStream()
     ends = _write(written, parts, policy)
-    rows = _opened(written.getvalue())
+    rows = Rows(written.getvalue())
     _check_ids(rows, parts, ends)
     return rows
 
@@ -112,11 +134,11 @@ def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
             with whole_file(folder / _FILE) as file:
                 ends = _write(file, parts, policy, state)
                 file.flush()
-                _check_ids(_mapped(Path(file.name)), parts, ends)
+                _check_ids(Rows(file.name), parts, ends)
             if _state(parts, made_by) != state:
                 raise ValueError(f"{store} was changed while it was read; start again when nobody writes to it")
             write_manifest(folder)
-        return _mapped(folder / _FILE)
+        return Rows(str(folder / _FILE))
 
 
 def _is_current(folder: Path, state: str) -> bool:
@@ -125,7 +147,7 @@ def _is_current(folder: Path, state: str) -> bool:
         return False
     try:
         check_manifest(folder)
-        schema = pa.ipc.open_file(pa.memory_map(str(folder / _FILE))).schema
+        schema = pa.ipc.open_file(str(folder / _FILE)).schema
     except (ValueError, OSError) as error:
         logger.warning("a store in the cache: %s; it is made anew", error)
         return False
@@ -152,15 +174,6 @@ def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def _mapped(path: Path) -> Rows:
-    return _opened(pa.memory_map(str(path)))
-
-
-def _opened(source: pa.Buffer | pa.NativeFile) -> Rows:
-    reader = pa.ipc.open_file(source)
-    return Rows([reader.get_batch(number) for number in range(reader.num_record_batches)])
-
-
 def _write(sink: object, parts: Sequence[Path], policy: Policy, state: str = "") -> np.ndarray:
     """Writes the table of a store, one part after the other; returns the number of rows up to the end of each part."""
     name, counts, waiting = tokenizer_name(policy.tokenizer), [], []
@@ -181,7 +194,8 @@ def _write(sink: object, parts: Sequence[Path], policy: Policy, state: str = "")
 
 def _write_piece(file: pa.ipc.RecordBatchFileWriter, waiting: list[pa.Table]) -> None:
     if waiting:
-        file.write_table(pa.concat_tables(waiting).combine_chunks())
+        table = pa.concat_tables(waiting).combine_chunks()
+        file.write_table(table, max_chunksize=max(1, _PIECE * len(table) // table.nbytes))
     waiting.clear()
 
 
@@ -201,7 +215,7 @@ def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
 def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:
     """Refuses an id that two rows have."""
     names = rows.select(["id"])
-    found = names.each(lambda batch: checksums(batch["id"].cast(pa.binary()).to_pylist()))
+    found = names.each(lambda column: checksums(column.cast(pa.binary()).to_pylist()), "id")
     in_order = np.sort(found)
     repeated = in_order[1:][in_order[1:] == in_order[:-1]]
     if not len(repeated):

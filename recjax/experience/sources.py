@@ -57,7 +57,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
             )
         return
     heads, columns = groups.heads, ["id", "source", *Sampling._fields]
-    without = groups.rows.each(is_missing("behaviour_logprobs"))[heads]
+    without = groups.rows.each(is_missing, "behaviour_logprobs")[heads]
     if without.any() and missing == "error":
         (first,) = groups.rows.at(heads[without][:1]).select(columns).to_pylist()
         raise ValueError(
@@ -65,7 +65,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
             f" {first['source']!r}; say in experience.missing_logprobs what stands for them: 'unneeded' (for"
             f" {', '.join(_presets_without())}), 'initial' or 'current'"
         )
-    others = ~without & ~groups.rows.each(lambda batch: _is_of(batch, sampling))[heads]
+    others = ~without & ~groups.rows.each(lambda *found: _is_of(found, sampling), *Sampling._fields)[heads]
     if others.any():
         (first,) = groups.rows.at(heads[others][:1]).select(columns).to_pylist()
         found = [first[name] for name in Sampling._fields]
@@ -77,9 +77,9 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         )
 
 
-def _is_of(batch: pa.RecordBatch, sampling: Sampling) -> np.ndarray:
+def _is_of(columns: Sequence[pa.Array], sampling: Sampling) -> np.ndarray:
     """Which rows are known to be sampled so."""
-    equal = [pc.fill_null(pc.equal(batch[name], value), False) for name, value in sampling._asdict().items()]
+    equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
     return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
 
 
@@ -123,7 +123,7 @@ def with_initial_logprobs(
     Raises:
         ValueError: the file, which has no name, cannot be written where the cache is.
     """
-    missing = groups.rows.each(is_missing("behaviour_logprobs"))
+    missing = groups.rows.each(is_missing, "behaviour_logprobs")
     lacking = groups.chosen(groups.any_in(missing[groups.heads]))
     if not len(lacking):
         return groups

@@ -48,7 +48,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
     try:
         everything = load_groups(store, policy)
-        pending = everything.rows.each(is_missing("reward"))[everything.heads]
+        pending = everything.rows.each(is_missing, "reward")[everything.heads]
         if config.experience.regrade:
             everything, pending = everything.changed(_with_no_reward), np.zeros_like(pending)
         is_whole = ~everything.any_in(pending)
@@ -64,11 +64,11 @@ def load_stored(config: Config, policy: Policy) -> Stored:
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}; add some, or lower that"
             )
         whole = whole.changed(lambda group, _: _as_trained(group, config.task.success))
-        prompts, tokens = (whole.rows.each(lengths(name)) for name in ("prompt_tokens", "completion_tokens"))
+        prompts, tokens = (whole.rows.each(lengths, name) for name in ("prompt_tokens", "completion_tokens"))
         longest = prompts[whole.firsts].max(), tokens[whole.heads].max()
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), *map(int, longest))
         # A row that no batch can hold is found here and not at a later step.
-        for group in whole.chosen(whole.any_in(whole.rows.each(has_unsampled)[whole.heads])):
+        for group in whole.chosen(whole.any_in(whole.rows.each(has_unsampled, "completion_mask")[whole.heads])):
             pad([group], shape._replace(prompts=1))
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error

@@ -13,7 +13,7 @@ from recjax.experience.prepared import Rows, checksums
 from recjax.experience.rows import group_of
 from recjax.experience.store import to_rows
 
-_TOGETHER = 256  # groups that are read at one time where all are
+_TOGETHER = 32  # groups that are read at one time where all are
 
 Change = Callable[[Group, int], Group]  # a group, and the number of its first completion → what stands for the group
 
@@ -99,9 +99,9 @@ class StoredGroups(Sequence[Group]):
     def columns(self, names: Sequence[str]) -> Iterator[tuple]:
         """Values of the first row of each completion, group by group, read by and by."""
         rows, heads = self.rows.select(names), self.heads
-        for start in range(0, len(heads), 16 * _TOGETHER):
-            found = rows.at(heads[start : start + 16 * _TOGETHER])
-            yield from zip(*(column.to_pylist() for column in found.columns), strict=True)
+        for start in range(0, len(heads), 32 * _TOGETHER):
+            found = rows.at(heads[start : start + 32 * _TOGETHER])
+            yield from zip(*(found[name].to_pylist() for name in names), strict=True)
 
     def _read(self, numbers: np.ndarray) -> list[Group]:
         counts = np.diff(self.index.row_starts)[numbers]
@@ -170,8 +170,8 @@ def groups_in(rows: Rows, store: str) -> StoredGroups:
     """
     number = rows.kinds("group_id")
     firsts = np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1))
-    prompts = rows.each(lambda batch: checksums(_items(batch["prompt_tokens"])))
-    own = rows.each(lambda batch: pc.is_valid(batch["trajectory"]).to_numpy(zero_copy_only=False))
+    prompts = rows.each(lambda tokens: checksums(_items(tokens)), "prompt_tokens")
+    own = ~rows.each(is_missing, "trajectory")
     # An agent's context is its own, and not the question.
     two = np.flatnonzero((prompts != prompts[firsts][number]) & ~own)
     if len(two):
@@ -180,7 +180,7 @@ def groups_in(rows: Rows, store: str) -> StoredGroups:
             f"{store}: group {row['group_id']!r} has two prompts, those of rows {first['id']!r} and {row['id']!r};"
             " rewards are compared between answers to one question, so import them as groups of their own"
         )
-    is_head = rows.each(_is_head)
+    is_head = rows.each(_is_head, "trajectory", "id")
     order = np.argsort(number, kind="stable")
     heads = order if is_head.all() else order[is_head[order]]
     row_starts, starts = (_starts(number, len(firsts)) for number in (number, number[is_head]))
@@ -194,25 +194,27 @@ def groups_in(rows: Rows, store: str) -> StoredGroups:
     return groups
 
 
-def lengths(column: str) -> Callable[[pa.RecordBatch], np.ndarray]:
-    """A function that gives the number of items in each row of a column of lists, for `Rows.each`."""
-    return lambda batch: pc.list_value_length(batch[column]).to_numpy()
+# --- What `Rows.each` makes of a column.
 
 
-def is_missing(column: str) -> Callable[[pa.RecordBatch], np.ndarray]:
-    """A function that says in which rows a column is null, for `Rows.each`."""
-    return lambda batch: pc.is_null(batch[column]).to_numpy(zero_copy_only=False)
+def lengths(column: pa.ListArray) -> np.ndarray:
+    """The number of items in each row."""
+    return pc.list_value_length(column).to_numpy()
 
 
-def has_unsampled(batch: pa.RecordBatch) -> np.ndarray:
-    """In which rows a token is not the policy's, for `Rows.each`."""
-    mask = batch["completion_mask"]
+def is_missing(column: pa.Array) -> np.ndarray:
+    """Which rows are null."""
+    return pc.is_null(column).to_numpy(zero_copy_only=False)
+
+
+def has_unsampled(mask: pa.ListArray) -> np.ndarray:
+    """In which rows a token is not the policy's; each row has a token."""
     return ~np.logical_and.reduceat(mask.values.to_numpy(zero_copy_only=False), mask.offsets.to_numpy()[:-1])
 
 
-def _is_head(batch: pa.RecordBatch) -> np.ndarray:
+def _is_head(trajectory: pa.StringArray, name: pa.StringArray) -> np.ndarray:
     """Whether each row is the first of its completion."""
-    return pc.fill_null(pc.equal(batch["trajectory"], batch["id"]), True).to_numpy(zero_copy_only=False)
+    return pc.fill_null(pc.equal(trajectory, name), True).to_numpy(zero_copy_only=False)
 
 
 def _items(column: pa.ListArray) -> Iterator[np.ndarray]:
