@@ -57,7 +57,7 @@ def define_flags() -> None:
 def subject(folder: str) -> tuple[Config, Policy]:
     """The config that reads the store, and its policy."""
     config = load_config(CONFIG, [f"experience.store={folder}", "warm_start=null"])
-    return config, policy_alone(config, "0123456789+=")
+    return config, policy_alone(config, "+0123456789=")
 
 
 def make_store(folder: Path, rows: int) -> None:

@@ -170,28 +170,39 @@ def groups_in(rows: Rows, store: str) -> StoredGroups:
     """
     number = rows.kinds("group_id")
     firsts = np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1))
-    prompts = rows.each(lambda tokens: checksums(_items(tokens)), "prompt_tokens")
     own = ~rows.each(is_missing, "trajectory")
-    # An agent's context is its own, and not the question.
-    two = np.flatnonzero((prompts != prompts[firsts][number]) & ~own)
+    prompts = _prompts(rows, number, firsts, own, store)
+    is_head = rows.each(_is_head, "trajectory", "id")
+    order = np.argsort(number, kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
+    heads = order if is_head.all() else order[is_head[order]]
+    row_starts, starts = (_starts(number, len(firsts)) for number in (number, number[is_head]))
+    index = Index(order, row_starts, heads, starts, prompts)
+    groups = StoredGroups(rows, index, np.arange(len(firsts), dtype=np.int32))
+    with_trajectories = np.zeros(len(firsts), bool)
+    with_trajectories[number[own]] = True
+    for _ in groups.chosen(with_trajectories):
+        pass  # each is read, and refused if its rows are not in order
+    return groups
+
+
+def _prompts(rows: Rows, number: np.ndarray, firsts: np.ndarray, own: np.ndarray, store: str) -> np.ndarray:
+    """A checksum of each group's prompt tokens, which all of its rows have.
+
+    Args:
+        number: of the group that each row is of.
+        firsts: the first row of each group.
+        own: whether a row's prompt is an agent's own context, and not the question.
+    """
+    found = rows.each(lambda tokens: checksums(_items(tokens)), "prompt_tokens")
+    prompts = found[firsts]
+    two = np.flatnonzero((found != prompts[number]) & ~own)
     if len(two):
         row, first = (rows.select(["id", "group_id"]).at(one[:1]).to_pylist()[0] for one in (two, firsts[number[two]]))
         raise ValueError(
             f"{store}: group {row['group_id']!r} has two prompts, those of rows {first['id']!r} and {row['id']!r};"
             " rewards are compared between answers to one question, so import them as groups of their own"
         )
-    is_head = rows.each(_is_head, "trajectory", "id")
-    order = np.argsort(number, kind="stable")
-    heads = order if is_head.all() else order[is_head[order]]
-    row_starts, starts = (_starts(number, len(firsts)) for number in (number, number[is_head]))
-    groups = StoredGroups(
-        rows, Index(order, row_starts, heads, starts, prompts[firsts]), np.arange(len(firsts), dtype=np.int32)
-    )
-    with_trajectories = np.zeros(len(firsts), bool)
-    with_trajectories[number[own]] = True
-    for _ in groups.chosen(with_trajectories):
-        pass  # each is read, and refused if its rows are not in order
-    return groups
+    return prompts
 
 
 # --- What `Rows.each` makes of a column.
@@ -230,4 +241,6 @@ def _starts(numbers: np.ndarray, count: int) -> np.ndarray:
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The places from each start on, as many as its size, one range after the other."""
-    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+    places = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    places += np.arange(len(places))
+    return places
