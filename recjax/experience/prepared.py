@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 class Rows:
     """Rows of a table that is read piece by piece. Their numbers are places in the order of the store."""
 
-    def __init__(self, source: pa.Buffer | str, columns: Sequence[str] | None = None):
+    def __init__(self, source: pa.Buffer | pa.NativeFile, columns: Sequence[str] | None = None):
         """Reads how long the pieces are, and no more.
 
         Args:
-            source: of the table: bytes in memory, or a file's path.
+            source: of the table: bytes in memory, or an open file, which stays what it is if another takes its place.
             columns: those to read; None: all.
         """
         self._source = source
@@ -93,9 +93,8 @@ class Rows:
         return map(reader.get_batch, range(reader.num_record_batches))
 
     def _open(self, columns: Sequence[str] | None) -> pa.ipc.RecordBatchFileReader:
-        source = pa.OSFile(self._source) if isinstance(self._source, str) else self._source
         fields = None if columns is None else sorted(map(SCHEMA.names.index, columns))
-        return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=fields))
 
 
 def checksums(values: Iterable[bytes | np.ndarray]) -> np.ndarray:
@@ -134,11 +133,11 @@ def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
             with whole_file(folder / _FILE) as file:
                 ends = _write(file, parts, policy, state)
                 file.flush()
-                _check_ids(Rows(file.name), parts, ends)
+                _check_ids(Rows(pa.OSFile(file.name)), parts, ends)
             if _state(parts, made_by) != state:
                 raise ValueError(f"{store} was changed while it was read; start again when nobody writes to it")
             write_manifest(folder)
-        return Rows(str(folder / _FILE))
+        return Rows(pa.OSFile(str(folder / _FILE)))
 
 
 def _is_current(folder: Path, state: str) -> bool:

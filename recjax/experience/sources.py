@@ -143,6 +143,8 @@ def with_initial_logprobs(
                             file.write(row.behaviour_logprobs.astype(np.float32).tobytes())
                         places[place], end = end, end + 4 * len(row.tokens)
             bar.update(len(part))
+    with writing(folder):
+        file.flush()
 
     def filled_in(group: Group, first: int) -> Group:
         rows = []

@@ -28,9 +28,9 @@ NAME = tokenizer_name(TOKENIZER)
 
 @pytest.fixture(params=["memory", "file"])
 def place(request, monkeypatch, tmp_path):
-    """Where the table of a store is; its pieces are of one row, and few groups are read at a time."""
+    """Where the table of a store is; its pieces are of one row, or of a few, and few groups are read at a time."""
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepared, "_PIECE", 1)
+    monkeypatch.setattr(prepared, "_PIECE", 1 if request.param == "memory" else 2000)
     monkeypatch.setattr(prepared, "_TOGETHER", 5)
     monkeypatch.setattr(stored_groups, "_TOGETHER", 3)
     if request.param == "file":
@@ -81,6 +81,8 @@ def test_groups_and_batches_are_those_of_the_whole_store(place, tmp_path, seed):
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
     assert equal(list(groups), expected)
     assert any(one.further for group in expected for one in group.completions)
+    assert groups.sizes.tolist() == [len(group.completions) for group in expected]
+    assert [name for (name,) in groups.columns(["id"])] == [one.id for group in expected for one in group.completions]
     for batch in range(1, 9):
         assert equal(groups_at(groups, 4, batch, seed), groups_at(expected, 4, batch, seed))
     assert equal(list(groups[2:7][1:]), expected[3:7]) and equal([groups[-1]], expected[-1:])
@@ -89,6 +91,8 @@ def test_groups_and_batches_are_those_of_the_whole_store(place, tmp_path, seed):
 
 def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
     rows = [row for row in scattered_rows(0) if row.trajectory is None]
+    longest = dict(prompt_tokens=np.arange(9, dtype=np.int32), length=30, tokenizer=NAME)
+    rows.insert(7, make_row(98, group=98, **longest, reward=None, reward_parts=None))
     in_parts(tmp_path / "store", rows)
     (tmp_path / "tiny.yaml").write_text(TINY)
     options = [f"experience.store={tmp_path / 'store'}", "experience.missing_logprobs=current"]
@@ -161,8 +165,11 @@ def test_a_store_is_prepared_once_for_each_of_its_states(place, tmp_path, monkey
     in_parts(folder, scattered_rows(0))
     opened(True)
     opened(False)
+    before, expected = load_groups(folder, POLICY), reference(folder)
     store.append(folder, [make_row(99, group=1, tokenizer=NAME)])
     opened(True)
+    assert equal(list(before), expected) and len(list(before.columns(["id"]))) == sum(before.sizes), "whoever reads on"
+    assert before.rows.each(stored_groups.is_missing, "id").shape == (len(before.rows),)
     opened(False)
     (file,) = (tmp_path / "cache").rglob("rows.arrow")
     for damage in (lambda content: content[:-100], lambda content: content.replace(b"row 3", b"row X")):
