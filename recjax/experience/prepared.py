@@ -78,7 +78,12 @@ class Rows:
 
     def each(self, function: Callable[..., np.ndarray], *columns: str) -> np.ndarray:
         """What a function of columns makes of every row, asked piece by piece: an array with a value a row."""
-        return np.concatenate([function(*map(piece.column, columns)) for piece in self._pieces(columns)])
+        found = None
+        for start, piece in zip(self._starts.tolist(), self._pieces(columns), strict=False):
+            made = function(*map(piece.column, columns))
+            found = np.empty(len(self), made.dtype) if found is None else found
+            found[start : start + len(piece)] = made
+        return found
 
     def kinds(self, column: str) -> np.ndarray:
         """A number for each row, equal where the column's texts are; from 0, in the order in which texts come first."""
@@ -214,16 +219,20 @@ def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
 def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:
     """Refuses an id that two rows have."""
     names = rows.select(["id"])
-    found = names.each(lambda column: checksums(column.cast(pa.binary()).to_pylist()), "id")
-    in_order = np.sort(found)
-    repeated = in_order[1:][in_order[1:] == in_order[:-1]]
+    found = _checksums_of_ids(names)
+    found.sort()  # in its place, as it is large
+    repeated = found[1:][found[1:] == found[:-1]]
     if not len(repeated):
         return
     seen = {}
-    suspects = np.flatnonzero(np.isin(found, repeated))
+    suspects = np.flatnonzero(np.isin(_checksums_of_ids(names), repeated))
     for number, name in zip(suspects.tolist(), names.at(suspects)["id"].to_pylist(), strict=True):
         place = int(np.searchsorted(ends, number, side="right"))
         part, row = parts[place], number - (int(ends[place - 1]) if place else 0)
         if name in seen:
             raise ValueError(f"{part}: row {row}: id {name!r} is also that of {seen[name]}; ids are unique")
         seen[name] = f"{part.name}, row {row}"
+
+
+def _checksums_of_ids(names: Rows) -> np.ndarray:
+    return names.each(lambda column: checksums(column.cast(pa.binary()).to_pylist()), "id")

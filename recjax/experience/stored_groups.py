@@ -241,6 +241,8 @@ def _starts(numbers: np.ndarray, count: int) -> np.ndarray:
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The places from each start on, as many as its size, one range after the other."""
-    places = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    places += np.arange(len(places))
+    total = int(sizes.sum())
+    dtype = np.int32 if max(total, starts.max(initial=0)) < 2**31 else np.int64
+    places = np.repeat((starts - (np.cumsum(sizes) - sizes)).astype(dtype), sizes)
+    places += np.arange(total, dtype=dtype)
     return places
