@@ -28,7 +28,7 @@ from benchmarks.inputs import write_inputs
 from benchmarks.rows import make_rows
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import SYSTEMS, System, interpreter, named
-from recjax.training.cache import cache_folder
+from recjax.cache import cache_folder
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parent.parent

@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.inputs import word_tokenizer, write_random_model
 from benchmarks.run import machine
 from benchmarks.shapes import SMALL
+from recjax.cache import keep_compiled_programs
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.tokenizers import encode_prompts
 from recjax.models.sampling import Sampling
@@ -43,7 +44,6 @@ from recjax.rollout.requests import Request
 from recjax.serve import load as load_model
 from recjax.serving.running import PREFIX_TIME
 from recjax.serving.sampler import Limits, Sampler
-from recjax.training.cache import keep_compiled_programs
 
 QUESTION = "Write a few sentences about what happened in the year {}, and why."
 WORDS = 32  # of a random model's prompt

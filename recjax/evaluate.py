@@ -27,6 +27,7 @@ from rich.table import Table
 
 from recjax import hosts
 from recjax.analysis.samples import results
+from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.console import command, define_process_flags, progress_bar
@@ -37,7 +38,6 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems
-from recjax.training.cache import keep_compiled_programs
 from recjax.training.evaluation import answered, sample_rows, warn_of_ungraded
 from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts

@@ -24,6 +24,7 @@ import numpy as np
 from absl import app, flags
 
 from recjax import hosts
+from recjax.cache import keep_compiled_programs
 from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.console import command, define_process_flags
@@ -42,7 +43,6 @@ from recjax.tasks.grading.pool import Answered, Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
-from recjax.training.cache import keep_compiled_programs
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, progress_bar
 from recjax.training.rounds import sample_batch

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 from absl import app, flags
 
+from recjax.cache import keep_compiled_programs
 from recjax.config import Config, ModelConfig
 from recjax.console import command
 from recjax.host_memory import prepare_host_memory
@@ -27,7 +28,6 @@ from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.requests import Weights
-from recjax.training.cache import keep_compiled_programs
 from recjax.training.followed_run import FollowedRun
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.trained import run_config, run_params

@@ -47,9 +47,9 @@ def main(argv: list[str]) -> None:
     import jax
 
     from recjax import hosts
+    from recjax.cache import keep_compiled_programs
     from recjax.planning.dry_run import print_dry_run
     from recjax.rollout.generators import require_ray
-    from recjax.training.cache import keep_compiled_programs
     from recjax.training.loop import Preempted, train
     from recjax.training.mesh import make_mesh
     from recjax.training.run_folder import check_run_folder

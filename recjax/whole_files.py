@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -27,8 +28,11 @@ def partial_of(name: str) -> str:
     return f".{name}.partial"
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, or replaces it, in one step: killed at any time, it leaves the file as it was before.
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` in one step when the block under it ends without an error.
+
+    Killed at any time, it leaves what was there before.
 
     Raises:
         ValueError: it cannot be written.
@@ -37,9 +41,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
     with writing(path):
         try:
             with partial.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, or replaces it, in one step, as `whole_file` does.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
+from recjax.cache import keep_compiled_programs
 from recjax.config_loading import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
@@ -21,7 +22,6 @@ from recjax.models.trainable import combine
 from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.training import checkpoint
-from recjax.training.cache import keep_compiled_programs
 from recjax.training.layout import packed_batch
 from recjax.training.mesh import make_mesh
 from recjax.training.rounds import behaviour_params

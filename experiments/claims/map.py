@@ -49,7 +49,7 @@ def make(runs: list[SweepRun]) -> None:
     import jax.numpy as jnp
 
     from experiments.claims.programs import Programs, Regime, seed_of
-    from recjax.training.cache import keep_compiled_programs
+    from recjax.cache import keep_compiled_programs
 
     keep_compiled_programs()
     known, program, seeds = None, None, {}

@@ -1,47 +1,46 @@
 """Where groups come from beside the policy itself: a store in shuffled order, and other rows mixed into groups."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from recjax import hosts
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
+from recjax.cache import cache_folder
 from recjax.config_experience import MissingLogprobs
+from recjax.console import progress_bar
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
-from recjax.experience.rows import groups_of
-from recjax.experience.store import read
-from recjax.experience.tokenise import tokenised
+from recjax.experience.prepared import SMALL, prepared_rows
+from recjax.experience.stored_groups import StoredGroups, groups_in, is_missing
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
+from recjax.whole_files import writing
 
+_LONG = 50  # batches of log-probs from which on a bar shows how far they are
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
-def load_groups(folder: str | Path, policy: Policy) -> list[Group]:
+def load_groups(folder: str | Path, policy: Policy) -> StoredGroups:
     """The groups of a store, tokenised, in the order of their first rows; pending rows among them.
 
     Raises:
-        ValueError: a store that cannot be read or tokenised, or a group with two prompts.
+        ValueError: a store that cannot be read or tokenised, a cache that cannot be written, a group with two prompts,
+            or a trajectory whose first row is not before the others.
     """
-    rows, firsts = tokenised(read(folder), policy), {}
-    for row in rows:
-        first = firsts.setdefault(row.group_id, row)
-        own = row.trajectory is not None  # an agent's context, and not the question
-        if not (own or np.array_equal(row.prompt_tokens, first.prompt_tokens)):
-            raise ValueError(
-                f"{folder}: group {row.group_id!r} has two prompts, those of rows {first.id!r} and {row.id!r};"
-                " rewards are compared between answers to one question, so import them as groups of their own"
-            )
-    return groups_of(rows)
+    return groups_in(prepared_rows(folder, policy), str(folder))
 
 
-def check_logprobs(groups: Sequence[Group], algorithm: Algorithm, sampling: Sampling, missing: MissingLogprobs) -> None:
+def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Sampling, missing: MissingLogprobs) -> None:
     """Refuses rows whose behaviour log-probs are missing, or of another distribution, unless the choice covers them.
 
     Args:
@@ -57,22 +56,31 @@ def check_logprobs(groups: Sequence[Group], algorithm: Algorithm, sampling: Samp
                 f" read none are {', '.join(_presets_without())}. Or take 'initial' or 'current'"
             )
         return
-    rows = [completion for group in groups for completion in group.completions]
-    without = [row for row in rows if row.behaviour_logprobs is None]
-    if without and missing == "error":
+    heads, columns = groups.heads, ["id", "source", *Sampling._fields]
+    without = groups.rows.each(is_missing, "behaviour_logprobs")[heads]
+    if without.any() and missing == "error":
+        (first,) = groups.rows.at(heads[without][:1]).select(columns).to_pylist()
         raise ValueError(
-            f"{len(without)} of {len(rows)} rows have no behaviour log-probs, the first {without[0].id!r} of source"
-            f" {without[0].source!r}; say in experience.missing_logprobs what stands for them: 'unneeded' (for"
+            f"{without.sum()} of {len(heads)} rows have no behaviour log-probs, the first {first['id']!r} of source"
+            f" {first['source']!r}; say in experience.missing_logprobs what stands for them: 'unneeded' (for"
             f" {', '.join(_presets_without())}), 'initial' or 'current'"
         )
-    for row in rows:
-        if row.behaviour_logprobs is not None and row.sampling != sampling:
-            temperature, top_k, top_p = row.sampling or ("unknown",) * 3
-            raise ValueError(
-                f"row {row.id!r} of source {row.source!r} was sampled with temperature {temperature}, top_k {top_k},"
-                f" top_p {top_p}, but rollout has {', '.join(map(str, sampling))}: its log-probs are of another"
-                " distribution. Set rollout to the same, or experience.missing_logprobs to 'unneeded'"
-            )
+    others = ~without & ~groups.rows.each(lambda *found: _is_of(found, sampling), *Sampling._fields)[heads]
+    if others.any():
+        (first,) = groups.rows.at(heads[others][:1]).select(columns).to_pylist()
+        found = [first[name] for name in Sampling._fields]
+        temperature, top_k, top_p = ("unknown",) * 3 if None in found else found
+        raise ValueError(
+            f"row {first['id']!r} of source {first['source']!r} was sampled with temperature {temperature}, top_k"
+            f" {top_k}, top_p {top_p}, but rollout has {', '.join(map(str, sampling))}: its log-probs are of another"
+            " distribution. Set rollout to the same, or experience.missing_logprobs to 'unneeded'"
+        )
+
+
+def _is_of(columns: Sequence[pa.Array], sampling: Sampling) -> np.ndarray:
+    """Which rows are known to be sampled so."""
+    equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
+    return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
 
 
 def _presets_without() -> list[str]:
@@ -107,6 +115,49 @@ def with_logprobs(
     return [filled.get(group.id, group) for group in groups]
 
 
+def with_initial_logprobs(
+    groups: StoredGroups, shape: Shape, policy: Policy, params: dict, sampling: Sampling, chunk: int
+) -> StoredGroups:
+    """The same as `with_logprobs` of a store's groups: what is computed, now and once, is kept in a file until the end.
+
+    Raises:
+        ValueError: the file, which has no name, cannot be written where the cache is.
+    """
+    missing = groups.rows.each(is_missing, "behaviour_logprobs")
+    lacking = groups.chosen(groups.any_in(missing[groups.heads]))
+    if not len(lacking):
+        return groups
+    places, end, folder = np.full(len(groups.index.heads), -1), 0, cache_folder("experience")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    file = tempfile.SpooledTemporaryFile(SMALL, dir=folder)
+    shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
+    with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
+        for start in range(0, len(lacking), shape.prompts):
+            part = lacking[start : start + shape.prompts]
+            filled = with_logprobs(list(part), shape, policy, params, sampling, chunk)
+            for number, group in zip(part.numbers, filled, strict=True):
+                for place, row in enumerate(group.completions, groups.index.starts[number]):
+                    if missing[groups.index.heads[place]]:
+                        with writing(folder):
+                            file.write(row.behaviour_logprobs.astype(np.float32).tobytes())
+                        places[place], end = end, end + 4 * len(row.tokens)
+            bar.update(len(part))
+    with writing(folder):
+        file.flush()
+
+    def filled_in(group: Group, first: int) -> Group:
+        rows = []
+        for row, place in zip(group.completions, places[first:], strict=False):
+            if place >= 0:
+                file.seek(place)
+                row = row._replace(behaviour_logprobs=np.frombuffer(file.read(4 * len(row.tokens)), np.float32))
+            rows.append(row)
+        return group._replace(completions=tuple(rows))
+
+    return groups.changed(filled_in)
+
+
 def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> list[Group]:
     """The groups of batch number `batch` (from 1): all of them once an epoch, in an order that follows from the seed.
 
@@ -120,16 +171,6 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
 
 
-def by_prompt(groups: Sequence[Group]) -> dict[bytes, list[Completion]]:
-    """Completions by the tokens of their prompt, whatever group they are of; those without a reward left out."""
-    found: dict[bytes, list[Completion]] = {}
-    for group in groups:
-        rewarded = [completion for completion in group.completions if completion.grade]
-        if rewarded:
-            found.setdefault(group.prompt_tokens.tobytes(), []).extend(rewarded)
-    return found
-
-
 def mixed(
     groups: Sequence[Group], others: Mapping[bytes, Sequence[Completion]], count: int, batch: int, seed: int
 ) -> list[Group]:
@@ -139,7 +180,7 @@ def mixed(
     it is.
 
     Args:
-        others: by prompt; see `by_prompt`.
+        others: by the tokens of their prompt; see `ByPrompt`.
     """
     made = []
     for place, group in enumerate(groups):

@@ -2,13 +2,16 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from recjax.config import Config, MixConfig
-from recjax.experience.batch import Shape, pad, shape_of
-from recjax.experience.group import Completion, Grade, Group, is_whole
-from recjax.experience.sources import by_prompt, check_logprobs, load_groups, with_logprobs
+import numpy as np
+
+from recjax.config import Config
+from recjax.experience.batch import Shape, pad
+from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.sources import check_logprobs, load_groups, with_initial_logprobs, with_logprobs
+from recjax.experience.stored_groups import ByPrompt, StoredGroups, has_unsampled, is_missing, lengths
 from recjax.hub.policy import Policy
 from recjax.tasks.prompts import Prompts
 
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Stored(NamedTuple):
     """Groups to train on and the shape of their batches; how much was left out, by what; a digest of what is here."""
 
-    groups: list[Group]
+    groups: StoredGroups
     shape: Shape
     left_out: dict[str, int]
     digest: str
@@ -45,76 +48,94 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
     try:
         everything = load_groups(store, policy)
+        pending = everything.rows.each(is_missing, "reward")[everything.heads]
         if config.experience.regrade:
-            everything = list(map(_with_no_reward, everything))
-        whole = [_as_trained(group, config.task.success) for group in everything if is_whole(group)]
-        if not whole:
+            everything, pending = everything.changed(_with_no_reward), np.zeros_like(pending)
+        is_whole = ~everything.any_in(pending)
+        waiting, whole = everything.chosen(~is_whole), everything.chosen(is_whole)
+        if not len(whole):
             raise ValueError(
                 f"all {len(everything)} groups wait for rewards; python -m recjax.feedback gives them theirs"
             )
         if len(whole) < stored_per_batch(config):
             raise ValueError(
-                f"there are {len(whole)} groups with all their rewards ({len(everything) - len(whole)} wait for some),"
+                f"there are {len(whole)} groups with all their rewards ({len(waiting)} wait for some),"
                 f" fewer than the {stored_per_batch(config)} that each batch takes from here, with"
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}; add some, or lower that"
             )
-        shape = shape_of(whole, rollout.prompts_per_step)
-        for group in whole:
-            # A row that no batch can hold is found here and not at a later step.
+        whole = whole.changed(lambda group, _: _as_trained(group, config.task.success))
+        prompts, tokens = (whole.rows.each(lengths, name) for name in ("prompt_tokens", "completion_tokens"))
+        longest = prompts[whole.firsts].max(), tokens[whole.heads].max()
+        shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), *map(int, longest))
+        # A row that no batch can hold is found here and not at a later step.
+        for group in whole.chosen(whole.any_in(whole.rows.each(has_unsampled, "completion_mask")[whole.heads])):
             pad([group], shape._replace(prompts=1))
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error
-    missing = config.experience.missing_logprobs
-    check_logprobs(whole, config.algorithm.build(), config.rollout.sampling(), missing)
-    sizes = [len(group.completions) for group in whole]
-    logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), min(sizes), max(sizes))
-    stored = Stored(whole, shape, _left_out(everything), _digest(whole))
+    check_logprobs(whole, config.algorithm.build(), rollout.sampling(), config.experience.missing_logprobs)
+    logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
+    digest, ranges = _summary(_worths(whole, 0.0 if config.experience.regrade else None))
+    left = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
+    left |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
     if not config.experience.regrade:
-        _warn_of_little_to_compare(store, whole, config)
-    if any(stored.left_out.values()):
-        counts = ", ".join(f"{count} {name}" for name, count in stored.left_out.items())
+        _warn_of_little_to_compare(store, whole.sizes, ranges, config)
+    if any(left.values()):
+        counts = ", ".join(f"{count} {name}" for name, count in left.items())
         logger.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
-    return stored
+    return Stored(whole, shape, left, digest)
 
 
-def with_rewards(stored: Stored, grades: Mapping[str, Grade], config: Config) -> Stored:
-    """The same with other grades, by completion id; completions that got no reward are left out.
+def with_rewards(stored: Stored, grades: Sequence[Grade], config: Config) -> Stored:
+    """The same with other grades; completions that got no reward are left out.
 
+    Args:
+        grades: of all completions of the groups, which are all that the store has, in their order.
     Raises:
         ValueError: too few groups have a reward.
     """
-    groups, without = [], 0
-    for group in stored.groups:
-        rows = [row._replace(grade=grades[row.id]) for row in group.completions]
-        rewarded = tuple(row for row in rows if row.grade.reward is not None)
-        without += len(rows) - len(rewarded)
-        groups += [group._replace(completions=rewarded)] if rewarded else []
     store = config.experience.store or config.experience.mix.store
-    if without:
+    rewards = np.fromiter((np.nan if grade.reward is None else grade.reward for grade in grades), np.float64)
+    rewarded = ~np.isnan(rewards)
+    if without := len(rewards) - rewarded.sum():
         logger.warning("%s: the reward function gave none to %d completions, which are left out", store, without)
+    sizes = np.add.reduceat(rewarded, stored.groups.index.starts[:-1], dtype=np.int64)
+    groups = stored.groups.chosen(sizes > 0)
     if len(groups) < stored_per_batch(config):
         raise ValueError(
             f"experience.regrade: {len(groups)} groups of {store!r} got rewards, fewer than the"
             f" {stored_per_batch(config)} that each batch takes from there; see the reward function"
         )
-    _warn_of_little_to_compare(store, groups, config)
-    return stored._replace(groups=groups, digest=_digest(groups))
+
+    def graded(group: Group, first: int) -> Group:
+        rows = [row._replace(grade=grades[first + place]) for place, row in enumerate(group.completions)]
+        return group._replace(completions=tuple(row for row in rows if row.grade.reward is not None))
+
+    given = zip(_worths(stored.groups), rewards.tolist(), rewarded.tolist(), strict=True)
+    digest, ranges = _summary(worth._replace(reward=reward) for worth, reward, has_one in given if has_one)
+    _warn_of_little_to_compare(store, sizes[sizes > 0], ranges, config)
+    return stored._replace(groups=groups.changed(graded), digest=digest)
 
 
-def _warn_of_little_to_compare(store: str, groups: list[Group], config: Config) -> None:
-    """Says where groups of one teach nothing, and where sources were rewarded on different scales."""
+def _warn_of_little_to_compare(
+    store: str, sizes: np.ndarray, ranges: dict[str, tuple[float, float]], config: Config
+) -> None:
+    """Says where groups of one teach nothing, and where sources were rewarded on different scales.
+
+    Args:
+        sizes: completions of each group.
+        ranges: the lowest and the highest reward of each source.
+    """
     joined = config.experience.mix and config.experience.mix.of == "group"
-    alone = sum(len(group.completions) == 1 for group in groups)
+    alone = int((sizes == 1).sum())
     if alone and not joined and config.algorithm.ignores_singletons():
         logger.warning(
             "%s: %d of %d groups have one completion, and %s makes nothing of them; set"
             " algorithm.advantage={singleton: reward}, or another advantage such as raw_reward",
             store,
             alone,
-            len(groups),
+            len(sizes),
             config.algorithm.preset,
         )
-    ranges = reward_ranges(groups)
     lowest, highest = ([bounds[place] for bounds in ranges.values()] for place in (0, 1))
     spread = max(highest) - min(lowest)
     if len(ranges) > 1 and max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
@@ -124,29 +145,20 @@ def _warn_of_little_to_compare(store: str, groups: list[Group], config: Config) 
         )
 
 
-def reward_ranges(groups: list[Group]) -> dict[str, tuple[float, float]]:
-    """The lowest and the highest reward of each source."""
-    found: dict[str, list[float]] = {}
-    for row in (row for group in groups for row in group.completions):
-        found.setdefault(row.source, []).append(row.grade.reward)
-    return {source: (min(rewards), max(rewards)) for source, rewards in found.items()}
-
-
-def check_prompts(stored: Stored, mix: MixConfig, prompts: Prompts) -> None:
+def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
     """Logs how many of the training prompts have others' completions to join their groups.
 
     Raises:
         ValueError: none has.
     """
-    known = by_prompt(stored.groups)
     asked = [tokens[mask].tobytes() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
-    shared = sum(tokens in known for tokens in asked)
+    shared = sum(tokens in others for tokens in asked)
     if not shared:
         raise ValueError(
-            f"experience.mix.store = {mix.store!r} answers none of the task's {len(asked)} training prompts, and only"
+            f"experience.mix.store = {store!r} answers none of the task's {len(asked)} training prompts, and only"
             " rows with the same prompt tokens join a group; bring answers to these, or set experience.mix.of to batch"
         )
-    logger.info("%s: answers %d of %d training prompts", mix.store, shared, len(asked))
+    logger.info("%s: answers %d of %d training prompts", store, shared, len(asked))
 
 
 def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params: dict) -> Stored:
@@ -154,8 +166,8 @@ def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params:
     if config.experience.missing_logprobs != "initial":
         return stored
     chunk = config.model.logprob_chunk
-    filled = with_logprobs(stored.groups, stored.shape, policy, params, config.rollout.sampling(), chunk)
-    return stored._replace(groups=filled)
+    sampling = config.rollout.sampling()
+    return stored._replace(groups=with_initial_logprobs(stored.groups, stored.shape, policy, params, sampling, chunk))
 
 
 def with_logprobs_of_now(
@@ -167,7 +179,7 @@ def with_logprobs_of_now(
     return with_logprobs(groups, shape, policy, params, config.rollout.sampling(), config.model.logprob_chunk)
 
 
-def _with_no_reward(group: Group) -> Group:
+def _with_no_reward(group: Group, _: int) -> Group:
     return group._replace(completions=tuple(row._replace(grade=Grade(0.0)) for row in group.completions))
 
 
@@ -194,17 +206,29 @@ def as_trained(row: Completion, success: float, version: int | None) -> Completi
     return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)
 
 
-def _left_out(groups: list[Group]) -> dict[str, int]:
-    pending = [group for group in groups if not is_whole(group)]
-    rows = [row.grade is None for group in pending for row in group.completions]
-    return {
-        "pending_groups": len(pending),
-        "pending_rows": sum(rows),
-        "rows_beside_pending": len(rows) - sum(rows),
-    }
+class _Worth(NamedTuple):
+    """What decides which rows are in which batch, and what they are worth; of a completion."""
+
+    id: str
+    group_id: str
+    source: str
+    reward: float
 
 
-def _digest(groups: list[Group]) -> str:
-    """Of all that decides which rows are in which batch, and what they are worth."""
-    rows = [(row.id, group.id, row.grade.reward) for group in groups for row in group.completions]
-    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+def _worths(groups: StoredGroups, reward: float | None = None) -> Iterator[_Worth]:
+    """Of every completion, as the store has it, or with a reward that all have."""
+    for values in groups.columns(_Worth._fields):
+        worth = _Worth(*values)
+        yield worth if reward is None else worth._replace(reward=reward)
+
+
+def _summary(worths: Iterable[_Worth]) -> tuple[str, dict[str, tuple[float, float]]]:
+    """A digest, and the lowest and the highest reward of each source."""
+    digest, ranges, separator = hashlib.sha256(b"["), {}, ""
+    for name, group, source, reward in worths:
+        digest.update(f"{separator}{(name, group, reward)!r}".encode())
+        separator = ", "
+        low, high = ranges.get(source, (reward, reward))
+        ranges[source] = min(low, reward), max(high, reward)
+    digest.update(b"]")
+    return digest.hexdigest()[:16], ranges

@@ -14,10 +14,9 @@ from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.following import Follower
-from recjax.experience.group import Completion
 from recjax.experience.queue import Queue, Settings, settings_of
-from recjax.experience.sources import by_prompt
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
+from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
@@ -46,7 +45,7 @@ class Run(NamedTuple):
     generators: processes that sample, of an asynchronous run; open while it lasts.
     phases: the clock of the run's phases.
     stored: groups of a store that is trained on.
-    others: completions of a store that join the policy's groups, by prompt.
+    others: completions of a store that join the policy's groups, by prompt, where some do.
     frozen: parameters that are not trained, in the dtype that they compute in.
     initial: the trained ones before the first step, likewise; None where nothing reads them.
     teacher: the model that `model.teacher` names.
@@ -62,7 +61,7 @@ class Run(NamedTuple):
     generators: Generators | None
     phases: PhaseSeconds
     stored: Stored | None = None
-    others: dict[bytes, list[Completion]] = {}
+    others: ByPrompt | None = None
     frozen: dict = {}
     initial: dict | None = None
     teacher: Teacher | None = None
@@ -151,7 +150,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
     stored = load_stored(config, policy) if reads else None
     joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
     if joins:
-        check_prompts(stored, experience.mix, train)
+        check_prompts(ByPrompt(stored.groups), experience.mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
@@ -168,7 +167,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     generators = Generators(config.regime) if config.regime.mode == "async" else None
     phases.totals["prepare"] = phases.wall_seconds
-    others = by_prompt(stored.groups) if joins else {}
+    others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)
     run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
     return run._replace(agents=agents), params

@@ -16,7 +16,7 @@ from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params
 from recjax.models.trainable import in_compute_dtype, split
 from recjax.training import checkpoint
-from recjax.training.regrading import asked_problems, regraded
+from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.update import TrainState, recipe_of
@@ -34,10 +34,10 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     """
     run, params = prepare(config)
     regrades = config.experience is not None and config.experience.regrade
-    asked = asked_problems(run) if regrades else []
+    known = known_problems(run) if regrades else {}
     output = open_run_folder(config, overwrite)
     if regrades:
-        run = regraded(run, asked)
+        run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from filelock import FileLock
 
 from recjax import __version__
+from recjax.cache import cache_folder
 from recjax.config import Config, WarmStartConfig
 from recjax.hub.policy import Policy
 from recjax.manifest import check_manifest, write_manifest
@@ -24,7 +25,6 @@ from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
-from recjax.training.cache import cache_folder
 from recjax.training.metrics import progress_bar
 from recjax.whole_files import writing
 

@@ -10,14 +10,8 @@ from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.experience import store
 from recjax.experience.batch import FOREIGN, Shape, pad, shape_of
 from recjax.experience.rows import group_of, groups_of
-from recjax.experience.sources import (
-    by_prompt,
-    check_logprobs,
-    groups_at,
-    load_groups,
-    mixed,
-    with_logprobs,
-)
+from recjax.experience.sources import check_logprobs, groups_at, load_groups, mixed, with_logprobs
+from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -106,13 +100,19 @@ def test_missing_log_probs_are_nan_until_someone_chooses():
     assert np.isnan(batch.behaviour_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
+def stored(folder, *rows):
+    """The groups of a store of these rows."""
+    store.append(folder, [row._replace(tokenizer=row.tokenizer and tokenizer_name(TOKENIZER)) for row in rows])
+    return load_groups(folder, POLICY)
+
+
 WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg", "maxrl", "on_policy_distillation"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_only_algorithms_that_read_no_log_probs_do_without(preset):
+def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
     algorithm = build_algorithm(preset, {})
-    groups = [group_of("g", (make_row(0), text_row(1)))]
+    groups = stored(tmp_path, make_row(0), text_row(1, group=1, prompt="12"))
     with pytest.raises(
         ValueError, match="1 of 2 rows have no behaviour log-probs, the first 'text 1' of source 'other'"
     ):
@@ -134,15 +134,14 @@ def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
     assert "effective_sample_size" not in metrics
 
 
-def test_log_probs_of_another_distribution_are_refused():
+def test_log_probs_of_another_distribution_are_refused(tmp_path):
     algorithm = build_algorithm("grpo", {})
     for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(temperature=None)):
+        groups = stored(tmp_path / str(change), make_row(0, **change))
         with pytest.raises(ValueError, match="row 'row 0' .* of another distribution"):
-            check_logprobs([group_of("g", (make_row(0, **change),))], algorithm, SAMPLING, "error")
-    check_logprobs([group_of("g", (make_row(0),))], algorithm, SAMPLING, "error")
-    check_logprobs(
-        [group_of("g", (make_row(0, temperature=1.0),))], build_algorithm("red_drop", {}), SAMPLING, "unneeded"
-    )
+            check_logprobs(groups, algorithm, SAMPLING, "error")
+    check_logprobs(stored(tmp_path / "same", make_row(0)), algorithm, SAMPLING, "error")
+    check_logprobs(groups, build_algorithm("red_drop", {}), SAMPLING, "unneeded")
 
 
 def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
@@ -206,11 +205,12 @@ def test_an_epoch_has_every_group_once():
         groups_at(groups, 8, 1, 0)
 
 
-def test_other_rows_join_the_group_of_their_prompt():
+def test_other_rows_join_the_group_of_their_prompt(tmp_path):
     ours = groups_of([make_row(i, group=i // 2) for i in range(6)])
-    expert = [text_row(i, group=9 + i, prompt_tokens=ours[0].prompt_tokens, reward=1.0) for i in range(4)]
+    asked = dict(tokenizer="t", prompt_tokens=ours[0].prompt_tokens)
+    expert = [text_row(i, group=9 + i, **asked, reward=1.0) for i in range(4)]
     expert.append(expert[0]._replace(id="pending", reward=None))
-    others = by_prompt([group_of("experts", tuple(expert))])
+    others = ByPrompt(stored(tmp_path, *expert))
     made = mixed(ours, others, 3, batch=1, seed=0)
     assert [len(group.completions) for group in made] == [5, 2, 2]
     assert made[0].completions[:2] == ours[0].completions and made[0].id == ours[0].id

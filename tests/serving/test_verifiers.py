@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from recjax.cache import cache_folder
 from recjax.experience import store
-from recjax.training.cache import cache_folder
 from tests.serving.some_server import LIMITS, TOKENIZER, listening
 
 pytestmark = pytest.mark.slow

@@ -60,7 +60,9 @@ def without_store_keys(rows):
 
 
 def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, drawn, monkeypatch):
-    monkeypatch.setattr(rounds, "groups_at", lambda groups, count, batch, seed: groups[count * (batch - 1) :][:count])
+    monkeypatch.setattr(
+        rounds, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
+    )
     from_store = train(tiny("store", f"experience.store={drawn}"))
     offline = train(tiny("offline", "regime.offline=true"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1

@@ -1,4 +1,4 @@
-"""Where things that many runs share are kept: base policies and compiled programs."""
+"""Where things that many runs share are kept: base policies, compiled programs, and large stores as tokens."""
 
 import logging
 import os

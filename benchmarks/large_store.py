@@ -1,0 +1,164 @@
+"""What a run holds of an experience store, by the store's size: seconds to open it, seconds a batch, and memory.
+
+    python -m benchmarks.large_store [--rows 10000,100000,1000000] [--page docs/experience.md]
+
+Each store is synthetic: groups of 8 rows, of 16 to 48 tokens with log-probs, in parts of 10,000 rows. A process of its
+own opens it as `python -m recjax.train` does, and takes batches of 16 groups; then another one opens it again, from the
+cache. Memory is the most that the first of these had resident, mapped files among it, less what it had before. Linux.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from absl import app, flags
+
+from benchmarks import tables
+from benchmarks.run import machine
+from recjax.config import Config
+from recjax.config_loading import load_config
+from recjax.console import progress_bar
+from recjax.experience import store
+from recjax.experience.batch import pad
+from recjax.experience.sources import groups_at
+from recjax.experience.store import Experience
+from recjax.experience.stored import load_stored
+from recjax.experience.tokenise import tokenizer_name
+from recjax.host_memory import prepare_host_memory
+from recjax.hub.policy import Policy, policy_alone
+
+CONFIG = Path(__file__).parent.parent / "experiments" / "offline_from_file.yaml"
+PART, GROUP, BATCHES = 10_000, 8, 200
+HEADS = {
+    "rows": "rows",
+    "store": "store (MB)",
+    "cached": "in the cache (MB)",
+    "first": "first opening (s)",
+    "again": "opening again (s)",
+    "batch": "a batch (ms)",
+    "memory": "memory (MB)",
+}
+
+
+def define_flags() -> None:
+    """The command's flags, defined when it is run and not when it is imported."""
+    flags.DEFINE_list("rows", ["10000", "100000", "1000000"], "Sizes of the stores.")
+    flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
+    flags.DEFINE_string("opens", None, "Used by the command itself: the store that this process opens.")
+
+
+def subject(folder: str) -> tuple[Config, Policy]:
+    """The config that reads the store, and its policy."""
+    config = load_config(CONFIG, [f"experience.store={folder}", "warm_start=null"])
+    return config, policy_alone(config, "+0123456789=")
+
+
+def make_store(folder: Path, rows: int) -> None:
+    """Writes a store of so many rows; its parts differ in their ids."""
+    config, policy = subject(str(folder))
+    name, generator = tokenizer_name(policy.tokenizer), np.random.default_rng(0)
+    made = []
+    for row in range(min(PART, rows)):
+        length = int(generator.integers(16, 49))
+        made.append(
+            Experience(
+                id="",
+                group_id="",
+                source="made",
+                completion="1" * length,
+                time=datetime.now(UTC),
+                prompt=f"{row // GROUP}=",
+                tokenizer=name,
+                prompt_tokens=np.full(8, 1 + row // GROUP % 9, np.int32),
+                completion_tokens=generator.integers(1, 13, length, np.int32),
+                completion_mask=np.ones(length, bool),
+                behaviour_logprobs=-generator.random(length, np.float32),
+                reward=float(generator.integers(2)),
+                policy_version=0,
+                **config.rollout.sampling()._asdict(),
+            )
+        )
+    part = store.to_table(made)
+    folder.mkdir()
+    with progress_bar("writing", rows, unit="row") as bar:
+        for number, start in enumerate(range(0, rows, PART)):
+            here = range(start, min(start + PART, rows))
+            ids = [f"made/{row:09d}" for row in here], [f"made/group/{row // GROUP:09d}" for row in here]
+            table = part.slice(0, len(here))
+            for name, values in zip(("id", "group_id"), ids, strict=True):
+                table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+            with store.locked(folder):  # as `append`, which would look for each id among all others
+                store.write_part(table, folder / f"part-{number:08d}.parquet")
+            bar.update(len(here))
+
+
+def memory(name: str) -> int:
+    """Bytes of this process: VmRSS, what it has in memory, or VmHWM, the most that it ever had."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def open_store(folder: str) -> dict[str, float]:
+    """Opens a store and takes batches from it: seconds to open it, seconds a batch, peak memory."""
+    config, policy = subject(folder)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM is from here on
+    before, began = memory("VmRSS"), time.perf_counter()
+    stored = load_stored(config, policy)
+    opened = time.perf_counter()
+    for batch in range(1, BATCHES + 1):
+        pad(groups_at(stored.groups, config.rollout.prompts_per_step, batch, config.seed), stored.shape)
+    seconds = (time.perf_counter() - opened) / BATCHES
+    return {"open": opened - began, "batch": seconds, "memory": memory("VmHWM") - before}
+
+
+def measure(rows: int) -> dict[str, float]:
+    """A row of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        made, cache = Path(folder) / "store", Path(folder) / "cache"
+        make_store(made, rows)
+        command = [sys.executable, "-m", "benchmarks.large_store", "--opens", str(made)]
+        environment = os.environ | {"RECJAX_CACHE": str(cache)}
+        first, again = (
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
+            for _ in range(2)
+        )
+        size, cached = (sum(file.stat().st_size for file in place.rglob("*.*")) for place in (made, cache))
+    return first | {"rows": rows, "store": size, "cached": cached, "first": first["open"], "again": again["open"]}
+
+
+def lines(found: list[dict[str, float]]) -> list[str]:
+    """The table."""
+    cells = [list(HEADS.values())]
+    for row in found:
+        store_size, cached, held = (f"{row[name] / 1e6:,.0f}" for name in ("store", "cached", "memory"))
+        seconds = [f"{row['first']:.1f}", f"{row['again']:.1f}", f"{row['batch'] * 1e3:.1f}"]
+        cells.append([f"{row['rows']:,}", store_size, cached, *seconds, held])
+    return tables.table(cells)
+
+
+def main(_) -> None:
+    """Measures, then writes the table."""
+    if flags.FLAGS.opens:
+        print(json.dumps(open_store(flags.FLAGS.opens)))
+        return
+    where = machine()
+    found = [measure(int(rows)) for rows in flags.FLAGS.rows]
+    about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
+    text = "\n".join([about, "", *lines(found), ""])
+    if flags.FLAGS.page:
+        tables.put_into_page(flags.FLAGS.page, "large store", text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    prepare_host_memory()
+    define_flags()
+    app.run(main)

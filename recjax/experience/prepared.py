@@ -1,0 +1,238 @@
+"""A store as it is trained from: its rows, checked and with tokens, as an Arrow table of which only what is asked for
+is read.
+
+The table of a store that is not small is a file in the cache: made once for each state of the store and each tokenizer,
+part by part, and made anew if it is damaged.
+"""
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+import tokenizers
+import transformers
+import xxhash
+from filelock import FileLock
+
+from recjax import __version__, hosts
+from recjax.cache import cache_folder
+from recjax.console import progress_bar
+from recjax.experience import ledger
+from recjax.experience.store import SCHEMA, existing_parts, read_part, to_rows
+from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.hub.policy import Policy
+from recjax.manifest import check_manifest, size_and_digest, write_manifest
+from recjax.whole_files import whole_file, writing
+
+SMALL = 2**24  # bytes of a store's parts up to which its table is made in memory at every start
+_TOGETHER = 4096  # rows that are Python objects at one time
+_PIECE = 2**16  # bytes of the table, about, that are read for one row
+_STATE_KEY = b"recjax.experience.made_of"
+_FILE = "rows.arrow"
+
+logger = logging.getLogger(__name__)
+
+
+class Rows:
+    """Rows of a table that is read piece by piece. Their numbers are places in the order of the store."""
+
+    def __init__(self, source: pa.Buffer | pa.NativeFile, columns: Sequence[str] | None = None):
+        """Reads how long the pieces are, and no more.
+
+        Args:
+            source: of the table: bytes in memory, or an open file, which stays what it is if another takes its place.
+            columns: those to read; None: all.
+        """
+        self._source = source
+        self._reader = self._open(columns)
+        self._starts = np.cumsum([0, *(len(piece) for piece in self._pieces([SCHEMA.names[0]]))])
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return int(self._starts[-1])
+
+    def select(self, columns: Sequence[str]) -> "Rows":
+        """The same rows with some of their columns."""
+        return Rows(self._source, columns)
+
+    def at(self, numbers: np.ndarray) -> pa.Table:
+        """Some rows, which are read now."""
+        pieces = np.searchsorted(self._starts, numbers, side="right") - 1
+        # Rows that stand one after the other are one slice.
+        cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(pieces) != 0)) + 1
+        begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(numbers)]
+        slices, last = [], None
+        for begin, end in zip(begins, ends, strict=True):
+            if last != pieces[begin]:
+                last = int(pieces[begin])
+                piece = self._reader.get_batch(last)
+            slices.append(piece.slice(int(numbers[begin] - self._starts[last]), end - begin))
+        return pa.Table.from_batches(slices)
+
+    def each(self, function: Callable[..., np.ndarray], *columns: str) -> np.ndarray:
+        """What a function of columns makes of every row, asked piece by piece: an array with a value a row."""
+        found = None
+        for start, piece in zip(self._starts.tolist(), self._pieces(columns), strict=False):
+            made = function(*map(piece.column, columns))
+            found = np.empty(len(self), made.dtype) if found is None else found
+            found[start : start + len(piece)] = made
+        return found
+
+    def kinds(self, column: str) -> np.ndarray:
+        """A number for each row, equal where the column's texts are; from 0, in the order in which texts come first."""
+        # Of rows that stand one after the other and say the same, the text is held once.
+        runs = [pc.run_end_encode(piece.column(column)) for piece in self._pieces([column])]
+        encoded = pa.chunked_array([run.values for run in runs]).dictionary_encode()
+        sizes = np.concatenate([np.diff(run.run_ends.to_numpy(), prepend=0) for run in runs])
+        return np.repeat(np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks]), sizes)
+
+    def _pieces(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        reader = self._open(columns)
+        return map(reader.get_batch, range(reader.num_record_batches))
+
+    def _open(self, columns: Sequence[str] | None) -> pa.ipc.RecordBatchFileReader:
+        fields = None if columns is None else sorted(map(SCHEMA.names.index, columns))
+        return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+
+
+def checksums(values: Iterable[bytes | np.ndarray]) -> np.ndarray:
+    """Checksums of 64 bits."""
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, values), np.uint64)
+
+
+def prepared_rows(folder: str | Path, policy: Policy) -> Rows:
+    """The rows of a store, checked, with tokens of the policy's vocabulary.
+
+    Raises:
+        ValueError: a store that cannot be read or tokenised, or a cache that cannot be written.
+    """
+    parts = existing_parts(folder)
+    if sum(part.stat().st_size for part in parts) > SMALL:
+        return _from_cache(Path(folder).absolute(), parts, policy)
+    written = pa.BufferOutputStream()
+    ends = _write(written, parts, policy)
+    rows = Rows(written.getvalue())
+    _check_ids(rows, parts, ends)
+    return rows
+
+
+def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
+    made_by = _of_tokenizer(policy)
+    folder = cache_folder("experience") / _digest([str(store), made_by])
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    state = _state(parts, made_by)
+    # Of several processes that open the same store, one prepares it and the others wait.
+    with FileLock(f"{folder}.lock"):
+        if not _is_current(folder, state):
+            logger.info(
+                "%s: reading and checking %d parts, for this start and later ones, into %s", store, len(parts), folder
+            )
+            with whole_file(folder / _FILE) as file:
+                ends = _write(file, parts, policy, state)
+                file.flush()
+                _check_ids(Rows(pa.OSFile(file.name)), parts, ends)
+            if _state(parts, made_by) != state:
+                raise ValueError(f"{store} was changed while it was read; start again when nobody writes to it")
+            write_manifest(folder)
+        return Rows(pa.OSFile(str(folder / _FILE)))
+
+
+def _is_current(folder: Path, state: str) -> bool:
+    """Whether the file is there, of this state of the store, every byte as it was written."""
+    if not (folder / _FILE).exists():
+        return False
+    try:
+        check_manifest(folder)
+        schema = pa.ipc.open_file(str(folder / _FILE)).schema
+    except (ValueError, OSError) as error:
+        logger.warning("a store in the cache: %s; it is made anew", error)
+        return False
+    return schema.metadata[_STATE_KEY] == state.encode()
+
+
+def _of_tokenizer(policy: Policy) -> str:
+    """A digest of all that decides which tokens a text becomes."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy.tokenizer.save_pretrained(folder)
+        files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
+    versions = [__version__, transformers.__version__, tokenizers.__version__]
+    return _digest([files, policy.stop_ids[:1], versions])
+
+
+def _state(parts: Sequence[Path], made_by: str) -> str:
+    """A digest of the parts, none of which is damaged, and of what makes tokens of them."""
+    for part in parts:
+        ledger.check_part(part)
+    return _digest([[[part.name, *size_and_digest(part)] for part in parts], made_by])
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def _write(sink: object, parts: Sequence[Path], policy: Policy, state: str = "") -> np.ndarray:
+    """Writes the table of a store, one part after the other; returns the number of rows up to the end of each part."""
+    name, counts, waiting = tokenizer_name(policy.tokenizer), [], []
+    schema = SCHEMA.with_metadata({_STATE_KEY: state.encode()})
+    bar = progress_bar("reading", len(parts), unit="part", shown=bool(state) and hosts.is_first())
+    with pa.ipc.new_file(sink, schema) as file, bar:
+        for part in parts:
+            table = read_part(part)
+            counts.append(len(table))
+            for start in range(0, len(table), _TOGETHER):
+                waiting.append(_with_tokens(table.slice(start, _TOGETHER), name, policy))
+                if sum(map(len, waiting)) >= _TOGETHER:
+                    _write_piece(file, waiting)
+            bar.update()
+        _write_piece(file, waiting)
+    return np.cumsum(counts)
+
+
+def _write_piece(file: pa.ipc.RecordBatchFileWriter, waiting: list[pa.Table]) -> None:
+    if waiting:
+        table = pa.concat_tables(waiting).combine_chunks()
+        file.write_table(table, max_chunksize=max(1, _PIECE * len(table) // table.nbytes))
+    waiting.clear()
+
+
+def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
+    """The rows with tokens in every one of them; see `tokenised`."""
+    named = set(table["tokenizer"].unique().to_pylist())
+    lacking = table["prompt_tokens"].null_count or table["completion_tokens"].null_count
+    if named <= {name} and not lacking:
+        return table
+    rows = tokenised(list(to_rows(table)), policy)
+    for column in ("tokenizer", "prompt_tokens", "completion_tokens", "completion_mask"):
+        values = pa.array([getattr(row, column) for row in rows], SCHEMA.field(column).type)
+        table = table.set_column(SCHEMA.get_field_index(column), SCHEMA.field(column), values)
+    return table
+
+
+def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:
+    """Refuses an id that two rows have."""
+    names = rows.select(["id"])
+    found = _checksums_of_ids(names)
+    found.sort()  # in its place, as it is large
+    repeated = found[1:][found[1:] == found[:-1]]
+    if not len(repeated):
+        return
+    seen = {}
+    suspects = np.flatnonzero(np.isin(_checksums_of_ids(names), repeated))
+    for number, name in zip(suspects.tolist(), names.at(suspects)["id"].to_pylist(), strict=True):
+        place = int(np.searchsorted(ends, number, side="right"))
+        part, row = parts[place], number - (int(ends[place - 1]) if place else 0)
+        if name in seen:
+            raise ValueError(f"{part}: row {row}: id {name!r} is also that of {seen[name]}; ids are unique")
+        seen[name] = f"{part.name}, row {row}"
+
+
+def _checksums_of_ids(names: Rows) -> np.ndarray:
+    return names.each(lambda column: checksums(column.cast(pa.binary()).to_pylist()), "id")
