@@ -233,8 +233,8 @@ class Decoder(nn.Module):
 
     `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
     scanning over them: parameters are `recjax.models.unrolling.unrolled_params`, keys and values are tuples over
-    layers. `attention` is one of recjax.models.attention.KERNELS. `cache_dtype`: of the keys and values that come
-    back; None: that which they are computed in.
+    layers. `attention` is one of recjax.models.attention.KERNELS. `cache_dtype`: of the room that a sampler makes
+    for the keys and values of what it samples; None: `dtype`.
     """
 
     config: DecoderConfig
@@ -328,8 +328,6 @@ class Decoder(nn.Module):
             scanned = layers(config, self.dtype, self.attention, name="layers")
             hidden, keys_values = scanned(embedded, keys_values, per_layer, angles, masks, distances, ids, place)
         hidden = RMSNorm(config, self.dtype, name="norm")(hidden)
-        if self.cache_dtype is not None:
-            keys_values = jax.tree.map(lambda x: x.astype(self.cache_dtype), keys_values)
         return hidden.reshape(*tokens.shape, -1), keys_values
 
 

@@ -22,9 +22,9 @@ def unrolled_for_training(decoder: Decoder) -> Decoder:
 
 
 def made_for_sampling(decoder: Decoder) -> Decoder:
-    """The decoder as it samples fastest: on the CPU with its layers written out, and a cache in float32.
+    """The decoder as it samples fastest: on the CPU with its layers written out, and what it writes to in float32.
 
-    Attention over a cache is computed in float32 there, and writing into one of lower precision converts all of it.
+    XLA on the CPU converts all of an array of lower precision to float32 and back for each write into it.
     """
     if not _on_cpu():
         return decoder

@@ -248,7 +248,7 @@ def _round(
         jnp.zeros((), jnp.int32),
         rows.live,
         rows.last,
-        empty(like, rows=slots, time=round_time),
+        empty(like, rows=slots, time=round_time, dtype=decoder.cache_dtype),
         jnp.zeros((slots, round_time), jnp.int32),
         jnp.zeros((slots, round_time)),
         jnp.zeros(slots, jnp.int32),

@@ -55,7 +55,7 @@ class Engine:
         self._queue: deque[Admitted] = deque()
         self._prefilled: Prefilled | None = None
         self._finished: dict[int, Sampled] = {}
-        self._slots = Slots()
+        self._slots = Slots(self._decoder.cache_dtype)
         self._sizes, self._planned = [0], 0  # numbers of slots, and the requests that they are for
         self._longest: int | None = None  # the limit of a batch of one distribution that has the engine for itself
 
@@ -180,7 +180,7 @@ class Engine:
             return
         if idle:
             if self._slots.count:
-                self._slots = Slots()
+                self._slots = Slots(self._decoder.cache_dtype)
             self._plan(len(self._queue[0].requests), group_size)
         self._planned = 0  # other requests have a plan of their own
         requests, tickets, _ = self._queue.popleft()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from recjax.models.placement import ROWS, constrain, row_shards
@@ -40,11 +41,11 @@ def over_mesh(cache: tuple) -> tuple:
     return jax.tree.map(lambda x: constrain(x, *(None,) * (x.ndim + _ROW_AXIS), ROWS, "tensor"), cache)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "time"))
-def empty(like: tuple, *, rows: int, time: int) -> tuple:
-    """Room for the keys and values of `time` tokens in each of `rows` rows."""
+@functools.partial(jax.jit, static_argnames=("rows", "time", "dtype"))
+def empty(like: tuple, *, rows: int, time: int, dtype: DTypeLike | None = None) -> tuple:
+    """Room for the keys and values of `time` tokens in each of `rows` rows; in the dtype of `like` if none is given."""
     shapes = jax.tree.map(lambda x: (*x.shape[:_ROW_AXIS], rows, x.shape[-3], time, x.shape[-1]), like)
-    return over_mesh(jax.tree.map(lambda x, shape: jnp.zeros(shape, x.dtype), like, shapes))
+    return over_mesh(jax.tree.map(lambda x, shape: jnp.zeros(shape, dtype or x.dtype), like, shapes))
 
 
 @functools.partial(jax.jit, static_argnames="time")
@@ -105,7 +106,7 @@ def put_prompts(memory: Memory, cache: tuple, places: Int[Array, "2 slots"], cou
 
         def put(mine: Array, theirs: Array) -> Array:
             one = jax.lax.dynamic_slice_in_dim(theirs, prompt, 1, axis=theirs.ndim + _ROW_AXIS)
-            return jax.lax.dynamic_update_slice_in_dim(mine, one, slot, axis=mine.ndim + _ROW_AXIS)
+            return jax.lax.dynamic_update_slice_in_dim(mine, one.astype(mine.dtype), slot, axis=mine.ndim + _ROW_AXIS)
 
         return jax.tree.map(put, prompts, cache)
 
@@ -126,7 +127,7 @@ def put_behind(
             one = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis=theirs.ndim + _ROW_AXIS)
             start = [0] * mine.ndim
             start[_ROW_AXIS], start[_TIME_AXIS] = row if slots is None else slots[row], cached[row]
-            return jax.lax.dynamic_update_slice(mine, one, start)
+            return jax.lax.dynamic_update_slice(mine, one.astype(mine.dtype), start)
 
         return jax.tree.map(copied, later, new)
 

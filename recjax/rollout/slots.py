@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
 from recjax.models.placement import row_shards
@@ -43,9 +44,13 @@ class Columns(NamedTuple):
 class Slots:
     """A number of slots and the memory that belongs to them; without memory there is none."""
 
-    def __init__(self):
-        """No slots."""
-        self.columns, self.memory = _columns(0), None
+    def __init__(self, dtype: DTypeLike | None = None):
+        """No slots.
+
+        Args:
+            dtype: of the memory that is written to; None: as keys and values come.
+        """
+        self.columns, self.memory, self._dtype = _columns(0), None, dtype
 
     @property
     def count(self) -> int:
@@ -74,21 +79,24 @@ class Slots:
         count = len(lengths) * group_size
         self.columns = _columns(count)
         self.columns.lengths[:] = np.repeat(lengths, group_size)
-        self.memory = Memory(cache, keys_values.empty(cache, rows=count, time=time))
+        self.memory = Memory(cache, self._room(cache, count, time))
 
     def make(self, count: int, cache: tuple, time: int) -> None:
         """At least so many slots, each with room for a prompt of its own that is as long as those in `cache`."""
         prompt_time = keys_values.cache_time(cache)
         if self.memory is None:
             self.columns = _columns(count)
-            prompts = keys_values.empty(cache, rows=count, time=prompt_time)
-            self.memory = Memory(prompts, keys_values.empty(cache, rows=count, time=time))
+            prompts = self._room(cache, count, prompt_time)
+            self.memory = Memory(prompts, self._room(cache, count, time))
             return
         count = max(count, self.count)
         if count != keys_values.cache_rows(self.memory.prompts):
             self.change_number(count, self.time)
         if prompt_time > keys_values.cache_time(self.memory.prompts):
             self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
+
+    def _room(self, like: tuple, count: int, time: int) -> tuple:
+        return keys_values.empty(like, rows=count, time=time, dtype=self._dtype)
 
     @property
     def fewest(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params
 from recjax.models.unrolling import made_for_sampling, unrolled_for_training
+from recjax.rollout.keys_values import empty
 
 CONFIG = DecoderConfig(
     vocab_size=20, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
@@ -22,20 +23,25 @@ def test_in_low_precision_a_trainer_writes_out_more_layers(layers, dtype, unroll
     assert unrolled_for_training(Decoder(config, dtype)).unrolled == unrolled
 
 
-def test_a_sampler_keeps_in_float32_the_very_numbers_that_were_computed_in_bfloat16():
-    decoder = Decoder(CONFIG, jnp.bfloat16)
-    sampler = made_for_sampling(decoder)
-    params, tokens = init_params(CONFIG, jax.random.key(0)), jnp.arange(6)[None]
-    inputs = tokens, jnp.arange(6)[None], jnp.ones((1, 6), bool)
-    hidden, (keys, values) = decoder.apply({"params": params}, *inputs)
-    found, kept = sampler.apply({"params": params}, *inputs)
-    np.testing.assert_array_equal(found, hidden)
-    assert {x.dtype for x in kept} == {jnp.dtype(jnp.float32)} != {keys.dtype}
-    jax.tree.map(np.testing.assert_array_equal, kept, (keys.astype(jnp.float32), values.astype(jnp.float32)))
-
-    # What goes on from either differs by the rounding of one sum.
-    last = jnp.full((1, 1), 7), jnp.full((1, 1), 6), jnp.ones((1, 1), bool)
-    places = jnp.ones((1, 6), bool), jnp.arange(6)[None]
-    one, _ = decoder.apply({"params": params}, *last, (Context(keys, values, *places),))
-    other, _ = sampler.apply({"params": params}, *last, (Context(*kept, *places),))
-    np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0.03, atol=0.03)
+def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_computed_in_bfloat16():
+    sampler = made_for_sampling(Decoder(CONFIG, jnp.bfloat16))
+    params, mask = init_params(CONFIG, jax.random.key(0)), jnp.ones((1, 6), bool)
+    prompt, (keys, values) = sampler.apply({"params": params}, jnp.arange(6)[None], jnp.arange(6)[None], mask)
+    assert keys.dtype == prompt.dtype == jnp.bfloat16 and sampler.cache_dtype == jnp.float32
+    contexts = (
+        Context(keys, values, mask, jnp.arange(6)[None]),
+        Context(
+            *empty((keys, values), rows=1, time=2, dtype=sampler.cache_dtype),
+            jnp.array([[True, False]]),
+            jnp.array([[6, 7]]),
+        ),
+    )
+    last = {"tokens": jnp.full((1, 1), 7), "positions": jnp.full((1, 1), 6), "mask": jnp.ones((1, 1), bool)}
+    written, room = sampler.apply({"params": params}, **last, contexts=contexts, place=jnp.int32(0))
+    alone, own = sampler.apply({"params": params}, **last, contexts=contexts[:1])
+    for kept, computed in zip(room, own, strict=True):
+        assert kept.dtype == jnp.float32
+        np.testing.assert_array_equal(kept[..., :1, :], computed.astype(jnp.float32))
+        assert (kept[..., 1:, :] == 0).all()
+    # Attention over either differs by the rounding of sums.
+    np.testing.assert_allclose(written.astype(jnp.float32), alone.astype(jnp.float32), rtol=0.03, atol=0.03)
