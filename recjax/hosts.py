@@ -1,6 +1,7 @@
 """Several processes that run one program, on one host or on many: how they meet, share out rows, agree, and part."""
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,45 @@ def wait_for_all(what: str) -> None:
 def any_says(yes: bool) -> bool:
     """Whether `yes` is true in any process; every process must call this."""
     return yes if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(yes)).any())
+
+
+class LateAnswers:
+    """`any_says`, asked at every step and answered at the next, so that no process waits for what its devices are at.
+
+    All processes have the same answer at the same step. One that is alone has it at once.
+    """
+
+    def __init__(self):
+        """Nobody has asked yet."""
+        self._asked: jax.Array | None = None
+
+    def any_says(self, yes: bool) -> bool:
+        """Whether `yes` was true in any process at the call before this one; every process must call this.
+
+        What is asked stands behind the step's update on the devices, and what is read behind that of the step before.
+        """
+        if jax.process_count() == 1:
+            return yes
+        before, self._asked = self._asked, _in_any(yes)
+        return before is not None and bool(before)
+
+
+def _in_any(yes: bool) -> jax.Array:
+    """Whether `yes` is true in any process, on the devices: whoever reads it waits for them."""
+    mesh = _in_a_row()
+    flags = np.full(jax.local_device_count(), yes, np.int32)
+    with jax.set_mesh(mesh):
+        return _greatest(jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("devices")), flags))
+
+
+@functools.cache
+def _in_a_row() -> Mesh:
+    return Mesh(np.array(jax.devices()), ("devices",))
+
+
+@functools.partial(jax.jit, out_shardings=PartitionSpec())
+def _greatest(numbers: jax.Array) -> jax.Array:
+    return numbers.max()
 
 
 def least(number: int) -> int:

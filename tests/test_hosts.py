@@ -99,6 +99,25 @@ def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended
 
 
 @pytest.mark.slow
+def test_sigterm_to_one_process_stops_both_after_one_step(tmp_path, ended):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    output, options = tmp_path / "two", ["training.checkpoint_every=400", "regime.sync_interval=3"]
+    ended += (started := start(tmp_path, "training.steps=400", f"output={output}", *options))
+    deadline = time.monotonic() + 240
+    while len(read_metrics(output / "metrics.jsonl")) < 7 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    started[1].send_signal(signal.SIGTERM)
+    assert [process.wait(60) for process in started] == [128 + signal.SIGTERM] * 2, said(tmp_path, 0)
+    done = read_metrics(output / "metrics.jsonl")[-1]["step"]
+    assert 6 <= done < 400 and (output / "checkpoints" / str(done)).is_dir()
+    assert all(f"stopped after step {done}, as asked" in said(tmp_path, number) for number in range(2))
+
+    ended += (again := start(tmp_path, f"training.steps={done + 3}", f"output={output}", *options))
+    assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(done + 4))
+
+
+@pytest.mark.slow
 def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     config = load_config(tmp_path / "tiny.yaml", OPTIONS)
@@ -135,6 +154,28 @@ def test_shares_are_of_one_size_and_everything_is_in_one(monkeypatch):
     assert {len(share) for share in shares} == {2}
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda tree, tiled: np.concatenate(shares))
     np.testing.assert_array_equal(hosts.gathered(shares[0], 5), things)
+
+
+def test_late_answers_are_read_a_call_after_they_were_asked_for(monkeypatch):
+    """What is read has been asked for before the update that is under way, so nobody waits for that."""
+    done = []
+
+    class OnDevices:
+        def __init__(self, yes):
+            self.yes = yes
+            done.append(f"asks {yes}")
+
+        def __bool__(self):
+            done.append(f"reads {self.yes}")
+            return self.yes
+
+    alone = hosts.LateAnswers()
+    assert [alone.any_says(yes) for yes in (False, True)] == [False, True]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "_in_any", OnDevices)
+    late = hosts.LateAnswers()
+    assert [late.any_says(yes) for yes in (False, True, False)] == [False, False, True]
+    assert done == ["asks False", "asks True", "reads False", "asks False", "reads True"]
 
 
 def test_one_process_shares_with_nobody():
