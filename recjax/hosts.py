@@ -4,9 +4,10 @@ import contextlib
 import functools
 import logging
 import os
+import pickle
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 logger = logging.getLogger(__name__)
 
+T, R = TypeVar("T"), TypeVar("R")
+WORTH_SHARING = 5000  # things; one process has computed fewer before an exchange is compiled
 LOST_SECONDS = 60  # after so long without a sign of life a process is taken for lost, and the others end
 
 
@@ -139,6 +142,37 @@ def gathered(tree: Any, count: int) -> Any:
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))
+
+
+def all_of(own: bytes) -> list[bytes]:
+    """What every process gives, in their order; every process must call it."""
+    lengths = multihost_utils.process_allgather(np.int32(len(own)))
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[T]) -> list[R]:
+    """`compute(things, 0)`, a result for each thing; of many things each process computes a share, and all call it.
+
+    Args:
+        compute: from things that stand together, and the place of the first of them.
+    Raises:
+        ValueError: that of any process, in all of them.
+    """
+    if jax.process_count() == 1 or len(things) < WORTH_SHARING:
+        return compute(things, 0)
+    size = -(-len(things) // jax.process_count())
+    first, found, refused = jax.process_index() * size, [], None
+    try:
+        found = compute(things[first : first + size], first)
+    except ValueError as error:
+        refused = error
+    shares = [pickle.loads(share) for share in all_of(pickle.dumps((found, refused and str(refused))))]
+    if messages := [message for _, message in shares if message]:
+        raise ValueError(messages[0]) from refused
+    return [result for results, _ in shares for result in results]
 
 
 def end_after(error: Exception) -> None:

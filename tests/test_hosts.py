@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -21,6 +22,9 @@ from recjax.config_loading import load_config
 from recjax.evaluate import evaluate
 from recjax.experience import store
 from recjax.generate_experience import generate
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -31,6 +35,13 @@ OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.sampl
 
 def start(tmp_path, *options, command="train", flags=()):
     """Two processes of a command with two devices each; what they say goes to files."""
+    arguments = ["-m", f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
+    names = ("--coordinator", "--processes", "--process_id")
+    return two_of(tmp_path, [*arguments, *flags, "mesh.data=2", "mesh.fsdp=2"], names)
+
+
+def two_of(tmp_path, arguments, names=()):
+    """Two processes of Python with these arguments, and behind them how they meet, by the names of flags."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,15 +51,13 @@ def start(tmp_path, *options, command="train", flags=()):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    arguments = [sys.executable, "-m", f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
-    arguments += [*flags, "mesh.data=2", "mesh.fsdp=2"]
     processes = []
     for number in range(2):
-        which = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process_id", str(number)]
+        values = (f"127.0.0.1:{port}", "2", str(number))
+        which = [word for pair in zip(names, values, strict=True) for word in pair] if names else values
+        command = [sys.executable, *arguments, *which]
         with (tmp_path / f"{number}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen([*arguments, *which], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     return processes
 
 
@@ -143,6 +152,91 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     for ours, theirs in zip(*rows, strict=True):
         assert (ours.id, ours.completion, ours.reward) == (theirs.id, theirs.completion, theirs.reward)
         np.testing.assert_allclose(ours.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
+
+
+# Encodes many problems, of which the last lacks what `fault` says, and writes what came of it.
+ENCODES = """
+import pickle, sys
+from recjax import hosts
+from recjax.hub.tokenizers import character_tokenizer
+from recjax.tasks import prompts
+from recjax.tasks.problems import Problem
+
+output, fault, coordinator, _, number = sys.argv[1:]
+hosts.meet(coordinator, 2, int(number))
+hosts.WORTH_SHARING = 7
+tokenizer = character_tokenizer("0123456789+=")
+tokenizer.chat_template = "{{ messages[0].content }}="
+problems = [Problem([{"role": "user", "content": f"1+{i}"}] if i % 2 else f"1+{i}=", str(i)) for i in range(85, 112)]
+problems[-1] = Problem("?" if fault == "vocabulary" else "2=", "2")
+encoded, encode = [], prompts.encode_prompts
+prompts.encode_prompts = lambda tokenizer, texts, first: encoded.append(len(texts)) or encode(tokenizer, texts, first)
+try:
+    fitting = [problem.answer for problem in prompts.fitting(problems, tokenizer, 5)]
+    tokens, mask, texts, _ = everything = prompts.encode_problems(problems, tokenizer, None)
+    found = fitting, tokens, mask, texts, everything.answers
+except ValueError as error:
+    found = str(error)
+pickle.dump((encoded, found), open(f"{output}/{number}.pickle", "wb"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "vocabulary"])
+def test_two_processes_share_out_the_problems_that_they_encode(tmp_path, ended, fault):
+    ended += (started := two_of(tmp_path, ["-c", ENCODES, str(tmp_path), fault]))
+    assert [process.wait(120) for process in started] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+    (one, found), (two, also) = (pickle.loads((tmp_path / f"{number}.pickle").read_bytes()) for number in range(2))
+    if fault:
+        assert found == also == "prompt 26, '?' has text outside the tokenizer's vocabulary"
+        return
+    assert one == [14, 14] and two == [13, 13]
+    tokenizer = character_tokenizer("0123456789+=")
+    answers = [*map(str, range(85, 111)), "2"]
+    prompts = [*(f"1+{answer}=" for answer in answers[:-1]), "2="]
+    expected = encode_problems([Problem(prompt, "") for prompt in prompts], tokenizer, None)
+    for fitting, tokens, mask, texts, those_of_all in (found, also):
+        assert fitting == [*answers[:15], "2"] and texts == prompts and those_of_all == answers
+        np.testing.assert_array_equal(tokens, expected.tokens)
+        np.testing.assert_array_equal(mask, expected.mask)
+
+
+def in_each_of_two(monkeypatch, compute):
+    """What `compute` gives or raises in each of two processes, which exchange bytes."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    given, found = [], []
+
+    def gives(own):
+        given.append(own)
+        raise InterruptedError
+
+    for exchange in (gives, lambda own: given):
+        monkeypatch.setattr(hosts, "all_of", exchange)
+        for number in range(2):
+            monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+            try:
+                found.append(compute())
+            except (InterruptedError, ValueError) as error:
+                found.append(error)
+    return found[2:]
+
+
+def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):
+    computed = []
+
+    def squares(numbers, first):
+        computed.append((first, len(numbers)))
+        if 49 in numbers:
+            raise ValueError(f"{first + numbers.index(49)} is wrong")
+        return [number**2 for number in numbers]
+
+    monkeypatch.setattr(hosts, "WORTH_SHARING", 5)
+    things = [3, 1, 4, 1, 5]
+    assert in_each_of_two(monkeypatch, lambda: hosts.shared_out(squares, things)) == [[9, 1, 16, 1, 25]] * 2
+    assert computed == [(0, 3), (3, 2)] * 2
+    errors = in_each_of_two(monkeypatch, lambda: hosts.shared_out(squares, [*things, 49]))
+    assert [str(error) for error in errors] == ["5 is wrong"] * 2
+    assert hosts.shared_out(squares, things[:4]) == [9, 1, 16, 1] and computed[-1] == (0, 4)
 
 
 def test_shares_are_of_one_size_and_everything_is_in_one(monkeypatch):
