@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import pickle
@@ -13,11 +14,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 
 logger = logging.getLogger(__name__)
 
 T, R = TypeVar("T"), TypeVar("R")
 WORTH_SHARING = 5000  # things; one process has computed fewer before an exchange is compiled
+SIGNAL_SECONDS = 5  # after which a process that waits for the first one looks whether it was sent a signal
 LOST_SECONDS = 60  # after so long without a sign of life a process is taken for lost, and the others end
 
 
@@ -173,6 +176,48 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     if messages := [message for _, message in shares if message]:
         raise ValueError(messages[0]) from refused
     return [result for results, _ in shares for result in results]
+
+
+def from_first(act: Callable[[], T]) -> T:
+    """What the first process's `act()` returns, or raises, in every process; every process must call it.
+
+    It goes over the connections to the coordinator and not over devices, so that nobody waits for what these are at.
+
+    Args:
+        act: called in the first process alone, for as long as it takes; what it returns can be pickled.
+    Raises:
+        ValueError: as in the first process, as any other error is there; elsewhere that is a RuntimeError.
+    """
+    if jax.process_count() == 1:
+        return act()
+    # Orbax has the client that JAX hides.
+    client, place = multihost.get_jax_distributed_client(), f"recjax/from_first/{next(_told)}"
+    if is_first():
+        try:
+            found = act()
+        except Exception as error:
+            client.key_value_set_bytes(f"{place}/said", pickle.dumps((None, isinstance(error, ValueError), str(error))))
+            raise
+        client.key_value_set_bytes(f"{place}/said", pickle.dumps((found, None, None)))
+        return found
+    found, is_user_error, message = pickle.loads(_waited_for(client, f"{place}/said"))
+    if client.key_value_increment(f"{place}/read", 1) == jax.process_count() - 1:
+        client.key_value_delete(place)
+    if message is not None:
+        raise (ValueError if is_user_error else RuntimeError)(message)
+    return found
+
+
+_told = itertools.count()
+
+
+def _waited_for(client: Any, key: str) -> bytes:
+    while True:
+        try:
+            return client.blocking_key_value_get_bytes(key, SIGNAL_SECONDS * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise
 
 
 def end_after(error: Exception) -> None:

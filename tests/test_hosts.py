@@ -1,15 +1,10 @@
 """Two processes train as one does; when one is killed the other says so and ends, and the same command goes on."""
 
 import json
-import os
 import pickle
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,8 +22,8 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import TINY, train, without_times
+from tests.two_processes import said, two_of
 
-ROOT = Path(__file__).parents[1]
 # Five prompts: neither two processes nor four devices divide them. Evaluation takes the program that training draws by.
 OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]
 
@@ -38,41 +33,6 @@ def start(tmp_path, *options, command="train", flags=()):
     arguments = ["-m", f"recjax.{command}", "--config", str(tmp_path / "tiny.yaml"), *OPTIONS, *options]
     names = ("--coordinator", "--processes", "--process_id")
     return two_of(tmp_path, [*arguments, *flags, "mesh.data=2", "mesh.fsdp=2"], names)
-
-
-def two_of(tmp_path, arguments, names=()):
-    """Two processes of Python with these arguments, and behind them how they meet, by the names of flags."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    processes = []
-    for number in range(2):
-        values = (f"127.0.0.1:{port}", "2", str(number))
-        which = [word for pair in zip(names, values, strict=True) for word in pair] if names else values
-        command = [sys.executable, *arguments, *which]
-        with (tmp_path / f"{number}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    return processes
-
-
-def said(tmp_path, number):
-    return (tmp_path / f"{number}.log").read_text()
-
-
-@pytest.fixture
-def ended():
-    """Processes that are gone when the test is over."""
-    everything = []
-    yield everything
-    for process in everything:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow
@@ -152,6 +112,47 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     for ours, theirs in zip(*rows, strict=True):
         assert (ours.id, ours.completion, ours.reward) == (theirs.id, theirs.completion, theirs.reward)
         np.testing.assert_allclose(ours.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
+
+
+# Exchanges things in every way, and prints what came of it.
+EXCHANGES = """
+import sys, time
+from recjax import hosts
+
+coordinator, _, number = sys.argv[1:]
+hosts.meet(coordinator, 2, int(number))
+hosts.SIGNAL_SECONDS = 1
+
+def slowly():
+    time.sleep(2.5)
+    return number
+
+def fails(error):
+    def act():
+        raise error
+    try:
+        hosts.from_first(act)
+    except Exception as raised:
+        return repr(raised)
+
+late = hosts.LateAnswers()
+found = [
+    hosts.all_of(b"ab" * 3 ** int(number)),
+    [late.any_says(yes) for yes in (False, number == "1", False, False)],
+    hosts.from_first(slowly),
+    len(hosts.from_first(lambda: bytes(20_000_000))),
+    [fails(error) for error in (ValueError("wrong"), KeyError("k"))][0],
+]
+print("found", found)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_exchange_what_they_have(tmp_path, ended):
+    ended += (started := two_of(tmp_path, ["-c", EXCHANGES]))
+    assert [process.wait(120) for process in started] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
+    expected = [[b"ab", b"ababab"], [False, False, True, False], "0", 20_000_000, "ValueError('wrong')"]
+    assert all(f"found {expected}" in said(tmp_path, number) for number in range(2)), said(tmp_path, 1)
 
 
 # Encodes many problems, of which the last lacks what `fault` says, and writes what came of it.
