@@ -61,3 +61,13 @@ def smollm2_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packaged") / "smollm2"
     convert_gguf(packaged_gguf(), folder)
     return folder
+
+
+@pytest.fixture
+def ended():
+    """Processes that are gone when the test is over."""
+    everything = []
+    yield everything
+    for process in everything:
+        process.kill()
+        process.wait()

@@ -145,18 +145,20 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[in
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], first: int = 0) -> list[list[int]]:
     """Token ids of each prompt, with the tokenizer's begin-of-sequence token once if it uses one.
 
     Text from a chat template may hold that token already; it is then not added again. No end-of-sequence is added.
 
+    Args:
+        first: number of the first prompt in errors, where there are others before it.
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
     """
     begin = [tokenizer.bos_token_id]
     prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
     encoded = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts, first):
         ids = _encode(tokenizer, prompt, f"prompt {index},")
         encoded.append(ids if ids[:1] == prefix else prefix + ids)
         if not encoded[-1]:

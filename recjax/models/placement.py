@@ -160,6 +160,11 @@ def on_host(tree: Any) -> Any:
     return jax.device_get(tree if here else _whole(tree))
 
 
+def params_on_host(tree: Any) -> Any:
+    """As `on_host`, one array after the other, so that no device holds more than one of them whole."""
+    return jax.tree.map(on_host, tree)
+
+
 @jax.jit
 def _whole(tree: Any) -> Any:
     return jax.tree.map(constrain, tree)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from recjax import hosts
 from recjax.config import Config, RegimeConfig
 
 AT_A_TIME = 2  # batches that a generator has: one is sampled while the other one is graded, or waits
@@ -59,17 +60,15 @@ class Generator:
 
 
 def require_ray(config: Config) -> None:
-    """Refuses an asynchronous run where Ray is not installed, or where the trainer is several processes.
+    """Refuses an asynchronous run where Ray is not installed; of several processes the first one needs it.
 
     Raises:
-        ValueError: with the line that installs it, or what to do instead.
+        ValueError: with the line that installs it.
     """
     if config.regime.mode == "sync":
         return
-    if importlib.util.find_spec("ray") is None:
+    if hosts.any_says(hosts.is_first() and importlib.util.find_spec("ray") is None):
         raise ValueError("regime.mode = 'async': needs Ray; pip install recjax[async]")
-    if jax.process_count() > 1:
-        raise ValueError("regime.mode = 'async': trains in one process; start one, or take regime.mode = sync")
 
 
 class Generators:

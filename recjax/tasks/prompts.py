@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax import hosts
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import Problem
+
+Encoded = tuple[str, np.ndarray]
 
 
 class Prompts(NamedTuple):
@@ -32,27 +35,30 @@ class Prompts(NamedTuple):
 
 
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
-    """The problems whose rendered prompts have at most `max_tokens` tokens."""
-    lengths = map(len, encode_prompts(tokenizer, _texts(problems, tokenizer)))
+    """The problems whose rendered prompts have at most `max_tokens` tokens; several processes share the work."""
+    lengths = hosts.shared_out(lambda own, first: [len(ids) for _, ids in _encoded(own, first, tokenizer)], problems)
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
 
-def _texts(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _encoded(problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Text and token ids of each problem's prompt; the first of them is number `first` of all."""
     chats = [problem.prompt for problem in problems if not isinstance(problem.prompt, str)]
     rendered = iter(render_chats(tokenizer, chats) if chats else [])
-    return [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
+    texts = [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
+    encoded = encode_prompts(tokenizer, texts, first)
+    return [(text, np.array(ids, np.int32)) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> Prompts:
-    """Renders, tokenises and pads prompts.
+    """Renders, tokenises and pads prompts; of several processes each does its share of many, and all call it.
 
     Args:
         max_tokens: padded length in tokens; None takes the longest prompt's.
     Raises:
         ValueError: a prompt without tokens, outside the vocabulary, or longer than `max_tokens`.
     """
-    texts = _texts(problems, tokenizer)
-    encoded = encode_prompts(tokenizer, texts)
+    found = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer), problems)
+    texts, encoded = map(list, zip(*found, strict=True))
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):
         if max_tokens is not None and len(ids) > max_tokens:

@@ -82,7 +82,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)
-        stopping = stack.enter_context(_stop_requests())
+        stopping, stop_requests = stack.enter_context(_stop_requests()), hosts.LateAnswers()
         if run.generators:
             rounds.start_generators(run, state)
         writer = MetricsWriter(output, state.step if resumed else -1, state.totals["metrics"], tracking)
@@ -156,7 +156,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             metrics.hold(row)
 
             # --- Checkpoint.
-            asked_to_stop = hosts.any_says(bool(stopping))  # of several processes the devices tell, after the update
+            asked_to_stop = stop_requests.any_says(bool(stopping))  # of several processes: in the step before
             saves = step == last or step % config.training.checkpoint_every == 0 or asked_to_stop
             # What is sampled into a record stays there, and must not be sampled by weights that are not finite.
             if saves or evaluates or run.record:

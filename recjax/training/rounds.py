@@ -23,7 +23,7 @@ from recjax.experience.sources import groups_at, mixed
 from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
-from recjax.models.placement import on_host
+from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine, in_compute_dtype
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
@@ -46,7 +46,7 @@ def synced(run: Run, state: State, step: int) -> State:
         return state
     state = state._replace(behaviour_params=None, version=step - 1)
     if run.generators:
-        run.generators.publish(state.version, on_host(behaviour_params(run, state)))
+        run.generators.publish(state.version, params_on_host(behaviour_params(run, state)))
     return state
 
 
@@ -275,10 +275,10 @@ def start_generators(run: Run, state: State) -> None:
     are sampled anew.
     """
     generators = run.generators
-    generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, on_host(run.frozen))
-    generators.publish(state.version, on_host(behaviour_params(run, state)))
+    generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, params_on_host(run.frozen))
+    generators.publish(state.version, params_on_host(behaviour_params(run, state)))
     issued = state.queue.added + len(state.in_flight)
-    if run.record:
+    if run.record and hosts.is_first():
         store.keep_parts(run.record, lambda row: _number(row) <= issued and _number(row) not in state.in_flight)
     for number in state.in_flight:
         generators.issue(number)

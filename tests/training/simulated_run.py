@@ -50,7 +50,7 @@ def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[in
         if not schedule.is_sync(step, config.regime):
             return state
         if generators:
-            generators.version = step - 1
+            generators.publish(step - 1, {})
         return state._replace(version=step - 1)
 
     monkeypatch.setattr(rounds, "sample_batch", sample_batch)

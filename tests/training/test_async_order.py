@@ -39,6 +39,9 @@ class InAnyOrder:
     def begin_step(self):
         pass
 
+    def publish(self, version, weights):
+        self.version = version
+
     def issue(self, number):
         self.in_flight[number] = self.version
         self.issued.append(number)
