@@ -1,6 +1,7 @@
 """Products of matrices whose sums are in float32, forwards and backwards, in the form that the device is fast at."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,8 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
         # Left to the compiler, the transpose would become a part of the product again.
         return _summed_in_float32("mr,rn->mn", with_layout_constraint(a.T, Layout((0, 1))), b)
 
+    if math.prod(jax.sharding.get_abstract_mesh().shape.values()) > 1:
+        return usual(a, b)  # a layout constraint is not split over devices: rows would be sent to all of them
     return jax.lax.platform_dependent(a, b, default=usual, **dict.fromkeys(WRITE_TRANSPOSED, transposed))
 
 

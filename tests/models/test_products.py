@@ -42,11 +42,14 @@ def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dty
         np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("platform, written", [("cpu", True), ("tpu", False), ("cuda", False)])
-def test_the_transpose_of_the_rows_is_written_out_for_a_cpu_alone(platform, written):
+@pytest.mark.parametrize(
+    ("platform", "devices", "written"), [("cpu", 1, True), ("cpu", 2, False), ("tpu", 1, False), ("cuda", 1, False)]
+)
+def test_the_transpose_of_the_rows_is_written_out_for_one_cpu_alone(platform, devices, written):
     a, b = operands("mk,kn->mn", jnp.bfloat16)
     gradient = jax.jit(jax.grad(lambda b: product("mk,kn->mn", a, b, jnp.float32).sum()))
-    lowered = gradient.trace(b).lower(lowering_platforms=(platform,)).as_text()
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((devices,), ("data",))):
+        lowered = gradient.trace(b).lower(lowering_platforms=(platform,)).as_text()
     assert ("LayoutConstraint" in lowered) == written
 
 
