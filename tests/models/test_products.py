@@ -58,3 +58,10 @@ def test_weights_of_higher_precision_are_kept_as_they_are_and_not_as_a_copy():
     weights = b.astype(jnp.float32)
     _, backward = jax.vjp(lambda a, b: product("mk,kn->mn", a, b, jnp.float32), a, weights)
     assert {leaf.dtype for leaf in jax.tree.leaves(backward) if leaf.shape == b.shape} == {jnp.dtype(jnp.float32)}
+
+
+def test_all_three_products_are_of_bfloat16_arrays_with_weights_in_float32_too():
+    a, b = operands("mk,kn->mn", jnp.bfloat16)
+    both = jax.jit(jax.grad(lambda a, b: product("mk,kn->mn", a, b, jnp.float32).sum(), argnums=(0, 1)))
+    products = [line for line in both.lower(a, b.astype(jnp.float32)).as_text().splitlines() if "dot_general" in line]
+    assert len(products) >= 2 and all(line.split("->")[-2].count("xbf16>") == 2 for line in products)
