@@ -79,16 +79,6 @@ def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
     return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
 
 
-def shape_of(groups: Sequence[Group], prompts: int) -> Shape:
-    """The shape of batches of `prompts` groups into which any of these fit, so that one compiled update serves all."""
-    return Shape(
-        prompts,
-        max(len(group.completions) for group in groups),
-        max(len(group.prompt_tokens) for group in groups),
-        max(len(completion.tokens) for group in groups for completion in group.completions),
-    )
-
-
 def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
     """Groups of any sizes as a batch; the rest of the shape is filled with rows that have no token.
 

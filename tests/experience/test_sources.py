@@ -8,7 +8,7 @@ import pytest
 
 from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.experience import store
-from recjax.experience.batch import FOREIGN, Shape, pad, shape_of
+from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.rows import group_of, groups_of
 from recjax.experience.sources import check_logprobs, groups_at, load_groups, mixed, with_logprobs
 from recjax.experience.stored_groups import ByPrompt
@@ -18,6 +18,7 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
+from tests.batch_shapes import shape_of
 from tests.experience.groups import ungraded
 from tests.experience.rows import make_row, same, text_row
 from tests.training.test_update import CONFIG, PARAMS, step

@@ -17,11 +17,11 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.batch import shape_of
 from recjax.experience.sources import load_groups, with_logprobs
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
 from recjax.training.trained import run_config, run_params
+from tests.batch_shapes import shape_of
 from tests.training.tiny_run import TINY, train
 
 pytestmark = pytest.mark.slow
