@@ -9,7 +9,6 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.experience import prepared, sources, store, stored_groups
-from recjax.experience.batch import shape_of
 from recjax.experience.group import Completion, Group, is_whole
 from recjax.experience.rows import groups_of
 from recjax.experience.sources import groups_at, load_groups, with_initial_logprobs, with_logprobs
@@ -17,6 +16,7 @@ from recjax.experience.store import Experience
 from recjax.experience.stored import load_stored
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.tokenise import tokenised, tokenizer_name
+from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups
 from tests.experience.rows import make_row, text_row
 from tests.experience.test_sources import POLICY, SAMPLING, TOKENIZER
