@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from benchmarks.shapes import Shape, Sizes
 from recjax.hub.export import export_model, write_base
 from recjax.manifest import write_manifest
-from recjax.models.decoder import DecoderConfig, init_params
+from recjax.models.decoder import init_params
+from recjax.models.decoder_config import DecoderConfig
 
 NEVER = "<never>"  # the end-of-sequence token: its id is the first that no model has
 

@@ -19,7 +19,8 @@ from absl import app, flags
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.host_memory import prepare_host_memory
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.training.packing import Packed, pack, padding_waste, row_shape
 from recjax.training.update import Recipe, TrainState, update

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.rollout.collecting import row_keys, sample_completions
 from recjax.rollout.engine import Engine

@@ -26,7 +26,8 @@ from benchmarks.tables import put_into_page, table
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.host_memory import prepare_host_memory
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_for_training
 from recjax.rollout.collecting import row_keys, sample_completions

@@ -19,7 +19,8 @@ from recjax.config_loading import load_config, to_yaml
 from recjax.config_model import Attention, Projection, Remat
 from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
-from recjax.models.decoder import PROJECTIONS, REMAT
+from recjax.models.decoder import REMAT
+from recjax.models.decoder_config import PROJECTIONS
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]

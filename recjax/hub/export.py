@@ -21,7 +21,7 @@ from recjax.hub.families import FIELDS, SILU
 from recjax.hub.tokenizers import TOKENIZER_FILES
 from recjax.hub.weights import MODULES, read_config, tensor_names
 from recjax.manifest import write_manifest
-from recjax.models.decoder import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
 from recjax.whole_files import writing
 

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from recjax.models.decoder import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 
 

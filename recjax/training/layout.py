@@ -2,7 +2,7 @@
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
-from recjax.models.decoder import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import row_shards
 from recjax.training.packing import Packed, RowShape, pack, pack_trajectories, row_shape, shape_for
 from recjax.training.update import Recipe

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from recjax.config import MeshConfig
-from recjax.models.decoder import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

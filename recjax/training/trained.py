@@ -17,7 +17,8 @@ from recjax.config import Config
 from recjax.config_loading import load_config, unknown_keys
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
-from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.decoder import abstract_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
 from recjax.tasks.loading import load_task

@@ -19,7 +19,8 @@ from recjax.hub.chat_rendering import render_chats
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import DecoderConfig, init_params
+from recjax.models.decoder import init_params
+from recjax.models.decoder_config import DecoderConfig
 
 SECONDS = 20.0
 CHAT = [{"role": "user", "content": "12"}]

@@ -11,7 +11,8 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.hub.policy import attention_kernel, compute_dtype
 from recjax.models.attention import attend, attention_mask
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update

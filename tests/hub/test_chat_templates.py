@@ -16,7 +16,8 @@ from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
-from recjax.models.decoder import Decoder, DecoderConfig, abstract_params
+from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import flatten, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.hub.weights import load_pretrained
-from recjax.models.decoder import DecoderConfig, init_params
+from recjax.models.decoder import init_params
+from recjax.models.decoder_config import DecoderConfig
 from tests.hub.test_families import SIZES, forward, random_model
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from recjax.hub.weights import load_pretrained, tensor_names
-from recjax.models.decoder import Decoder, DecoderConfig, logits
+from recjax.models.decoder import Decoder, logits
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
 from tests.rollout.padded import engine_completions
 

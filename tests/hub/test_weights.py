@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from recjax.hub import weights
 from recjax.hub.weights import load_pretrained, read_config, tensor_names
-from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.decoder import abstract_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 
 CONFIG = {

@@ -12,7 +12,8 @@ import pytest
 from recjax.hub.policy import attention_kernel
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, attention_mask, splash_attention
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 
 BATCH, TIME, HEAD_DIM = 3, 7, 8
 LENGTHS = np.array([7, 4, 2])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from recjax.hub.weights import load_pretrained, tensor_names
-from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params, logits
+from recjax.models.decoder import Context, Decoder, init_params, logits
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}

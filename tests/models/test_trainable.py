@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from recjax.config import LoraConfig, ModelConfig
-from recjax.models.decoder import PROJECTIONS, Decoder, DecoderConfig, init_params, logits
+from recjax.models.decoder import Decoder, init_params, logits
+from recjax.models.decoder_config import PROJECTIONS, DecoderConfig
 from recjax.models.trainable import (
     combine,
     flatten,

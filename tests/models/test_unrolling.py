@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.models.decoder import Context, Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Context, Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.unrolling import made_for_sampling, unrolled_for_training
 from recjax.rollout.keys_values import empty
 

@@ -8,7 +8,8 @@ import pytest
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
 from recjax.rollout import capacity, decoding, keys_values

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.models.decoder import Decoder, DecoderConfig, init_params, logits
+from recjax.models.decoder import Decoder, init_params, logits
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, sampling_logits
 from recjax.rollout.choosing import sample_tokens
 from tests.rollout.reference_sampler import sample

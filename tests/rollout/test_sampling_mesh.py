@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from recjax.config import MeshConfig
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import bytes_on_device, moved_params, param_shardings
 from recjax.rollout import keys_values, slots
 from recjax.rollout.sampling_mesh import WEIGHTS_SHARE, abstract_weights, grouped

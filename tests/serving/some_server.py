@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.rollout.requests import Weights
 from recjax.serving.guards import Guarded
 from recjax.serving.recorder import Recording

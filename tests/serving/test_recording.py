@@ -16,7 +16,8 @@ from recjax.experience import store
 from recjax.experience.sources import load_groups
 from recjax.experience.tokenise import tokenised
 from recjax.hub.policy import Policy
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.serving.journal import Journal
 from recjax.serving.recorder import Recorder, Recording, delete_before
 from recjax.serving.served import Feedback

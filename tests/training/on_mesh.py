@@ -18,7 +18,8 @@ import optax
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import MeshConfig
 from recjax.experience.batch import Batch
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from recjax.config_loading import load_config
-from recjax.models.decoder import Decoder, DecoderConfig
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
 from recjax.training import layout
 from recjax.training.packing import padding_waste
 from recjax.training.update import recipe_of

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.rollout.decoding import whole_batch
 from recjax.training.packing import RowShape, pack

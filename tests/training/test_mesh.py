@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from recjax.config import LoraConfig, MeshConfig
-from recjax.models.decoder import DecoderConfig, abstract_params
+from recjax.models.decoder import abstract_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import RULES, param_axes, param_shardings, put_rows
 from recjax.models.trainable import adapted, flatten
 from recjax.training.mesh import check_fits, make_mesh

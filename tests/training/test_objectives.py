@@ -9,7 +9,8 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.tasks.grading.pool import overlong_penalty
 from recjax.training.packing import RowShape, pack

@@ -10,7 +10,8 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import OptimizerConfig
 from recjax.experience.batch import Batch
-from recjax.models.decoder import Decoder, DecoderConfig, init_params
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
 

@@ -1,0 +1,95 @@
+"""The shape of a decoder, and what other families do that Llama does not."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import flax.linen as nn
+import numpy as np
+
+from recjax.models.rotary import RopeScaling, stretched
+
+
+class Lora(NamedTuple):
+    """Adapters of rank `rank` beside the projections named in `targets`: x W + (alpha / rank) x A B.
+
+    Reference: arXiv 2106.09685 §4.1.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
+ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder (sizes in units, not bytes), and what other families do that Llama does not.
+
+    Attributes:
+        qkv_bias: queries, keys and values have biases.
+        qk_norm: RMSNorm on every head of queries and keys, before they are rotated.
+        windows: for each layer, how many tokens a query looks back on, itself included, or None for all; empty: all.
+        rope_layers: for each layer, whether it rotates queries and keys; empty: all do.
+        local_rope_theta: rotary base of the layers with a window, which then take no scaling; None: as the others.
+        activation: of the MLP's gate, a key of ACTIVATIONS.
+        norm_offset: added to the stored scale of every norm.
+        post_norms: the outputs of attention and MLP are normalised too, before they are added to the stream.
+        scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
+        attention_scale: factor on the attention scores; None: head_dim ** -0.5.
+        lora: adapters, for those who train nothing else.
+        attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_epsilon: float = 1e-5
+    tie_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    rope_layers: tuple[bool, ...] = ()
+    local_rope_theta: float | None = None
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    scale_embeddings: bool = False
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    lora: Lora | None = None
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights in the matrix products of a layer, adapters left out."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (heads + 3 * self.intermediate_size)
+
+
+def rotary_frequencies(config: DecoderConfig) -> np.ndarray:
+    """Angular frequency of each pair of head dimensions, in radians per position.
+
+    Returns:
+        [head_dim/2], or [layers, head_dim/2] where layers differ; frequency 0 leaves a layer unrotated.
+    Reference: RoFormer (arXiv 2104.09864) §3.2.
+    """
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    usual = stretched(config.rope_theta**-exponent, config.rope_scaling).astype(np.float32)
+    if not config.rope_layers and config.local_rope_theta is None:
+        return usual
+    layers = np.tile(usual, (config.num_layers, 1))
+    if config.local_rope_theta is not None:
+        layers[[window is not None for window in config.windows]] = config.local_rope_theta**-exponent
+    if config.rope_layers:
+        layers[[not rotated for rotated in config.rope_layers]] = 0.0
+    return layers

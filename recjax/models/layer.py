@@ -1,0 +1,157 @@
+"""One layer of the decoder, on a stream of all tokens whatever parts they come in."""
+
+import functools
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from recjax.models.attention import attend
+from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
+from recjax.models.placement import ROWS, constrain, stream_axes
+from recjax.models.products import all_but_kernel, dense_product
+from recjax.models.rotary import rotate
+
+PRODUCT = "product"  # the name of what projections give
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · (scale + offset) over the last axis, computed in float32."""
+
+    config: DecoderConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        offset = self.config.norm_offset
+        scale = self.param("scale", nn.initializers.constant(1.0 - offset), x.shape[-1:])
+        scale = scale + offset if offset else scale
+        return _normalised(x, scale, self.config.norm_epsilon, self.dtype)
+
+
+# Of what stands between two products the backward pass keeps the inputs alone: arrays of a layer's width cost more to
+# write and read than these few operations on them.
+_cheap = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(_cheap, static_argnums=(2, 3))
+def _normalised(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Array:
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return (x * (jax.lax.rsqrt(mean_square + epsilon) * scale)).astype(dtype)
+
+
+@functools.partial(_cheap, static_argnums=0)
+def _gated(activation: str, gate: Array, up: Array) -> Array:
+    return ACTIVATIONS[activation](gate) * up
+
+
+class PerLayer(NamedTuple):
+    """What differs from layer to layer, scanned over; None where all layers are alike, which costs nothing."""
+
+    frequencies: np.ndarray | Array | None
+    windows: np.ndarray | Array | None
+
+
+class Part(NamedTuple):
+    """Tokens that attend to the same places: contexts, the parts before them, and themselves.
+
+    `masks` and `distances` are of each of these places; `ids` as for `attend`.
+    """
+
+    angles: Array
+    masks: list[Array]
+    distances: list[Array]
+    ids: Array | None
+
+
+class Block(nn.Module):
+    """One transformer layer: attention and a gated MLP, each on a normalised input and added to the stream.
+
+    The stream is [all tokens, hidden], whatever parts it has: products of more rows are faster, and on CPU the
+    gradients of plain matrix products take half the time of those of [batch, time, hidden] ones.
+    """
+
+    config: DecoderConfig
+    dtype: DTypeLike
+    attention: str
+
+    @nn.compact
+    def __call__(self, hidden, context_keys_values, layer, parts, place):
+        config = self.config
+        shapes = [part.angles.shape[:2] for part in parts]
+        norm = functools.partial(RMSNorm, config, self.dtype)
+        linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product, promote_dtype=all_but_kernel)
+        rows, units = stream_axes(sum(time for _, time in shapes))
+
+        def dense(x, features, name, use_bias=False):
+            y = checkpoint_name(linear(features, use_bias=use_bias, name=name)(x), PRODUCT)
+            if config.lora is None or name not in config.lora.targets:
+                return y
+            low = linear(config.lora.rank, use_bias=False, name=f"{name}_lora_a")(x)
+            added = linear(features, use_bias=False, name=f"{name}_lora_b")(low)
+            return y + added * (config.lora.alpha / config.lora.rank)
+
+        def heads_of(x, count, name, normed=False):
+            x = dense(x, count * config.head_dim, name, config.qkv_bias).reshape(-1, count, config.head_dim)
+            x = norm(name=f"{name}_norm")(x) if normed else x
+            return [constrain(part.swapaxes(1, 2), ROWS, "tensor") for part in cut(x, shapes)]
+
+        x = constrain(norm(name="attention_norm")(hidden), rows, units)
+        queries = heads_of(x, config.num_heads, "query", config.qk_norm)
+        keys = heads_of(x, config.num_kv_heads, "key", config.qk_norm)
+        values = heads_of(x, config.num_kv_heads, "value")
+        places, mixed = list(context_keys_values), []
+        for part, query, key, value in zip(parts, queries, keys, values, strict=True):
+            angles = part.angles if layer.frequencies is None else part.angles * layer.frequencies
+            own = rotate(key, angles), value
+            places.append(own if place is None else _written(places.pop(), own, place))
+            mixed.append(self._attended(rotate(query, angles), places, layer.windows, part))
+        mixed = dense(constrain(joined(mixed, shapes), rows, "tensor"), config.hidden_size, "output")
+        hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
+
+        x = constrain(norm(name="mlp_norm")(hidden), rows, units)
+        gate, up = (dense(x, config.intermediate_size, name) for name in ("gate", "up"))
+        gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
+        mixed = dense(gated, config.hidden_size, "down")
+        hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
+        return constrain(hidden, rows, units), places[-1]
+
+    def _attended(self, queries: Array, places: list, window: Array | None, part: Part) -> Array:
+        config, masks = self.config, part.masks
+        if window is not None:
+            masks = [mask & (distance < window) for mask, distance in zip(masks, part.distances, strict=True)]
+        segments = [(*pair, mask) for pair, mask in zip(places, masks, strict=True)]
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        # The mask of a layer with a window is made of more than ids.
+        alone = {"ids": part.ids if window is None else None, "kernel": self.attention}
+        return attend(queries, segments, scale, config.attention_cap, **alone)
+
+
+def _written(held: tuple[Array, Array], new: tuple[Array, Array], place: Array) -> tuple[Array, Array]:
+    """Keys and values with new ones written over those from `place` on."""
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), place, 2)
+        for old, x in zip(held, new, strict=True)
+    )
+    return keys, values
+
+
+def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:
+    """The parts of a stream, each [batch, time, ...]: side by side, so that a device has whole rows of the first."""
+    rows = shapes[0][0]
+    sizes = [batch * time // rows for batch, time in shapes]
+    pieces = jax.lax.split(x.reshape(rows, sum(sizes), *x.shape[1:]), sizes, axis=1)
+    return [piece.reshape(*shape, *x.shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def joined(parts: list[Array], shapes: list[tuple[int, int]]) -> Array:
+    """The stream of such parts, each of which is [batch * time, ...]; undoes `cut`."""
+    rows, kept = shapes[0][0], parts[0].shape[1:]
+    pieces = [part.reshape(rows, -1, *kept) for part in parts]
+    return jnp.concatenate(pieces, axis=1).reshape(-1, *kept)
