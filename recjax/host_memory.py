@@ -1,6 +1,8 @@
 """How the C library gives memory to a process that computes on the CPU."""
 
 import contextlib
+import ctypes
+import mmap
 import os
 import sys
 
@@ -14,6 +16,8 @@ TUNABLES = {
     "glibc.malloc.top_pad": 64 << 20,
     "glibc.malloc.hugetlb": 1,
 }
+LEAST_GAP = 8192  # bytes; smaller gaps of the heap are left, for small arrays
+SETTLING_STEPS = 3  # of training, after each of which gaps are closed
 
 
 def prepare_host_memory() -> None:
@@ -39,6 +43,43 @@ def with_tunables(given: str) -> str:
     """What GLIBC_TUNABLES should be, where it is `given`."""
     ours = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in given]
     return ":".join(filter(None, [given, *ours]))
+
+
+def close_gaps() -> int:
+    """Takes the free pieces that lie between others on the heap, for good, and gives their pages back to the kernel.
+
+    Compiling leaves tens of thousands of them, of many sizes, and glibc looks through them whenever an array is asked
+    for: of some models sampling takes a quarter longer in the process that compiled it. Address space is all that
+    they take from now on. Nothing is done without glibc 2.33, or where the heap is not that of `prepare_host_memory`.
+
+    Returns:
+        How many pieces were taken.
+    """
+    given = os.environ.get("GLIBC_TUNABLES", "")
+    if given != with_tunables(given) or not _has_glibc():
+        return 0
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return 0
+    libc.mallinfo2.restype, libc.sbrk.restype, libc.malloc.restype = _HeapInfo, ctypes.c_size_t, ctypes.c_size_t
+    top, taken, size = libc.sbrk(0) - libc.mallinfo2().keepcost, 0, 1 << 30
+    while size >= LEAST_GAP:
+        start = libc.malloc(ctypes.c_size_t(size))
+        if start == 0 or start + size > top:
+            # No gap is as large: what came is of the end of the heap, which is not a gap.
+            libc.free(ctypes.c_void_p(start))
+            size //= 2
+            continue
+        taken += 1
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    return taken
+
+
+class _HeapInfo(ctypes.Structure):
+    """What mallinfo2 returns; the last number is the bytes at the end of the heap that are free."""
+
+    _fields_ = (("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t))
 
 
 def _has_glibc() -> bool:

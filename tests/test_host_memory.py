@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from recjax import host_memory
 from recjax.host_memory import with_tunables
 
@@ -28,3 +30,45 @@ def test_a_command_begins_anew_once(tmp_path):
 
 def test_a_test_is_no_command():
     assert not host_memory._is_command()
+
+
+GAPS = """
+import ctypes
+from pathlib import Path
+from recjax.host_memory import close_gaps
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+sizes = [5000 + 16 * number for number in range(20_000)]
+pieces = [libc.malloc(ctypes.c_size_t(size)) for size in sizes]
+for piece, size in zip(pieces, sizes):
+    ctypes.memset(piece, 1, size)
+for piece in pieces[::2]:
+    libc.free(ctypes.c_void_p(piece))
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+before = resident()
+changed = sum(ctypes.string_at(piece, 1) != b"\\1" for piece in pieces[1::2])
+print(close_gaps(), before - resident(), close_gaps(), changed)
+"""
+
+
+@pytest.mark.skipif(not host_memory._has_glibc(), reason="of glibc alone")
+@pytest.mark.parametrize("prepared", [True, False])
+def test_gaps_are_taken_and_their_pages_given_back(prepared):
+    given = with_tunables("") if prepared else ""
+    ended = subprocess.run(
+        [sys.executable, "-c", GAPS],
+        env=os.environ | {"GLIBC_TUNABLES": given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    taken, given_back, taken_again, changed = map(int, ended.stdout.split())
+    if prepared:
+        assert taken >= 10_000 and given_back > 0.5e9 and taken_again < 100
+    else:
+        assert taken == taken_again == 0
+    assert changed == 0

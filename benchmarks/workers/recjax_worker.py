@@ -14,7 +14,7 @@ from recjax.cache import keep_compiled_programs
 from recjax.config_loading import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
-from recjax.host_memory import prepare_host_memory
+from recjax.host_memory import SETTLING_STEPS, close_gaps, prepare_host_memory
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -61,7 +61,11 @@ def prepare(inputs: Inputs) -> System:
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
     run, state, manager = begin(config, overwrite=True)
-    held, recipe, sampling = {"state": state}, recipe_of(config, run.policy.decoder), config.rollout.sampling()
+    held, recipe, sampling = (
+        {"state": state, "step": 0},
+        recipe_of(config, run.policy.decoder),
+        config.rollout.sampling(),
+    )
     del state
     prompts = run.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
@@ -101,6 +105,9 @@ def prepare(inputs: Inputs) -> System:
         held["state"] = held["state"]._replace(trained=trained, version=number)
         jax.block_until_ready(trained)
         watch.part("update")
+        if held["steps"] < SETTLING_STEPS:
+            close_gaps()
+        held["steps"] += 1
         return {"inside": watch.seconds, "tokens": int(batch.completion_mask.sum())}
 
     def prefill(number: int) -> dict:

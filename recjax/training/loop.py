@@ -23,6 +23,7 @@ from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
+from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import combine
 from recjax.plots.training import draw_experience, draw_training
@@ -164,6 +165,8 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             if saves:
                 lock.check()
                 state = _saved(run, state, manager, writer)
+            if step < first + SETTLING_STEPS:
+                close_gaps()  # around what the first steps leave for good
             if asked_to_stop and step < last:
                 raise Preempted(step, next(iter(stopping), signal.SIGTERM))
         stack.close()
