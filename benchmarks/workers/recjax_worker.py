@@ -61,11 +61,8 @@ def prepare(inputs: Inputs) -> System:
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
     run, state, manager = begin(config, overwrite=True)
-    held, recipe, sampling = (
-        {"state": state, "step": 0},
-        recipe_of(config, run.policy.decoder),
-        config.rollout.sampling(),
-    )
+    held, recipe = {"state": state, "steps": 0}, recipe_of(config, run.policy.decoder)
+    sampling = config.rollout.sampling()
     del state
     prompts = run.train.take(np.arange(inputs.shape["prompts"]))
     np.testing.assert_array_equal(prompts.tokens, inputs.prompts)
