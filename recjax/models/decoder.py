@@ -15,6 +15,7 @@ from recjax.models.decoder_config import DecoderConfig, rotary_frequencies
 from recjax.models.layer import PRODUCT, Block, Part, PerLayer, RMSNorm, cut, joined
 from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
+from recjax.models.rotary import turns_of
 
 # What the forward pass keeps of a layer, beside its input, where the backward pass computes the rest again.
 REMAT = {
@@ -187,9 +188,8 @@ def _looking(
             masks[-1] |= attention_mask(prefixes, part.mask)
         masks[-1] &= jnp.tril(jnp.ones((part.ids.shape[1],) * 2, bool))
     distances = [jnp.subtract(*pairs(part.positions, theirs)) for _, theirs in sources] if windowed else []
-    angles = part.positions[..., None].astype(jnp.float32)
-    angles = angles if frequencies is None else angles * frequencies
-    return Part(angles, masks, distances, part.mask if prefixes is None else None)
+    turns = None if frequencies is None else turns_of(part.positions, frequencies)
+    return Part(part.positions, turns, masks, distances, part.mask if prefixes is None else None)
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

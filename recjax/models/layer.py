@@ -15,7 +15,7 @@ from recjax.models.attention import attend
 from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
 from recjax.models.placement import ROWS, constrain, stream_axes
 from recjax.models.products import all_but_kernel, dense_product
-from recjax.models.rotary import rotate
+from recjax.models.rotary import rotate, turns_of
 
 PRODUCT = "product"  # the name of what projections give
 
@@ -61,10 +61,12 @@ class PerLayer(NamedTuple):
 class Part(NamedTuple):
     """Tokens that attend to the same places: contexts, the parts before them, and themselves.
 
-    `masks` and `distances` are of each of these places; `ids` as for `attend`.
+    `turns` as for `rotate`, or None where layers differ. `masks` and `distances` are of each of these places; `ids` as
+    for `attend`.
     """
 
-    angles: Array
+    positions: Array
+    turns: tuple[Array, Array] | None
     masks: list[Array]
     distances: list[Array]
     ids: Array | None
@@ -84,7 +86,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, hidden, context_keys_values, layer, parts, place):
         config = self.config
-        shapes = [part.angles.shape[:2] for part in parts]
+        shapes = [part.positions.shape for part in parts]
         norm = functools.partial(RMSNorm, config, self.dtype)
         linear = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dense_product, promote_dtype=all_but_kernel)
         rows, units = stream_axes(sum(time for _, time in shapes))
@@ -108,10 +110,10 @@ class Block(nn.Module):
         values = heads_of(x, config.num_kv_heads, "value")
         places, mixed = list(context_keys_values), []
         for part, query, key, value in zip(parts, queries, keys, values, strict=True):
-            angles = part.angles if layer.frequencies is None else part.angles * layer.frequencies
-            own = rotate(key, angles), value
+            turns = part.turns if layer.frequencies is None else turns_of(part.positions, layer.frequencies)
+            own = rotate(key, turns), value
             places.append(own if place is None else _written(places.pop(), own, place))
-            mixed.append(self._attended(rotate(query, angles), places, layer.windows, part))
+            mixed.append(self._attended(rotate(query, turns), places, layer.windows, part))
         mixed = dense(constrain(joined(mixed, shapes), rows, "tensor"), config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 

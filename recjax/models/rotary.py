@@ -3,9 +3,10 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class RopeScaling(NamedTuple):
@@ -38,10 +39,17 @@ def stretched(frequencies: Float[np.ndarray, " half"], scaling: RopeScaling | No
     return keep * frequencies + (1 - keep) * divided
 
 
+def turns_of(positions: Int[Array, "batch time"], frequencies: np.ndarray | Array) -> tuple[Array, Array]:
+    """Cosine and sine, [batch, time, half] each, of the angles at these positions; `frequencies` is [half]."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    # A barrier, as the compiler would have every product of theirs compute them again.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+
+
 def rotate(
-    x: Float[Array, "batch heads time head_dim"], angles: Float[Array, "batch time half"]
+    x: Float[Array, "batch heads time head_dim"], turns: tuple[Array, Array]
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Turns each pair (x_i, x_{i + head_dim/2}) by its angle, in float32."""
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    """Turns each pair (x_i, x_{i + head_dim/2}) by its angle, in float32; `turns` as `turns_of` gives them."""
+    cos, sin = (turn[:, None] for turn in turns)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
