@@ -37,6 +37,7 @@ def make_rows(
                 "seconds": {"median": float(np.median(seconds)), "min": min(seconds), "max": max(seconds)},
                 "rounds": seconds,
                 "first_seconds": timed[min(timed)]["seconds"],
+                "third_seconds": timed[sorted(timed)[2]]["seconds"] if len(timed) > 2 else None,
                 "repeats": len(seconds),
                 "versions": about[label]["versions"],
             }

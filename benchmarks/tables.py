@@ -123,6 +123,7 @@ def _phases(rows: list[dict]) -> list[str]:
             cells.append([name, *(_median(found.get((system, phase))) for system in systems)])
     first = [found.get((system, "step"), {}).get("first_seconds") for system in systems]
     cells.append(["first step, compiling among it", *(f"{seconds:.1f}" if seconds else "" for seconds in first)])
+    cells.append(["third step, × of the median", *(_third(found.get((system, "step"), {})) for system in systems)])
     for phase, field, name in [
         ("update", "flops_share", "update: share of peak FLOP/s"),
         ("decode", "flops_share", "decode: share of peak FLOP/s"),
@@ -132,6 +133,11 @@ def _phases(rows: list[dict]) -> list[str]:
         if any(share is not None for share in shares):
             cells.append([name, *(f"{share:.0%}" if share is not None else "" for share in shares)])
     return table(cells)
+
+
+def _third(row: dict) -> str:
+    third = row.get("third_seconds")
+    return f"{third / row['seconds']['median']:.2f}" if third else ""
 
 
 def _median(row: dict | None) -> str:

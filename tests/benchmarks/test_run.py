@@ -81,6 +81,7 @@ def fake_rows() -> list[dict]:
 def test_rows_leave_the_warm_up_out_and_take_parts_apart():
     rows = {(row["system"], row["phase"]): row for row in fake_rows()}
     assert rows["torch", "step"]["rounds"] == [18, 36] and rows["torch", "step"]["first_seconds"] == 900
+    assert rows["torch", "step"]["third_seconds"] == 36
     assert rows["torch", "update"]["rounds"] == [10, 20]
     assert rows["torch", "decode"]["rounds"] == [7, 15]
     assert rows["recjax", "generate"]["tokens_per_second"] == 1.5
