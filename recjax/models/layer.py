@@ -124,7 +124,7 @@ class Block(nn.Module):
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
         return constrain(hidden, rows, units), places[-1]
 
-    def _attended(self, queries: Array, places: list, window: Array | None, part: Part) -> Array:
+    def _attended(self, queries: Array, places: list, window: Array | np.int32 | None, part: Part) -> Array:
         config, masks = self.config, part.masks
         if window is not None:
             masks = [mask & (distance < window) for mask, distance in zip(masks, part.distances, strict=True)]
