@@ -1,5 +1,6 @@
 """Where things that many runs share are kept: base policies, compiled programs, and large stores as tokens."""
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -21,11 +22,16 @@ def keep_compiled_programs() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.monitoring.register_event_duration_secs_listener(_after_compiling)
+    _close_gaps_after_compiling()
     logger.info("compiled programs are kept in %s", jax.config.jax_compilation_cache_dir or "no place")
 
 
-def _after_compiling(event: str, seconds: float, **_: str | int) -> None:
-    """After a large program was compiled, closes the gaps that this left on the heap."""
-    if event == "/jax/core/compile/backend_compile_duration" and seconds > 0.5:
-        close_gaps()
+@functools.cache
+def _close_gaps_after_compiling() -> None:
+    """Has the gaps closed that compiling a large program leaves on the heap; once for the process."""
+
+    def compiled(event: str, seconds: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and seconds > 0.5:
+            close_gaps()
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from recjax import host_memory
+from recjax import cache, host_memory
 from recjax.host_memory import with_tunables
 
 
@@ -72,3 +73,13 @@ def test_gaps_are_taken_and_their_pages_given_back(prepared):
     else:
         assert taken == taken_again == 0
     assert changed == 0
+
+
+def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
+    closed = []
+    monkeypatch.setattr(cache, "close_gaps", lambda: closed.append(1))
+    for _ in range(2):
+        cache._close_gaps_after_compiling()
+    for event, seconds in [("backend_compile", 0.7), ("backend_compile", 0.3), ("jaxpr_trace", 0.7)]:
+        jax.monitoring.record_event_duration_secs(f"/jax/core/compile/{event}_duration", seconds)
+    assert closed == [1]
