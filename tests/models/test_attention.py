@@ -213,10 +213,11 @@ def lowered(kernel, platform, dtype=jnp.bfloat16):
     queries, keys, values = (x.astype(dtype) for x in inputs())
     mask, ids = kernel_mask(IDS), jnp.asarray(IDS)
 
-    def loss(queries):
+    def loss(queries, keys, values):
         return attend(queries, [(keys, values, mask)], 0.5, ids=ids, kernel=kernel).astype(jnp.float32).sum()
 
-    return jax.jit(jax.value_and_grad(loss)).trace(queries).lower(lowering_platforms=(platform,)).as_text()
+    gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    return gradients.trace(queries, keys, values).lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_splash_becomes_a_kernel_of_a_tpu_forwards_and_backwards():
