@@ -17,7 +17,7 @@ TUNABLES = {
     "glibc.malloc.hugetlb": 1,
 }
 LEAST_GAP = 8192  # bytes; smaller gaps of the heap are left, for small arrays
-SETTLING_STEPS = 3  # of training, after each of which gaps are closed
+SETTLING_STEPS = 2  # of training: after each gaps are closed, around what it leaves for good
 
 
 def prepare_host_memory() -> None:

@@ -102,7 +102,8 @@ def prepare(inputs: Inputs) -> System:
         held["state"] = held["state"]._replace(trained=trained, version=number)
         jax.block_until_ready(trained)
         watch.part("update")
-        if held["steps"] < SETTLING_STEPS:
+        # One less than in a run, whose updates are not waited for: here the next one needs what this one has left.
+        if held["steps"] < SETTLING_STEPS - 1:
             close_gaps()
         held["steps"] += 1
         return {"inside": watch.seconds, "tokens": int(batch.completion_mask.sum())}

@@ -166,7 +166,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 lock.check()
                 state = _saved(run, state, manager, writer)
             if step < first + SETTLING_STEPS:
-                close_gaps()  # around what the first steps leave for good
+                close_gaps()
             if asked_to_stop and step < last:
                 raise Preempted(step, next(iter(stopping), signal.SIGTERM))
         stack.close()
