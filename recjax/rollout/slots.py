@@ -181,9 +181,14 @@ class Slots:
     # --- What goes on in them.
 
     def rows(self, live: Bool[np.ndarray, " slots"]) -> Rows:
-        """What a round must know, with the slots that sample in it."""
+        """What a round must know, with the slots that sample in it; copies.
+
+        On a CPU a program reads an array of the host where it lies. A device that is behind the others would find in
+        it what comes after the round.
+        """
         columns = self.columns
-        return Rows(live, columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys)
+        known = columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys
+        return Rows(live, *(column.copy() for column in known))
 
     def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
         """Puts a round's tokens into the columns of the slots that sampled them."""

@@ -239,6 +239,34 @@ def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under
     assert_completions([found[ticket] for ticket in tickets], alone(requests))
 
 
+def test_what_a_program_reads_stays_as_it_was(monkeypatch):
+    """A device that is behind the others may read an array of the host after the engine has gone on."""
+    given = []
+
+    def watched(program):
+        def called(*arguments, **options):
+            arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, np.ndarray)]
+            given.extend((program.__name__, x, x.copy()) for x in arrays)
+            return program(*arguments, **options)
+
+        return called
+
+    programs = (decoding, ("prefill", "first_tokens", "extend", "decode")), (keys_values, ("put_prompts", "gathered"))
+    for module, name in [(module, name) for module, names in programs for name in names]:
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    decoder, params, *_ = problem(PLAIN)
+    engine, requests = engine_of(decoder, params), requests_of(limits=(3, 6, 24))
+    engine.admit(requests, group_size=3)
+    engine.drain()
+    (ticket,) = engine.admit(requests[:1])
+    prefix = np.append(requests[0].prefix, engine.drain()[ticket].tokens)
+    engine.admit([requests[0]._replace(prefix=prefix)])
+    engine.drain()
+    assert {name for name, *_ in given} == {name for _, names in programs for name in names}
+    for name, now, then in given:
+        np.testing.assert_array_equal(now, then, err_msg=name)
+
+
 def test_a_batch_comes_in_while_others_are_under_way():
     decoder, params, *_ = problem(PLAIN)
     engine, requests = engine_of(decoder, params, slots=5), requests_of()
