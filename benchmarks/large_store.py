@@ -60,26 +60,28 @@ def subject(folder: str) -> tuple[Config, Policy]:
     return config, policy_alone(config, "+0123456789=")
 
 
-def make_store(folder: Path, rows: int) -> None:
-    """Writes a store of so many rows; its parts differ in their ids."""
+def make_store(folder: Path, rows: int, logprobs: bool = True) -> None:
+    """Writes a store of so many rows, with log-probs or without; its parts differ in their ids."""
     config, policy = subject(str(folder))
     name, generator = tokenizer_name(policy.tokenizer), np.random.default_rng(0)
     made = []
     for row in range(min(PART, rows)):
-        length = int(generator.integers(16, 49))
+        length, (first, second) = int(generator.integers(16, 49)), np.add(divmod(row // GROUP, 90), 10).tolist()
+        prompt = f"{first}+{second}="
         made.append(
             Experience(
                 id="",
                 group_id="",
                 source="made",
-                completion="1" * length,
+                completion=f"{generator.integers(20, 200)}",
                 time=datetime.now(UTC),
-                prompt=f"{row // GROUP}=",
+                prompt=prompt,
+                answer=str(first + second),
                 tokenizer=name,
-                prompt_tokens=np.full(8, 1 + row // GROUP % 9, np.int32),
+                prompt_tokens=np.array(policy.tokenizer.encode(prompt), np.int32),
                 completion_tokens=generator.integers(1, 13, length, np.int32),
                 completion_mask=np.ones(length, bool),
-                behaviour_logprobs=-generator.random(length, np.float32),
+                behaviour_logprobs=-generator.random(length, np.float32) if logprobs else None,
                 reward=float(generator.integers(2)),
                 policy_version=0,
                 **config.rollout.sampling()._asdict(),

@@ -86,12 +86,20 @@ class Rows:
         return found
 
     def kinds(self, column: str) -> np.ndarray:
-        """A number for each row, equal where the column's texts are; from 0, in the order in which texts come first."""
-        # Of rows that stand one after the other and say the same, the text is held once.
-        runs = [pc.run_end_encode(piece.column(column)) for piece in self._pieces([column])]
-        encoded = pa.chunked_array([run.values for run in runs]).dictionary_encode()
-        sizes = np.concatenate([np.diff(run.run_ends.to_numpy(), prepend=0) for run in runs])
-        return np.repeat(np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks]), sizes)
+        """A number for each row, equal where the column's texts are; from 0, in the order in which texts come first.
+
+        Texts are told apart by checksums of 64 bits: of ten million, two have the same one in 3 cases of a million.
+        """
+        # One text for rows that stand one after the other and say the same.
+        found, sizes = [], []
+        for piece in self._pieces([column]):
+            runs = pc.run_end_encode(piece.column(column))
+            found.append(checksums(runs.values.cast(pa.binary()).to_pylist()))
+            sizes.append(np.diff(runs.run_ends.to_numpy(), prepend=np.int32(0)))
+        _, firsts, inverse = np.unique(np.concatenate(found), return_index=True, return_inverse=True)
+        numbers = np.empty(len(firsts), np.int32)
+        numbers[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
+        return np.repeat(numbers[inverse], np.concatenate(sizes))
 
     def _pieces(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         reader = self._open(columns)

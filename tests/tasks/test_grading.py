@@ -273,7 +273,10 @@ def not_a_number(prompts, completions, answers):
 
 
 def fails_on_b(prompts, completions, answers):
-    return [{"a": 1}[text] for text in completions]
+    def known(text):
+        return {"a": 1}[text]
+
+    return list(map(known, completions))
 
 
 def test_an_async_reward_is_asked_again_and_has_its_time(monkeypatch, caplog):
@@ -343,7 +346,7 @@ def nan_part(prompts, completions, answers):
     [
         (too_few, "returned 1 rewards for 2 completions"),
         (not_a_number, r"nan for completion 'b' \(row 1, answer 'a'\)"),
-        (fails_on_b, r"failed with KeyError: 'b'\n  .*test_grading.py:\d+ in fails_on_b: .*\n  "),
+        (fails_on_b, r"failed with KeyError: 'b'\n  .*test_grading.py:\d+ in fails_on_b: .*\n  .* in known: "),
         (fails_on_b_async, r"failed with KeyError: 'b'\n  .*in fails_on_b_async: .*\n  .* in fails_on_b: "),
         (fails_on_two, r"failed with KeyError: 'oops'\n  .*test_grading.py:\d+ in fails_on_two: raise"),
         (huge, r"returned 1e\+300 for completion 'b' .*at most 1e\+09 either way"),

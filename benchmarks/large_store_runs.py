@@ -1,0 +1,91 @@
+"""Whole short runs on stores of two sizes, by what they do with a store: seconds, and what memory the larger one adds.
+
+    python -m benchmarks.large_store_runs [--rows 10000,1000000] [--page docs/experience.md]
+
+The stores are those of `benchmarks.large_store`, and `initial` has one without log-probs. Each run is `python -m
+recjax.train` for three steps of 16 groups. Memory is the most that it had resident. Linux.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from absl import app, flags
+
+from benchmarks import tables
+from benchmarks.large_store import CONFIG, make_store
+from benchmarks.run import machine
+from recjax.console import progress_bar
+
+STEPS = 3
+SHORT = ["warm_start=null", f"training.steps={STEPS}", "evaluation.problems=16", "rollout.max_completion_tokens=48"]
+USES = {  # of a store, whose folder is filled in
+    "`experience.store`": ["experience.store={store}"],
+    "`missing_logprobs: initial`": ["experience.store={store}", "experience.missing_logprobs=initial"],
+    "`regrade: true`": ["experience.store={store}", "experience.regrade=true"],
+    "`mix`, `of: batch`": ["experience.mix.store={store}", "experience.mix.of=batch"],
+    "`mix`, `of: group`": ["experience.mix.store={store}", "experience.mix.of=group"],
+}
+
+
+def define_flags() -> None:
+    """The command's flags, defined when it is run and not when it is imported."""
+    flags.DEFINE_list("rows", ["10000", "1000000"], "Sizes of the two stores.")
+    flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
+
+
+def run(overrides: list[str], folder: Path) -> tuple[float, float]:
+    """Seconds of a run, and the most bytes that it had."""
+    command = [sys.executable, "-m", "recjax.train", "--config", str(CONFIG), *SHORT, f"output={folder}/run"]
+    log, began = folder / "log", time.perf_counter()
+    with log.open("w") as printed:
+        process = subprocess.Popen(
+            [*command, *overrides],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"RECJAX_CACHE": f"{folder}/cache"},
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"{overrides}: the run failed:\n{log.read_text()[-2000:]}")
+    return time.perf_counter() - began, 1024 * used.ru_maxrss
+
+
+def measure(sizes: list[int]) -> list[list[str]]:
+    """The table's rows."""
+    cells = []
+    with tempfile.TemporaryDirectory() as parent, progress_bar("runs", len(USES) * len(sizes), unit="run") as bar:
+        for number, (use, overrides) in enumerate(USES.items()):
+            found = []
+            for rows in sizes:
+                folder = Path(parent) / f"{number}-{rows}"
+                folder.mkdir()
+                make_store(folder / "store", rows, logprobs="initial" not in use)
+                found.append(run([override.format(store=folder / "store") for override in overrides], folder))
+                bar.update()
+            (_, least), (_, most) = found
+            seconds = [f"{taken:.0f}" for taken, _ in found]
+            memory = [f"{used / 1e6:,.0f}" for _, used in found]
+            cells.append([use, *seconds, *memory, f"{(most - least) / (sizes[1] - sizes[0]):.0f}"])
+    return cells
+
+
+def main(_) -> None:
+    """Measures, then writes the table."""
+    where, sizes = machine(), [int(rows) for rows in flags.FLAGS.rows]
+    small, large = (f"{rows:,} rows" for rows in sizes)
+    head = ["a store in", f"{small} (s)", f"{large} (s)", f"{small} (MB)", f"{large} (MB)", "more (bytes a row)"]
+    about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}. Runs of {STEPS} steps."
+    text = "\n".join([about, "", *tables.table([head, *measure(sizes)]), ""])
+    if flags.FLAGS.page:
+        tables.put_into_page(flags.FLAGS.page, "large store runs", text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
