@@ -48,7 +48,8 @@ def _normalised(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Arr
 
 @functools.partial(_cheap, static_argnums=0)
 def _gated(activation: str, gate: Array, up: Array) -> Array:
-    return ACTIVATIONS[activation](gate) * up
+    gate, up, dtype = gate.astype(jnp.float32), up.astype(jnp.float32), gate.dtype
+    return (ACTIVATIONS[activation](gate) * up).astype(dtype)
 
 
 class PerLayer(NamedTuple):
