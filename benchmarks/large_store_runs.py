@@ -26,8 +26,8 @@ USES = {  # of a store, whose folder is filled in
     "`experience.store`": ["experience.store={store}"],
     "`missing_logprobs: initial`": ["experience.store={store}", "experience.missing_logprobs=initial"],
     "`regrade: true`": ["experience.store={store}", "experience.regrade=true"],
-    "`mix`, `of: batch`": ["experience.mix.store={store}", "experience.mix.of=batch"],
-    "`mix`, `of: group`": ["experience.mix.store={store}", "experience.mix.of=group"],
+    "`mix`, `of: batch`": ["experience.store=null", "experience.mix.store={store}", "experience.mix.of=batch"],
+    "`mix`, `of: group`": ["experience.store=null", "experience.mix.store={store}", "experience.mix.of=group"],
 }
 
 

@@ -41,7 +41,12 @@ def run(way: str, steps: int, store: Path, output: Path) -> float:
     """Median seconds of a step."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    overrides = ["warm_start=null", f"training.steps={steps}", f"training.checkpoint_every={steps}", "evaluation.every=0"]
+    overrides = [
+        "warm_start=null",
+        f"training.steps={steps}",
+        f"training.checkpoint_every={steps}",
+        "evaluation.every=0",
+    ]
     overrides += ["evaluation.problems=16", f"experience.store={store}", f"output={output}"]
     command = [sys.executable, "-c", WAYS[way], f"--config={CONFIG}", *overrides]
     command += [f"--coordinator=localhost:{port}", "--processes=2"]
