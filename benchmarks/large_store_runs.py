@@ -1,9 +1,9 @@
-"""Whole short runs on stores of two sizes, by what they do with a store: seconds, and what memory the larger one adds.
+"""Whole short runs on stores of two sizes, by what they do with a store: seconds and memory.
 
     python -m benchmarks.large_store_runs [--rows 10000,1000000] [--page docs/experience.md]
 
 The stores are those of `benchmarks.large_store`, and `initial` has one without log-probs. Each run is `python -m
-recjax.train` for three steps of 16 groups. Memory is the most that it had resident. Linux.
+recjax.train` for three steps of 16 groups, with nothing compiled before. Memory is the most that was resident. Linux.
 """
 
 import os
@@ -66,10 +66,9 @@ def measure(sizes: list[int]) -> list[list[str]]:
                 make_store(folder / "store", rows, logprobs="initial" not in use)
                 found.append(run([override.format(store=folder / "store") for override in overrides], folder))
                 bar.update()
-            (_, least), (_, most) = found
             seconds = [f"{taken:.0f}" for taken, _ in found]
             memory = [f"{used / 1e6:,.0f}" for _, used in found]
-            cells.append([use, *seconds, *memory, f"{(most - least) / (sizes[1] - sizes[0]):.0f}"])
+            cells.append([use, *seconds, *memory])
     return cells
 
 
@@ -77,7 +76,7 @@ def main(_) -> None:
     """Measures, then writes the table."""
     where, sizes = machine(), [int(rows) for rows in flags.FLAGS.rows]
     small, large = (f"{rows:,} rows" for rows in sizes)
-    head = ["a store in", f"{small} (s)", f"{large} (s)", f"{small} (MB)", f"{large} (MB)", "more (bytes a row)"]
+    head = ["a store in", f"{small} (s)", f"{large} (s)", f"{small} (MB)", f"{large} (MB)"]
     about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}. Runs of {STEPS} steps."
     text = "\n".join([about, "", *tables.table([head, *measure(sizes)]), ""])
     if flags.FLAGS.page:
