@@ -20,7 +20,7 @@ import psutil
 from absl import app, flags
 
 from benchmarks.run import machine
-from benchmarks.tables import put_into_page, table
+from benchmarks.tables import show
 from recjax.console import progress_bar
 from recjax.plots.style import COLOURS, finish, new_figure
 
@@ -126,11 +126,7 @@ def main(_) -> None:
         f"The quickstart for {steps:,} steps, one run, with {TENTHS} evaluations and checkpoints; medians of step"
         f" times, highest of the others; {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
     )
-    text = "\n".join([about, "", *table(cells), ""])
-    if flags.FLAGS.page:
-        put_into_page(flags.FLAGS.page, "growth", text)
-    else:
-        print(text)
+    show(flags.FLAGS.page, "growth", about, cells)
     if flags.FLAGS.figure:
         draw(seconds, looks, flags.FLAGS.figure)
 

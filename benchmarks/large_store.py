@@ -135,14 +135,14 @@ def measure(rows: int) -> dict[str, float]:
     return first | {"rows": rows, "store": size, "cached": cached, "first": first["open"], "again": again["open"]}
 
 
-def lines(found: list[dict[str, float]]) -> list[str]:
-    """The table."""
+def cells_of(found: list[dict[str, float]]) -> list[list[str]]:
+    """The table's rows, its head among them."""
     cells = [list(HEADS.values())]
     for row in found:
         store_size, cached, held = (f"{row[name] / 1e6:,.0f}" for name in ("store", "cached", "memory"))
         seconds = [f"{row['first']:.1f}", f"{row['again']:.1f}", f"{row['batch'] * 1e3:.1f}"]
         cells.append([f"{row['rows']:,}", store_size, cached, *seconds, held])
-    return tables.table(cells)
+    return cells
 
 
 def main(_) -> None:
@@ -153,11 +153,7 @@ def main(_) -> None:
     where = machine()
     found = [measure(int(rows)) for rows in flags.FLAGS.rows]
     about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
-    text = "\n".join([about, "", *lines(found), ""])
-    if flags.FLAGS.page:
-        tables.put_into_page(flags.FLAGS.page, "large store", text)
-    else:
-        print(text)
+    tables.show(flags.FLAGS.page, "large store", about, cells_of(found))
 
 
 if __name__ == "__main__":

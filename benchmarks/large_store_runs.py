@@ -78,11 +78,7 @@ def main(_) -> None:
     small, large = (f"{rows:,} rows" for rows in sizes)
     head = ["a store in", f"{small} (s)", f"{large} (s)", f"{small} (MB)", f"{large} (MB)"]
     about = f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}. Runs of {STEPS} steps."
-    text = "\n".join([about, "", *tables.table([head, *measure(sizes)]), ""])
-    if flags.FLAGS.page:
-        tables.put_into_page(flags.FLAGS.page, "large store runs", text)
-    else:
-        print(text)
+    tables.show(flags.FLAGS.page, "large store runs", about, [head, *measure(sizes)])
 
 
 if __name__ == "__main__":

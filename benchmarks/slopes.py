@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.run import machine
 from benchmarks.shapes import SHAPES
-from benchmarks.tables import put_into_page, table
+from benchmarks.tables import show
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.host_memory import prepare_host_memory
@@ -180,11 +180,7 @@ def main(_) -> None:
         f"Shape (a) with one thing varied; medians of {rounds} rounds, slopes with their range over rounds;"
         f" {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
     )
-    text = "\n".join([about, "", *table(rows_of(seconds)), ""])
-    if flags.FLAGS.page:
-        put_into_page(flags.FLAGS.page, "slopes", text)
-    else:
-        print(text)
+    show(flags.FLAGS.page, "slopes", about, rows_of(seconds))
     if flags.FLAGS.figure:
         draw(seconds, flags.FLAGS.figure)
 

@@ -41,13 +41,8 @@ def run(way: str, steps: int, store: Path, output: Path) -> float:
     """Median seconds of a step."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    overrides = [
-        "warm_start=null",
-        f"training.steps={steps}",
-        f"training.checkpoint_every={steps}",
-        "evaluation.every=0",
-    ]
-    overrides += ["evaluation.problems=16", f"experience.store={store}", f"output={output}"]
+    overrides = ["warm_start=null", f"experience.store={store}", f"output={output}", f"training.steps={steps}"]
+    overrides += [f"training.checkpoint_every={steps}", "evaluation.every=0", "evaluation.problems=16"]
     command = [sys.executable, "-c", WAYS[way], f"--config={CONFIG}", *overrides]
     command += [f"--coordinator=localhost:{port}", "--processes=2"]
     environment = os.environ | {"GLIBC_TUNABLES": with_tunables(os.environ.get("GLIBC_TUNABLES", ""))}

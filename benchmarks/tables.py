@@ -203,6 +203,15 @@ def put_into_page(page: str, name: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
 
 
+def show(page: str | None, name: str, about: str, rows: list[list[str]]) -> None:
+    """Puts a table and a line about it into a page, as `put_into_page` does; without a page they are printed."""
+    text = "\n".join([about, "", *table(rows), ""])
+    if page:
+        put_into_page(page, name, text)
+    else:
+        print(text)
+
+
 def main(page: str, files: Sequence[str]) -> None:
     """Puts the tables of the files into the page."""
     made = tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in files])
