@@ -71,6 +71,7 @@ class Decoder(nn.Module):
         contexts: tuple[Context, ...] = (),
         place: Int[Array, ""] | None = None,
         prefixes: Int[Array, "batch time"] | None = None,
+        turns: tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple]:
         """Runs the layers.
 
@@ -84,13 +85,24 @@ class Decoder(nn.Module):
                 as they are after that: a loop that reads what it has just written needs no copy. None: nowhere.
             prefixes: where `mask` is of ids, another id that each token attends to as well, of a prompt that several
                 sequences of its row go on from. None: none has one.
+            turns: as `turns` gives them of these positions, if it is at hand. None: they are computed here.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
             [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`; with `place`, those of
             the last context.
         """
-        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, prefixes)
+        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, prefixes, turns)
         return hidden, keys_values
+
+    def turns(
+        self, positions: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None:
+        """Cosine and sine of the angles at positions; None where they differ from layer to layer.
+
+        A loop over tokens has them computed before it begins: inside, the compiler would have every layer do that.
+        """
+        frequencies = rotary_frequencies(self.config)
+        return turns_of(positions, frequencies) if frequencies.ndim == 1 else None
 
     def of_groups(
         self, prompts: Tokens, completions: Tokens
@@ -110,11 +122,12 @@ class Decoder(nn.Module):
         contexts: tuple[Context, ...] = (),
         place: Int[Array, ""] | None = None,
         prefixes: Int[Array, "batch time"] | None = None,
+        turns: tuple[Array, Array] | None = None,
     ) -> tuple[list[Float[Array, "batch time hidden"]], tuple]:
         """Runs the layers on parts, each of which also attends to those before it, whose rows it has a multiple of.
 
         Args:
-            contexts, place, prefixes: as above; the last two with a single part.
+            contexts, place, prefixes, turns: as above; the last three with a single part.
         Returns:
             Hidden states of each part; keys and values, as above, of the last one.
         """
@@ -138,13 +151,13 @@ class Decoder(nn.Module):
         frequencies, windows = rotary_frequencies(config), None
         if config.windows:
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-        in_all = frequencies if frequencies.ndim == 1 else None
         sources, looking = [(context.mask, context.positions) for context in contexts], []
         for part in parts:
             if place is None:
                 sources.append((part.mask, part.positions))
-            looking.append(_looking(part, sources, place is None, prefixes, windows is not None, in_all))
-        per_layer = PerLayer(None if in_all is not None else frequencies, windows)
+            its_turns = self.turns(part.positions) if turns is None else turns
+            looking.append(_looking(part, its_turns, sources, place is None, prefixes, windows is not None))
+        per_layer = PerLayer(None if frequencies.ndim == 1 else frequencies, windows)
 
         block = Block
         if self.remat != "none":
@@ -173,14 +186,14 @@ class Decoder(nn.Module):
 
 
 def _looking(
-    part: Tokens, sources: list, own: bool, prefixes: Array | None, windowed: bool, frequencies: np.ndarray | None
+    part: Tokens, turns: tuple | None, sources: list, own: bool, prefixes: Array | None, windowed: bool
 ) -> Part:
     """Where the tokens of a part look.
 
     Args:
+        turns: of all layers; None: they differ.
         sources: masks and positions of the places; of the part's `own` tokens last, or not.
         windowed: layers have windows.
-        frequencies: of all layers; None: they differ.
     """
     masks = [attention_mask(part.mask, theirs) for theirs, _ in sources]
     if own:
@@ -188,7 +201,6 @@ def _looking(
             masks[-1] |= attention_mask(prefixes, part.mask)
         masks[-1] &= jnp.tril(jnp.ones((part.ids.shape[1],) * 2, bool))
     distances = [jnp.subtract(*pairs(part.positions, theirs)) for _, theirs in sources] if windowed else []
-    turns = None if frequencies is None else turns_of(part.positions, frequencies)
     return Part(part.positions, turns, masks, distances, part.mask if prefixes is None else None)
 
 

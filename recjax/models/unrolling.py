@@ -4,6 +4,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
@@ -48,3 +49,17 @@ def unrolled_params(config: DecoderConfig, params: dict) -> dict:
     """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
     layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
     return {name: value for name, value in params.items() if name != "layers"} | layers
+
+
+def unrolled_arrays(config: DecoderConfig, params: dict) -> dict:
+    """As `unrolled_params`, outside of programs; on one CPU device each layer's arrays lie where the stacked ones do.
+
+    While they are held, JAX makes copies of `params` where these are donated.
+    """
+    if any(len(stack.sharding.device_set) > 1 for stack in jax.tree.leaves(params["layers"])):
+        return _unrolled(config, params)
+    views = jax.tree.map(np.asarray, params["layers"])
+    return jax.device_put(unrolled_params(config, params | {"layers": views}), may_alias=True)
+
+
+_unrolled = jax.jit(unrolled_params, static_argnums=0)

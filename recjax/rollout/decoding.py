@@ -216,6 +216,7 @@ def _round(
 ) -> Decoded:
     """The tokens of a round, over what they attend to beside each other; `like` is any cache."""
     slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
+    turns = decoder.turns(starts[:, None] + places)
 
     def unfinished(state: Decoded) -> Bool[Array, ""]:
         return (state.time < round_time) & (state.live.sum() > enough)
@@ -223,6 +224,7 @@ def _round(
     def step(state: Decoded) -> Decoded:
         time = state.time
         seen = jnp.broadcast_to(places <= time, (slots, round_time))
+        turns_now = jax.tree.map(lambda turn: jax.lax.dynamic_slice_in_dim(turn, time, 1, axis=1), turns)
         hidden, kept = decoder.apply(
             {"params": params},
             state.last[:, None],
@@ -230,6 +232,7 @@ def _round(
             jnp.ones((slots, 1), bool),
             (*contexts, Context(*state.recent, seen, starts[:, None] + places)),
             place=time,
+            turns=turns_now,
         )
         scores = _scores(decoder, params, hidden[:, 0])
         tokens, logprobs = sample_tokens(scores, sampling, _step_keys(rows.keys, rows.counts + time))

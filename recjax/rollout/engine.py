@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from recjax.models.decoder import Decoder
 from recjax.models.placement import moved_params, on_host
-from recjax.models.unrolling import made_for_sampling, params_for
+from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import capacity, decoding
 from recjax.rollout.capacity import FEWEST_CONTINUED, at_least, filled_up, power_of_two
 from recjax.rollout.requests import (
@@ -27,8 +27,6 @@ from recjax.rollout.requests import (
 )
 from recjax.rollout.sampling_mesh import sampling_mesh
 from recjax.rollout.slots import Slots
-
-_params_for = jax.jit(params_for, static_argnums=0)
 
 
 class Engine:
@@ -134,7 +132,9 @@ class Engine:
     def _weights_in_use(self) -> dict:
         """As the decoder takes them."""
         if self._params is None:
-            self._params = _params_for(self._decoder, self._stacked) if self._decoder.unrolled else self._stacked
+            self._params = self._stacked
+            if self._decoder.unrolled:
+                self._params = unrolled_arrays(self._decoder.config, self._stacked)
         return self._params
 
     # --- From the line into slots.

@@ -1,5 +1,6 @@
 """How a decoder is made for training and for sampling on the CPU, and that this changes no number."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from recjax.models.decoder import Context, Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
-from recjax.models.unrolling import made_for_sampling, unrolled_for_training
+from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training, unrolled_params
 from recjax.rollout.keys_values import empty
 
 CONFIG = DecoderConfig(
@@ -46,3 +47,39 @@ def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_comp
         assert (kept[..., 1:, :] == 0).all()
     # Attention over either differs by the rounding of sums.
     np.testing.assert_allclose(written.astype(jnp.float32), alone.astype(jnp.float32), rtol=0.03, atol=0.03)
+
+
+@pytest.fixture(params=[jnp.float32, jnp.bfloat16])
+def params(request):
+    return {"layers": {"weight": jax.random.normal(jax.random.key(1), (2, 32, 16), request.param)}}
+
+
+def test_on_one_device_a_layers_arrays_lie_where_the_stacked_ones_do(params):
+    stack, layers = params["layers"]["weight"], unrolled_arrays(CONFIG, params)
+    chex.assert_trees_all_equal(layers, unrolled_params(CONFIG, params))
+    start = stack.unsafe_buffer_pointer()
+    starts = [layers[f"layer_{i}"]["weight"].unsafe_buffer_pointer() for i in (0, 1)]
+    assert starts == [start, start + stack.nbytes // 2]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_stacked_arrays_are_updated_in_place_where_the_layers_are_no_longer_held(held, params):
+    stack = params.pop("layers")["weight"]
+    layers = unrolled_arrays(CONFIG, {"layers": {"weight": stack}})
+    start, last = stack.unsafe_buffer_pointer(), np.array(stack[1])
+    if not held:
+        del layers
+    updated = jax.jit(lambda stack: stack + 1, donate_argnums=0)(stack)
+    np.testing.assert_array_equal(updated[1], last + 1)
+    assert (updated.unsafe_buffer_pointer() == start) != held
+    if held:
+        np.testing.assert_array_equal(layers["layer_1"]["weight"], last)
+
+
+def test_on_several_devices_a_layers_arrays_are_placed_as_the_stacked_ones():
+    mesh = jax.make_mesh((2,), ("tensor",))
+    weight = jax.device_put(jnp.arange(48.0).reshape(2, 4, 6), jax.NamedSharding(mesh, jax.P(None, None, "tensor")))
+    layers = unrolled_arrays(CONFIG, {"layers": {"weight": weight}})
+    chex.assert_trees_all_equal(layers, unrolled_params(CONFIG, {"layers": {"weight": weight}}))
+    placed = jax.NamedSharding(mesh, jax.P(None, "tensor"))
+    assert all(layers[f"layer_{i}"]["weight"].sharding.is_equivalent_to(placed, 2) for i in (0, 1))

@@ -1,9 +1,12 @@
 """The engine: the reference's completions whatever the slots, requests at any time, and few programs for it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -91,6 +94,25 @@ def test_any_number_of_slots_samples_the_same(slots):
 def test_layers_that_differ(unrolled, monkeypatch):
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
     assert_same(5, WINDOWED)
+
+
+def test_the_turns_of_a_rounds_positions_are_computed_before_its_loop():
+    decoder, params, prompts, mask = problem(PLAIN)
+    options = {"decoder": decoder, "sampling": PLAIN_SAMPLING, "stop_ids": LATE, "group_size": 1, "round_time": 5}
+    keys, limits = row_keys(jax.random.key(3), len(prompts)), np.full(len(prompts), MAX_TOKENS)
+    program = jax.make_jaxpr(functools.partial(decoding.whole_batch, **options))(params, prompts, mask, keys, limits)
+    inside, outside = cosines(program.jaxpr)
+    assert (inside, outside) == (0, 2)  # of the prompts' positions, and of the round's
+
+
+def cosines(jaxpr, in_loop=False):
+    """How many times cosines are taken, inside and outside of while loops."""
+    found = np.zeros(2, int)
+    for equation in jaxpr.eqns:
+        found[0 if in_loop else 1] += equation.primitive.name == "cos"
+        for inner in jaxprs_in_params(equation.params):
+            found += cosines(inner, in_loop or equation.primitive.name == "while")
+    return tuple(found)
 
 
 @pytest.mark.parametrize("stop_ids", [(), EARLY, tuple(range(23))], ids=["never", "early", "at once"])
