@@ -50,7 +50,8 @@ def close_gaps() -> int:
 
     Compiling leaves tens of thousands of them, of many sizes, and glibc looks through them whenever an array is asked
     for: of some models sampling takes a quarter longer in the process that compiled it. Address space is all that
-    they take from now on. Nothing is done without glibc 2.33, or where the heap is not that of `prepare_host_memory`.
+    they take from now on: from the first to the last of them the kernel makes no more huge pages, which would fill
+    them again. Nothing is done without glibc 2.33, or where the heap is not that of `prepare_host_memory`.
 
     Returns:
         How many pieces were taken.
@@ -62,7 +63,7 @@ def close_gaps() -> int:
     if not hasattr(libc, "mallinfo2"):
         return 0
     libc.mallinfo2.restype, libc.sbrk.restype, libc.malloc.restype = _HeapInfo, ctypes.c_size_t, ctypes.c_size_t
-    top, taken, size = libc.sbrk(0) - libc.mallinfo2().keepcost, 0, 1 << 30
+    top, taken, size = libc.sbrk(0) - libc.mallinfo2().keepcost, [], 1 << 30
     while size >= LEAST_GAP:
         start = libc.malloc(ctypes.c_size_t(size))
         if start == 0 or start + size > top:
@@ -70,10 +71,13 @@ def close_gaps() -> int:
             libc.free(ctypes.c_void_p(start))
             size //= 2
             continue
-        taken += 1
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        taken.append((first, last))
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
-    return taken
+    if taken:
+        first, last = min(taken)[0], max(taken)[1]
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_NOHUGEPAGE)
+    return len(taken)
 
 
 class _HeapInfo(ctypes.Structure):
