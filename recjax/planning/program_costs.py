@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(
     r"(calls|body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
@@ -35,8 +35,12 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     Args:
         text: `compiled.as_text()`, HLO.
         unknown_trips: how often a loop runs whose number of turns the program does not state.
+    Raises:
+        ValueError: the text is written in a way that is not known, and the count would be too low.
     """
     computations = _COMPUTATION.findall(text)
+    if sum(len(_COLLECTIVE.findall(body)) for _, _, body in computations) != len(_COLLECTIVE.findall(text)):
+        raise ValueError("the program's text has collectives outside of the computations that were read from it")
     bodies = {name: body.splitlines() for _, name, body in computations}
     runs, pending = Counter(), [(name, 1) for is_entry, name, _ in computations if is_entry]
     while pending:

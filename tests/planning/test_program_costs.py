@@ -95,6 +95,13 @@ def test_what_ends_a_collective_or_has_one_device_is_none():
 def test_unknown_ways_of_writing_are_an_error_and_not_a_wrong_number():
     with pytest.raises(ValueError, match="names its devices in an unknown way"):
         collectives(program("%a = f32[8] all-reduce(%x), replica_groups=everyone"))
+    with pytest.raises(ValueError, match="outside of the computations"):
+        collectives(program("%a = f32[8] add(%x, %x)") + "\n" + GATHER)
+
+
+def test_what_follows_an_attribute_of_several_lines_counts_too():
+    kernel = '%k = f32[8] custom-call(%x), frontend_attributes={kernel_metadata={\n"block": 512\n}}, metadata={}'
+    assert collectives(program(kernel, GATHER.strip())) == {"all-gather": Traffic(1, 16)}
 
 
 GATHER = "  %g = f32[8] all-gather(%x), channel_id=7, replica_groups={{0,1}}"
