@@ -52,9 +52,10 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     found: dict[str, tuple[str, int, int]] = {}
     for name, times in runs.items():
         for kind, size, channel in _collectives_of(name, bodies[name]):
-            # A TPU program shows the parts of one asynchronous collective, all with its channel.
+            # A TPU program shows the parts of one asynchronous collective, all with its channel: it is sent as often as
+            # it is begun, while a loop that computes meanwhile has a part of it in every turn.
             key = channel or f"{name} {len(found)}"
-            if key not in found or times * size > found[key][2]:
+            if key not in found or (times, -times * size) < (found[key][1], -found[key][2]):
                 found[key] = (kind, times, times * size)
     counts, sent = Counter(), Counter()
     for kind, times, size in found.values():

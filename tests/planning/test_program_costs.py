@@ -123,6 +123,9 @@ def test_loops_nest_and_their_turns_are_read_off_or_told():
 def test_parts_of_one_collective_count_once_and_a_tpus_sum_and_slice_is_a_reduce_scatter():
     calls = ["%a = f32[8] fusion(%x), calls=%first", "%b = f32[8] fusion(%x), calls=%second"]
     assert collectives(program(*calls, first=GATHER, second=GATHER)) == {"all-gather": Traffic(1, 16)}
+    below = "  %c = s32[] constant(5)\n  ROOT %l = pred[] compare(%i, %c), direction=LT"
+    meanwhile = {"condition": below, "body": "  %b = f32[8] fusion(%x), calls=%second", "second": GATHER}
+    assert collectives(program(calls[0], LOOP, first=GATHER, **meanwhile)) == {"all-gather": Traffic(1, 16)}
     text = program("%a = f32[4] fusion(%x), calls=%scatter").replace("%scatter", "%all-reduce-scatter.1")
     body = "  %r = f32[8] all-reduce(%x), replica_groups={{0,1}}"
     text = f"%all-reduce-scatter.1 (x: f32[8]) -> f32[4] {{\n{body}\n}}\n{text}"
