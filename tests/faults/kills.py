@@ -57,12 +57,12 @@ def _of_one_mode(
         status, said = _killed(place, options, runs[-1], cache, way, seconds, generator)
         if status == -signal.SIGKILL:
             tried.append(way)
-        elif status == 0:  # it ended before the kill: the next one begins anew
-            wrong.append(differs(runs[-1], straight))
-            runs.append(folder / f"run{len(runs)}")
-        else:
+        elif status:
             wrong.append(f"after {tried} it ended with {status}: {said[-300:]}")
             break
+        if (runs[-1] / "summary.json").exists():  # whole before the kill: the next one begins anew
+            wrong.append(differs(runs[-1], straight))
+            runs.append(folder / f"run{len(runs)}")
     status, said = run(place, options, runs[-1], cache=cache)
     wrong.append(differs(runs[-1], straight) if status == 0 else f"after {tried} it ended with {status}: {said[-300:]}")
     bad = "; ".join(filter(None, wrong))
