@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from recjax.config_loading import load_config
+from recjax.training.run_folder import is_finished
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run, start
 from tests.training.killed_run import trained
@@ -60,7 +62,7 @@ def _of_one_mode(
         elif status:
             wrong.append(f"after {tried} it ended with {status}: {said[-300:]}")
             break
-        if (runs[-1] / "summary.json").exists():  # whole before the kill: the next one begins anew
+        if is_finished(load_config(place.config, [*options, f"output={runs[-1]}"])):  # the next one begins anew
             wrong.append(differs(runs[-1], straight))
             runs.append(folder / f"run{len(runs)}")
     status, said = run(place, options, runs[-1], cache=cache)
