@@ -22,8 +22,7 @@ from absl import app, flags
 
 from benchmarks import tables
 from benchmarks.run import machine
-from recjax.config import Config
-from recjax.config_loading import load_config
+from recjax.config import Config, load_config
 from recjax.console import progress_bar
 from recjax.experience import store
 from recjax.experience.batch import pad

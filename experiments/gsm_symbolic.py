@@ -18,7 +18,7 @@ FLAGS = flags.FLAGS
 
 def write_splits(output: Path, train: int, test: int) -> None:
     """train.jsonl and test.jsonl with the columns question and answer."""
-    made = gym_problems(ReasoningGymTask("gsm_symbolic"), test + train, seed=0)
+    made = gym_problems(ReasoningGymTask(name="gsm_symbolic"), test + train, seed=0)
     splits = made[test:], made[:test]
     output.mkdir(parents=True, exist_ok=True)
     for name, problems in zip(("train", "test"), splits, strict=True):

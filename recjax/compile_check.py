@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.console import command
 from recjax.models.placement import bytes_on_device
 from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, compiled, plan

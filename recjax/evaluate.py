@@ -10,7 +10,6 @@ processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -28,8 +27,7 @@ from rich.table import Table
 from recjax import hosts
 from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
-from recjax.config import Config, TaskConfig
-from recjax.config_loading import load_config
+from recjax.config import Config, TaskConfig, load_config
 from recjax.console import command, define_process_flags, progress_bar
 from recjax.host_memory import prepare_host_memory
 from recjax.plots.samples import draw_evaluation
@@ -134,7 +132,7 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
         "seed": config.seed,
-        "task": {name: value for name, value in dataclasses.asdict(config.task).items() if name not in unread},
+        "task": {name: value for name, value in config.task.model_dump().items() if name not in unread},
         "rollout": {name: getattr(config.rollout, name) for name in rollout},
         "evaluation": {name: getattr(config.evaluation, name) for name in evaluation},
     }

@@ -12,7 +12,6 @@ completions each. If the command was stopped, give it again: it writes the rows 
 rows. Several processes sample together if each gets the same command; see docs/devices.md.
 """
 
-import dataclasses
 import hashlib
 import json
 from datetime import UTC, datetime
@@ -25,8 +24,7 @@ from absl import app, flags
 
 from recjax import hosts
 from recjax.cache import keep_compiled_programs
-from recjax.config import Config
-from recjax.config_loading import load_config
+from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags
 from recjax.experience import store
 from recjax.experience.group import Group
@@ -214,7 +212,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
 
 def _name(config: Config, run: str | None, version: int) -> str:
     """A digest of everything that the rows depend on."""
-    depends_on: dict[str, Any] = dataclasses.asdict(config)
+    depends_on: dict[str, Any] = config.model_dump()
     held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}

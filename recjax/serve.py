@@ -21,7 +21,7 @@ import jax
 from absl import app, flags
 
 from recjax.cache import keep_compiled_programs
-from recjax.config import Config, ModelConfig
+from recjax.config import Config, MeshConfig, ModelConfig
 from recjax.console import command
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, load_params, policy_alone
@@ -63,7 +63,7 @@ def load(run: str | None, step: int | None, model: str | None, follow: str | Non
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
         return Loaded(Path(run).resolve().name, policy, _placed(policy, Weights(params, version)))
     if model is not None:
-        config = Config(output="", model=ModelConfig(path=model))
+        config = Config.model_construct(output="", model=ModelConfig(path=model))
         policy = policy_alone(config, "")
         weights = Weights(load_params(config, policy.decoder.config), 0)
         return Loaded(Path(model).name, policy, _placed(policy, weights))
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
         logger.warning("--host %s without --api_key_file: whoever reaches this machine may use the server", FLAGS.host)
     listening = listen(FLAGS.host, FLAGS.port)
     keep_compiled_programs()
-    with jax.set_mesh(make_mesh(Config(output="").mesh)):
+    with jax.set_mesh(make_mesh(MeshConfig())):
         loaded = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
         name = FLAGS.name or loaded.name
         recording = Recording(

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recjax.config_help import as_text
-from recjax.config_loading import load_config
+from recjax.config import load_config
+from recjax.config.help import as_text
 from recjax.console import command, define_process_flags
 from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from recjax import compile_check
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.models.decoder import init_params
 from recjax.models.placement import bytes_on_device, param_shardings
 from recjax.planning import ahead

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from recjax import evaluate as command
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
 from recjax.tasks.loading import load_task

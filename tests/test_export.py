@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.export import export, push
 from recjax.hub.model_card import model_card
 from recjax.models.logprobs import Sampling

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from recjax import generate_experience
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import store
 from recjax.experience.tokenise import tokenised
 from recjax.generate_experience import generate, read_flags

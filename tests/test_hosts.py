@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from recjax import hosts
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.evaluate import evaluate
 from recjax.experience import store
 from recjax.generate_experience import generate

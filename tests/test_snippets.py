@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from tests.test_tutorials import ROOT, blocks, write_files
 
 PAGES = [ROOT / "docs" / name for name in ("how_to.md", "faq.md", "install.md")]

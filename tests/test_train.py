@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.training.loop import train
 from tests.training.tiny_run import TINY
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md")) + [ROOT / "docs" / "sweeps.md"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
 from recjax.cache import keep_compiled_programs
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group
 from recjax.host_memory import SETTLING_STEPS, close_gaps, prepare_host_memory

@@ -7,7 +7,6 @@ It resumes: a run that has a file or is in the table is finished. Runs of one al
 programs.py), an algorithm in one of `--workers` processes. All runs of a seed come before those of the next.
 """
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -40,8 +39,8 @@ def in_order(runs: list[SweepRun]) -> list[SweepRun]:
 def without_arguments(config: Config) -> Config:
     """The config with nothing in it that a program takes as an argument: equal configs are one program."""
     plain = {"seed": 0, "output": "", "regime": RegimeConfig(sync_offset=config.regime.sync_offset)}
-    optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0)
-    return dataclasses.replace(config, **plain, optimizer=optimizer)
+    optimizer = config.optimizer.model_copy(update={"learning_rate": 1.0})
+    return config.model_copy(update={**plain, "optimizer": optimizer})
 
 
 def make(runs: list[SweepRun]) -> None:

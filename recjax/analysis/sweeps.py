@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import omegaconf
 import yaml
 
-from recjax.config import Config
-from recjax.config_loading import load_config
+from recjax.config import Config, load_config
 
 _OPTIONAL = ("overrides", "smoke")  # keys of a file
 
@@ -40,8 +38,8 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     if not path.is_file():
         raise ValueError(f"{str(path)!r}: there is no such sweep file")
     try:
-        content = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
-    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: not a valid YAML file ({error})") from error
     needed, known = {"config", "output", "settings", "grids"}, ["config", "output", "settings", "grids", *_OPTIONAL]
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():

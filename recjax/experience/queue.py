@@ -6,7 +6,6 @@ step. Every regime is a setting: `sync_offset` and late rewards are delays of re
 some, replay is a number of uses with limits, and asynchronous sampling is an order.
 """
 
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -62,10 +61,10 @@ class Settings(NamedTuple):
 def settings_of(config: Config) -> Settings:
     """The settings of a run."""
     experience, regime = config.experience or ExperienceConfig(), config.regime
-    once = dataclasses.replace(ONCE, keep_no_signal=experience.refill is None)
+    once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
     if bounds := [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]:
-        limits = dataclasses.replace(limits, max_staleness=min(bounds))
+        limits = limits.model_copy(update={"max_staleness": min(bounds)})
     return Settings(
         offset=regime.sync_offset,
         sampling_interval=experience.replay.draw_every if experience.replay else 1,

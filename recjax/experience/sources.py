@@ -13,7 +13,7 @@ from recjax import hosts
 from recjax.algorithms import presets
 from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
-from recjax.config_experience import MissingLogprobs
+from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group

@@ -1,6 +1,5 @@
 """The initial policy of a run: decoder, parameters and tokenizer, loaded or made from the config."""
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -100,7 +99,7 @@ def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
     """The decoder of `model.decoder`, with `vocabulary` tokens."""
     head_dim = shape.hidden_size // shape.num_heads
-    return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **dataclasses.asdict(shape))
+    return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **shape.model_dump())
 
 
 def compute_dtype(name: str) -> jnp.dtype:

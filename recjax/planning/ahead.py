@@ -1,6 +1,5 @@
 """A run's two large programs, sampling and the update, compiled from shapes for devices that need not be here."""
 
-import dataclasses
 import re
 import time
 from typing import Any, NamedTuple
@@ -77,7 +76,7 @@ def plan(config: Config, target: Target) -> Plan:
     remedy = "the programs of a run that follows a store are not known ahead; remove it, and see what a batch needs"
     require(not config.follows, "experience.follow", config.follows, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     known = resolve(config)
     if known.model is None or known.prompt_tokens is None:
         remedies = [] if known.prompt_tokens else ["set rollout.max_prompt_tokens"]

@@ -1,6 +1,5 @@
 """A run's sizes, memory, tokens and staleness before it starts: computed from shapes, with no weights read."""
 
-import dataclasses
 import itertools
 import shlex
 import sys
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config, RegimeConfig
-from recjax.config_loading import load_config
+from recjax.config import Config, RegimeConfig, load_config
 from recjax.hub.policy import compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
@@ -149,7 +147,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
         config = load_config(path, overrides)
         if device and config.model.dtype == "auto":
             dtype = "bfloat16" if accelerator(device).has_bfloat16 else "float32"
-            config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+            config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         result = dry_run(config)
         show(config, result)
         if phases := _in_phases(result.memory):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recjax.config_fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from recjax.models.sampling import Sampling
 from recjax.serving.fields import Fields
 from recjax.serving.refusals import Refused

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recjax.config_tasks import ReasoningGymTask
+from recjax.config import ReasoningGymTask
 from recjax.tasks.grading.gym_package import check_gym, generator
 from recjax.tasks.problems import Problem, chat
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from recjax.config import Config
-from recjax.config_fields import require_defaults
+from recjax.config.fields import require_defaults
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems

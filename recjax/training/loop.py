@@ -16,8 +16,7 @@ import orbax.checkpoint as ocp
 from recjax import hosts
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.diagnostics import staleness
-from recjax.config import Config
-from recjax.config_loading import to_yaml
+from recjax.config import Config, to_yaml
 from recjax.console import under_way
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights

@@ -1,6 +1,5 @@
 """Devices as a mesh. Where things lie on it is said in recjax.models.placement."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = dataclasses.asdict(config)
+    sizes = config.model_dump()
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     given = math.prod(size for size in sizes.values() if size != -1)
     rest = -1 in sizes.values()

@@ -1,6 +1,5 @@
 """The two holders of a run: what never changes while it lasts, and what a checkpoint holds."""
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -176,7 +175,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
 
 def untrained(config: Config) -> Config:
     """The same policy and task, with nothing that only training reads and that `prepare` would check."""
-    return dataclasses.replace(config, experience=None, training=TrainingConfig())
+    return config.model_copy(update={"experience": None, "training": TrainingConfig()})
 
 
 def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:

@@ -1,6 +1,5 @@
 """A run's folder: made for a new run, found again for one to go on with, never mixed up with another."""
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -13,8 +12,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from recjax import hosts
-from recjax.config import Config
-from recjax.config_loading import to_yaml, unknown_keys
+from recjax.config import Config, to_yaml, unknown_keys
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
 from recjax.training.environment import record_start
@@ -126,7 +124,7 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     Raises:
         ValueError: they differ in what decides the weights.
     """
-    ours, theirs = dataclasses.asdict(config), said["totals"].get("config")
+    ours, theirs = config.model_dump(), said["totals"].get("config")
     if not theirs:
         return
     came_later, gone = _dotted(ours).keys() - _dotted(theirs).keys(), tuple(unknown_keys(theirs))
@@ -146,7 +144,7 @@ def _empty(output: Path) -> None:
 
 
 def _check_same_config(config: Config, output: Path) -> None:
-    ours, theirs = dataclasses.asdict(config), _stored_config(output)
+    ours, theirs = config.model_dump(), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     if changed := differences(ours, theirs, fixed):
         raise ValueError(

@@ -1,6 +1,5 @@
 """Where a run begins: before its first step, or at its newest checkpoint."""
 
-import dataclasses
 import functools
 import logging
 import uuid
@@ -48,7 +47,7 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
     teacher = load_teacher(config, run.policy.tokenizer)
     run = run._replace(frozen=frozen, initial=initial, teacher=teacher)
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
-    totals |= {"config": dataclasses.asdict(config), "metrics": None}
+    totals |= {"config": config.model_dump(), "metrics": None}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
     state = State(0, first_state(recipe.optimizer, params), None, 0, Queue(), (), totals)
     if manager.latest_step() is None:

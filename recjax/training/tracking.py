@@ -1,6 +1,5 @@
 """Trackers beside the run's own files: W&B, trackio, and any module of wandb's shape."""
 
-import dataclasses
 import importlib
 import logging
 import queue
@@ -32,7 +31,7 @@ class Tracking:
         Raises:
             ValueError: a module that is not installed.
         """
-        blocks = dataclasses.asdict(config.tracking) if hosts.is_first() else {}
+        blocks = config.tracking.model_dump() if hosts.is_first() else {}
         modules = {name: _module(name) for name, options in blocks.items() if options is not None}
         self._feeds = [_Feed(name, module, config, blocks[name]) for name, module in modules.items()]
 
@@ -97,7 +96,7 @@ class _Feed(threading.Thread):
         name = Path(self._config.output).resolve().name
         options = {"name": name, "resume": "allow", **self._options}
         try:
-            run = self._module.init(config=dataclasses.asdict(self._config), **options)
+            run = self._module.init(config=self._config.model_dump(), **options)
             while (job := self._waiting.get()) is not None:
                 job(self._module, run)
             run.finish()

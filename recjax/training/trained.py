@@ -13,8 +13,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from recjax import __version__
-from recjax.config import Config
-from recjax.config_loading import load_config, unknown_keys
+from recjax.config import Config, load_config, unknown_keys
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
@@ -50,12 +49,12 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
     Raises:
         ValueError: there is no such checkpoint or model.
     """
-    bare, theirs = dataclasses.replace(config.model, lora=None, freeze=[]), None
+    bare, theirs = config.model.model_copy(update={"lora": None, "freeze": []}), None
     folder = Path(checkpoint or "base")
     of_step = folder.parent.name == "checkpoints" and folder.name.isdecimal()
     run, step = (folder.parents[1], int(folder.name)) if of_step else (folder, None)
     if checkpoint in (None, "base"):
-        prepared, params = prepare(untrained(dataclasses.replace(config, model=bare)))
+        prepared, params = prepare(untrained(config.model_copy(update={"model": bare})))
         policy = prepared.policy
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
     elif of_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
@@ -65,9 +64,9 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
         stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
         name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
     else:
-        name, described = folder.name, dataclasses.replace(bare, path=checkpoint, decoder=None)
+        name, described = folder.name, bare.model_copy(update={"path": checkpoint, "decoder": None})
         try:
-            alone = dataclasses.replace(config, model=described)
+            alone = config.model_copy(update={"model": described})
             policy = policy_alone(alone, "")
             params = load_params(alone, policy.decoder.config)
         except ValueError as error:

@@ -1,6 +1,5 @@
 """Makes a base policy by supervised training on answers of which some are wrong on purpose."""
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -43,7 +42,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     """
     if jax.process_count() > 1:
         return supervise(config.warm_start, policy, params, prompts, config.seed)
-    depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
+    depends_on = {key: config.model_dump()[key] for key in ("seed", "model", "task", "warm_start")}
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in ("lora", "freeze")}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]

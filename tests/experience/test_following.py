@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import followed, store
 from recjax.experience.feedback import give_rewards
 from recjax.experience.followed import Followed

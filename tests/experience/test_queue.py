@@ -35,7 +35,9 @@ NOTHING_LOST = Queue().left
 
 def settings_with(shortest=0, longest=0, deadline=None, offset=0, oldest_first=False):
     """Settings without replay."""
-    return Settings(offset, 1, LateConfig(shortest, longest, deadline), False, oldest_first, ONCE)
+    return Settings(
+        offset, 1, LateConfig(shortest=shortest, longest=longest, deadline=deadline), False, oldest_first, ONCE
+    )
 
 
 def plain_and_back(queue):

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import prepared, sources, store, stored_groups
 from recjax.experience.group import Completion, Group, is_whole
 from recjax.experience.rows import groups_of

@@ -44,7 +44,7 @@ def test_rewards_are_those_of_the_tasks_function():
 def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
     path = tmp_path / "map.parquet"
     runs = [
-        SweepRun({"algorithm": name, "seed": "0"}, [], Config(output=str(tmp_path / f"{name}__0")))
+        SweepRun({"algorithm": name, "seed": "0"}, [], Config.model_construct(output=str(tmp_path / f"{name}__0")))
         for name in ("grpo", "opmd", "asymre")
     ]
     for place, run in enumerate(runs[:2]):
@@ -63,7 +63,7 @@ def test_runs_are_the_trainers(tmp_path, monkeypatch):
     extra = [*SMALL, "training.checkpoint_every=8"]
     runs = read_sweep(claims_map.HERE / "map.yaml", extra=extra)[1]
     chosen = [
-        run._replace(config=claims_map.dataclasses.replace(run.config, output=str(tmp_path / run.name)))
+        run._replace(config=run.config.model_copy(update={"output": str(tmp_path / run.name)}))
         for run in runs
         if run.settings["algorithm"] == "red_drop" and run.settings["seed"] == "1" and run.settings["rate"] == "1.6e-3"
     ]

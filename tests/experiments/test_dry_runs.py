@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.hub import policy
 from recjax.planning.dry_run import dry_run, show
 from recjax.planning.memory import count

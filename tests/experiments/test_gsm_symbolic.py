@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.gsm_symbolic import write_splits
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.tasks.gym import _make
 from recjax.tasks.loading import load_task
 

@@ -3,16 +3,14 @@
 python -m tests.faults.configs [COUNT [SEED]]
 """
 
-import dataclasses
 import functools
 import random
 import sys
 from collections import Counter
 from typing import Any
 
-from recjax.config import KEYS
-from recjax.config_fields import block_of
-from recjax.config_loading import load_config
+from recjax.config import KEYS, load_config
+from recjax.config.fields import Block, block_of
 
 CONFIG = "experiments/quickstart.yaml"
 VALUES = (
@@ -56,8 +54,8 @@ def outcome(key: str, text: str) -> str:
 
 def fits(key: str, value: Any) -> bool:
     """Whether a loaded value is of its key's type."""
-    annotation = KEYS[key].type
-    if value is None or (block_of(annotation) and dataclasses.is_dataclass(value)):
+    annotation = KEYS[key].annotation
+    if value is None or (block_of(annotation) and isinstance(value, Block)):
         return True
     if isinstance(value, float):
         return value == value and (abs(value) < 1e20 or value == float("inf"))

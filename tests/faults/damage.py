@@ -5,7 +5,6 @@ as the package does, and returns what somebody would go on with. A fault is noti
 warns, harmless if it returns what it returned before.
 """
 
-import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import ledger, store
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
@@ -87,7 +86,7 @@ def _config(made: Subject) -> Any:
     run_folder.check_run_folder(given, overwrite=False)
     config = run_config(made.output)
     run_folder.check_config_file(made.output, config, checkpoint.progress(made.output / "checkpoints", 12))
-    fixed = {key: value for key, value in run_folder._dotted(dataclasses.asdict(config)).items()}
+    fixed = {key: value for key, value in run_folder._dotted(config.model_dump()).items()}
     return {key: value for key, value in fixed.items() if key not in run_folder._MAY_CHANGE}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.training.run_folder import is_finished
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run, start

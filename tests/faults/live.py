@@ -17,7 +17,7 @@ import jax
 from absl import flags
 
 from recjax import serve
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.console import command
 from recjax.experience import store
 from recjax.experience.followed import from_plain

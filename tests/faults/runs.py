@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 from absl import flags
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.console import command
 from recjax.experience import store
 from recjax.generate_experience import generate

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.export import export
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import load_pretrained

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.config import RegimeConfig
-from recjax.config_loading import load_config
+from recjax.config import RegimeConfig, load_config
 from recjax.experience.batch import sampled_shape
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
@@ -204,7 +203,7 @@ def test_activations_grow_with_what_they_are_of(tiny):
 @pytest.mark.parametrize(
     "regime",
     [
-        pytest.param(RegimeConfig(m, n), marks=[pytest.mark.slow] * (m == 3 or n == 2))
+        pytest.param(RegimeConfig(sync_interval=m, sync_offset=n), marks=[pytest.mark.slow] * (m == 3 or n == 2))
         for m in (1, 3, 20)
         for n in (0, 2, 10)
     ],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories

@@ -20,7 +20,11 @@ NORMS = 5 * 16 * 4  # bytes of scales, which every device has
 
 def axes(sizes, free, decoder=DECODER):
     devices = jax.devices()[: int(np.prod(sizes))]
-    return tuple(grouped(decoder, make_mesh(MeshConfig(*sizes), devices), free).shape.values())
+    return tuple(
+        grouped(
+            decoder, make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))), devices), free
+        ).shape.values()
+    )
 
 
 def test_the_smallest_group_that_holds_the_weights_is_chosen():
@@ -42,7 +46,7 @@ def test_heads_are_not_cut():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_weights_lie_by_the_rules_and_once(size):
-    mesh = make_mesh(MeshConfig(1, 4, 1), jax.devices()[:4])
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=1), jax.devices()[:4])
     params = init_params(DECODER.config, jax.random.key(0))
     placed = jax.device_put(params, param_shardings(mesh, params))
     groups = grouped(DECODER, mesh, int((WHOLE / size + NORMS) / WEIGHTS_SHARE) + 1)

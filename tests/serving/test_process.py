@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import store
 from recjax.experience.sources import load_groups, with_logprobs
 from recjax.generate_experience import generate_remotely

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.tasks import competition_math, gsm8k, guru_math, toolace
 from recjax.tasks.competition_math import last_boxed
 from recjax.tasks.loading import load_task

@@ -1,7 +1,6 @@
 """Grading: worker processes that hang, die and swell; parts and weights; rewards of the user's own."""
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
@@ -18,12 +17,12 @@ from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
 
-CONFIG = dataclasses.replace(
-    Config(), grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
+CONFIG = Config.model_construct(
+    grading=GradingConfig(seconds=4.0, max_characters=5_000), rollout=RolloutConfig(max_completion_tokens=10)
 )
 
 # Real graders import and parse, which on a busy machine takes its time.
-PATIENT = dataclasses.replace(CONFIG, grading=GradingConfig(seconds=20.0, max_characters=5_000))
+PATIENT = CONFIG.model_copy(update={"grading": GradingConfig(seconds=20.0, max_characters=5_000)})
 
 
 def submitted(grading, completions, answers=None, columns=None):
@@ -260,7 +259,7 @@ def test_a_module_that_cannot_be_imported_is_one_error_with_the_users_own_lines(
 
 
 def test_success_is_the_reward_where_there_is_no_accuracy():
-    config = dataclasses.replace(CONFIG, task=TaskConfig(success=0.5))
+    config = CONFIG.model_copy(update={"task": TaskConfig(success=0.5)})
     assert scores_of(custom(shares), ["a", "ab"], config).accurate.tolist() == [False, True]
 
 

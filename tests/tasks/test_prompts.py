@@ -1,7 +1,5 @@
 """Prompts as arrays, and which of them each batch asks."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -41,7 +39,7 @@ def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():
     assert without_long_prompts(task, TOKENIZER, drop)[:2] == (PROBLEMS[:1], PROBLEMS[2:])
     assert without_long_prompts(task, TOKENIZER, RolloutConfig(max_prompt_tokens=4)) is task
     with pytest.raises(ValueError, match="max_prompt_tokens = 3 leaves 0 train and 1 held-out problems of 2 and 1"):
-        without_long_prompts(task, TOKENIZER, dataclasses.replace(drop, max_prompt_tokens=3))
+        without_long_prompts(task, TOKENIZER, drop.model_copy(update={"max_prompt_tokens": 3}))
 
 
 def test_every_problem_comes_once_an_epoch_in_an_order_of_its_own():

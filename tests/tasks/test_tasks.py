@@ -6,8 +6,7 @@ import re
 import datasets
 import pytest
 
-from recjax.config import ArithmeticTask, FileTask
-from recjax.config_loading import load_config
+from recjax.config import ArithmeticTask, FileTask, load_config
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems
 from recjax.tasks.loading import load_task
@@ -74,7 +73,7 @@ def test_examples_are_solved_and_never_give_the_question_away():
 @pytest.mark.parametrize("kind", ["1..9 / 1..9", "9..1 + 1..2", "0..9999 * 0..9999", "one"])
 def test_arithmetic_refuses_kinds_by_name(kind):
     with pytest.raises(ValueError, match=re.escape(repr(kind))):
-        arithmetic_problems(ArithmeticTask([kind]), seed=0)
+        arithmetic_problems(ArithmeticTask(problems=[kind]), seed=0)
 
 
 @pytest.mark.parametrize("template", ["{a} {op} =", "{a} {op} {b} {c}", "{"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from tests.training.tiny_run import TINY
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.training import loop
 from recjax.training.metrics import MetricsWriter
 from tests.training.tiny_run import train

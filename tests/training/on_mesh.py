@@ -45,7 +45,12 @@ def on(sizes: tuple[int, int, int] | None):
     if sizes is None:
         yield
     else:
-        with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])):
+        with jax.set_mesh(
+            make_mesh(
+                MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))),
+                jax.devices()[: int(np.prod(sizes))],
+            )
+        ):
             yield
 
 

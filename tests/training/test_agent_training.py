@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import store
 from recjax.training import checkpoint
 from tests.training.tiny_run import TINY, train, without_times

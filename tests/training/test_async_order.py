@@ -174,7 +174,7 @@ def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
 def test_a_synchronous_run_never_imports_ray(tiny):
     config = tiny("run", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0")
     program = (
-        "import sys; from recjax.config_loading import load_config; from tests.training.tiny_run import train;"
+        "import sys; from recjax.config import load_config; from tests.training.tiny_run import train;"
         "rows = train(load_config(sys.argv[1], sys.argv[2:])); sys.exit(len(rows) != 2 or 'ray' in sys.modules)"
     )
     overrides = [f"output={config.output}", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0"]

@@ -49,7 +49,7 @@ import sys
 import jax
 import numpy as np
 from recjax import hosts
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.rollout.generators import require_ray
 from recjax.training import loop
 from recjax.training.mesh import make_mesh

@@ -1,6 +1,5 @@
 """Damage to a run's folder: the run goes on from what is whole, with the same numbers, or says what is wrong."""
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -11,7 +10,7 @@ import pytest
 
 import recjax
 from recjax import manifest
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.export import export
 from recjax.train import show_result
 from recjax.training import loop, run_folder
@@ -130,7 +129,7 @@ def test_a_run_of_another_version_is_read_with_a_warning(run, tmp_path, said):
     assert run_config(folder) == config
     (line,) = [line for line in said if "not read" in line]
     assert "model.widget, gadget" in line and "made with recjax 9.9" in line
-    progress = {"totals": {"config": dataclasses.asdict(config) | {"gadget": {"x": 1}}}}
+    progress = {"totals": {"config": config.model_dump() | {"gadget": {"x": 1}}}}
     run_folder.check_config_file(folder, config, progress)
     progress["totals"]["config"]["seed"] = 5
     with pytest.raises(ValueError, match="seed: 5 there"):

@@ -24,7 +24,7 @@ OPTIONS = ["training.steps=6", "evaluation.every=0", "rollout.max_context_tokens
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
     """The rows of six batches of four groups, and a folder that no store is in."""
-    from recjax.config_loading import load_config
+    from recjax.config import load_config
     from tests.training.tiny_run import TINY
 
     folder = tmp_path_factory.mktemp("sampled")

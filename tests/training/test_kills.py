@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import store
 from recjax.generate_experience import generate
 from recjax.training.metrics import read_metrics

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.training import layout

@@ -1,6 +1,5 @@
 """The real loop, small: regimes, on-policy ratios, resume, failures."""
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
 from recjax.training import loop, rounds
@@ -71,7 +70,7 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
         return jax.nn.log_softmax(logits(made.policy.decoder.config, params, last_hidden(hidden, mask)))
 
     asked = made.held_out
-    one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
+    one_token = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_completion_tokens": 1})})
     with made.grading:
         sampled = evaluate(one_token, made.policy, moved, asked, made.grading, 0, initial).initial_kl
     exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(initial)), axis=-1))
@@ -204,7 +203,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 def test_an_update_that_overflows_stops_the_run(tiny):
     config = tiny("run", "training.checkpoint_every=1")
     # A config file's rate has a bound; this overflows at once.
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e38))
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"learning_rate": 1e38})})
     with pytest.raises(FloatingPointError, match=r"step 1: update_norm = inf.*checkpoint is of step 0"):
         train(config)
 

@@ -27,7 +27,7 @@ EVERYTHING = adapted(EVERYTHING, LoraConfig(rank=2, targets=["query", "output", 
     [((-1, 1, 1), (4, 1, 1)), ((1, -1, 2), (1, 2, 2)), ((2, 2, -1), (2, 2, 1)), ((1, 4, 1), (1, 4, 1))],
 )
 def test_sizes_multiply_to_the_devices(sizes, shape):
-    mesh = make_mesh(MeshConfig(*sizes))
+    mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))))
     assert mesh.axis_names == ("data", "fsdp", "tensor") and tuple(mesh.shape.values()) == shape
     assert sorted(device.id for device in mesh.devices.flat) == [0, 1, 2, 3]
 
@@ -36,12 +36,12 @@ def test_sizes_multiply_to_the_devices(sizes, shape):
 def test_sizes_that_do_not_are_refused_with_their_names(sizes):
     named = ", ".join(f"{name} {size}" for name, size in zip(("data", "fsdp", "tensor"), sizes, strict=True))
     with pytest.raises(ValueError, match=f"mesh: {named}: .* the 4 devices there are; set"):
-        make_mesh(MeshConfig(*sizes))
+        make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))))
 
 
 def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
     shapes = abstract_params(EVERYTHING)
-    mesh = make_mesh(MeshConfig(1, 2, 2))
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
     shardings = flatten(param_shardings(mesh, shapes))
     used = {rule for path in shardings for rule, _ in RULES if re.search(f"(^|/)({rule})$", path)}
     assert used == {rule for rule, _ in RULES}
@@ -54,7 +54,7 @@ def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
 def test_an_optimizers_state_lies_where_its_parameters_do():
     shapes = abstract_params(EVERYTHING)
     state = jax.eval_shape(optax.adamw(1e-3).init, shapes)
-    mesh = make_mesh(MeshConfig(1, 2, 2))
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
     placed = param_shardings(mesh, state)
     assert placed[0].mu == placed[0].nu == param_shardings(mesh, shapes)
     assert placed[0].count.spec == PartitionSpec()
@@ -68,7 +68,7 @@ def test_a_path_without_a_rule_is_named():
 
 
 def test_what_an_axis_does_not_divide_is_whole():
-    mesh = make_mesh(MeshConfig(1, 1, 4))
+    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=4))
     odd = dataclasses.replace(EVERYTHING, vocab_size=13)
     assert param_shardings(mesh, abstract_params(odd))["head"]["kernel"].spec == PartitionSpec("fsdp", None)
 
@@ -82,10 +82,13 @@ def test_what_an_axis_does_not_divide_is_whole():
 )
 def test_a_model_that_does_not_split_is_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        check_fits(make_mesh(MeshConfig(*sizes)), DecoderConfig(12, 18, 32, 2, 6, 2, 8))
-    check_fits(make_mesh(MeshConfig(*sizes)), EVERYTHING)
+        check_fits(
+            make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))),
+            DecoderConfig(12, 18, 32, 2, 6, 2, 8),
+        )
+    check_fits(make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))), EVERYTHING)
 
 
 def test_rows_are_split_over_data_and_fsdp():
-    with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1))):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=1))):
         assert put_rows(np.zeros((8, 3))).sharding.shard_shape((8, 3)) == (2, 3)

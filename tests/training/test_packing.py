@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience.batch import Batch, Shape
 from recjax.training import layout
 from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for

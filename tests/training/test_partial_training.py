@@ -7,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.models.trainable import flatten, is_adapter
 from recjax.training import checkpoint
 from recjax.training.run import prepare

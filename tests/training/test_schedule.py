@@ -6,7 +6,9 @@ from recjax.config import RegimeConfig
 from recjax.training.schedule import expected_staleness, is_sync
 from tests.training.simulated_run import simulated
 
-REGIMES = [RegimeConfig(m, n) for m in (1, 3, 20) for n in (0, 1, 10)] + [RegimeConfig(offline=True)]
+REGIMES = [RegimeConfig(sync_interval=m, sync_offset=n) for m in (1, 3, 20) for n in (0, 1, 10)] + [
+    RegimeConfig(offline=True)
+]
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -29,7 +31,7 @@ def test_every_batch_is_sampled_once_in_order_with_the_expected_staleness(tiny, 
     ("interval", "offset", "low", "high"), [(1, 0, 0, 0), (20, 0, 0, 19), (1, 10, 10, 10), (20, 10, 10, 29)]
 )
 def test_ranges_of_the_paper(interval, offset, low, high):
-    regime = RegimeConfig(interval, offset)
+    regime = RegimeConfig(sync_interval=interval, sync_offset=offset)
     staleness = [expected_staleness(step, regime) for step in range(offset + 1, 200)]
     assert (min(staleness), max(staleness)) == (low, high)
     assert staleness[:3] == [offset + (i % interval) for i in range(3)]

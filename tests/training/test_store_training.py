@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.experience import store
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns

@@ -112,11 +112,14 @@ def test_equal_rewards_move_nothing():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (OptimizerConfig(2.0), [2, 2, 2, 2, 2]),
-        (OptimizerConfig(2.0, warmup_steps=4), [0.5, 1, 1.5, 2, 2]),
-        (OptimizerConfig(2.0, schedule="linear"), [2, 1.6, 1.2, 0.8, 0.4]),
-        (OptimizerConfig(2.0, schedule="cosine"), [2 * (1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)]),
-        (OptimizerConfig(2.0, schedule="linear", warmup_steps=1), [2, 2, 1.5, 1, 0.5]),
+        (OptimizerConfig(learning_rate=2.0), [2, 2, 2, 2, 2]),
+        (OptimizerConfig(learning_rate=2.0, warmup_steps=4), [0.5, 1, 1.5, 2, 2]),
+        (OptimizerConfig(learning_rate=2.0, schedule="linear"), [2, 1.6, 1.2, 0.8, 0.4]),
+        (
+            OptimizerConfig(learning_rate=2.0, schedule="cosine"),
+            [2 * (1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)],
+        ),
+        (OptimizerConfig(learning_rate=2.0, schedule="linear", warmup_steps=1), [2, 2, 1.5, 1, 0.5]),
     ],
 )
 def test_learning_rate_of_each_update(config, expected):
@@ -125,7 +128,7 @@ def test_learning_rate_of_each_update(config, expected):
 
 
 def test_the_gradient_is_clipped_to_its_norm_before_adam():
-    optimizer = make_optimizer(OptimizerConfig(1.0, clip_norm=0.5, epsilon=1.0), steps=10)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, clip_norm=0.5, epsilon=1.0), steps=10)
     gradient = jnp.array([30.0, 40.0])
     updates, _ = optimizer.update(gradient, optimizer.init(jnp.zeros(2)), jnp.zeros(2))
     clipped = np.array([0.3, 0.4])

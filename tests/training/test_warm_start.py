@@ -1,6 +1,5 @@
 """The warm start: what it shows the model, what it makes, and the cache."""
 
-import dataclasses
 import json
 
 import chex
@@ -8,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.config_loading import load_config
+from recjax.config import load_config
 from recjax.training import run, warm_start
 from recjax.training.evaluation import evaluate
 from recjax.training.warm_start import _with_slips
@@ -58,7 +57,7 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
 
 
 def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
-    short = dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, steps=2))
+    short = config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"steps": 2})})
     params, warned = run.prepare(short)[1], []
     (folder,) = (path for path in (tmp_path / "cache" / "warm_start").iterdir() if path.is_dir())
     monkeypatch.setattr(warm_start.logger, "warning", lambda *words: warned.append(words[0] % words[1:]))
@@ -117,5 +116,5 @@ def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
 
     monkeypatch.setattr(warm_start, "supervise", supervise)
     for seed in (0, 1, 0):
-        run.prepare(dataclasses.replace(config, seed=seed))
+        run.prepare(config.model_copy(update={"seed": seed}))
     assert seeds == [0, 1]

@@ -1,56 +1,57 @@
 """The blocks `model`, `warm_start` and `mesh` of a config: the policy, its beginning, and the devices it lies on."""
 
-import dataclasses
 import re
 import typing
 from typing import Literal
 
 from recjax.algorithms.options import require
-from recjax.config_fields import at_least, number, require_one
+from recjax.config.fields import Block, Float, Int, key, require_one
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderShape:
+class DecoderShape(Block):
     """A decoder to make from scratch, with a tokenizer of the task's own characters."""
 
-    hidden_size: int = at_least(2, 64)  # width of the residual stream
-    num_layers: int = at_least(1, 3)  # transformer blocks
-    num_heads: int = at_least(1, 4)  # attention heads
-    num_kv_heads: int = at_least(1, 4)  # heads of keys and values; fewer than num_heads: grouped-query attention
-    intermediate_size: int = at_least(1, 256)  # width of the MLP
+    hidden_size: Int = key(64, "width of the residual stream", ge=2)
+    num_layers: Int = key(3, "transformer blocks", ge=1)
+    num_heads: Int = key(4, "attention heads", ge=1)
+    num_kv_heads: Int = key(4, "heads of keys and values; fewer than num_heads: grouped-query attention", ge=1)
+    intermediate_size: Int = key(256, "width of the MLP", ge=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Block):
     """Low-rank adapters beside frozen projections."""
 
-    rank: int = at_least(1, 16)  # rank of the adapters
-    alpha: float = number(32.0, above=0, high=2**16)  # the adapters' product is scaled by alpha / rank
-    # Projections of every layer that get an adapter.
-    targets: list[Projection] = dataclasses.field(default_factory=lambda: ["query", "key", "value", "output"])
+    rank: Int = key(16, "rank of the adapters", ge=1)
+    alpha: Float = key(32.0, "the adapters' product is scaled by alpha / rank", gt=0, le=2**16)
+    targets: list[Projection] = key(
+        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter."
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Block):
     """The policy: either `path` or `decoder`."""
 
-    path: str | None = None  # folder or hub name of a model in Hugging Face format
-    decoder: DecoderShape | None = None
-    teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
-    # Dtype of the computation; auto: bfloat16 where the device has it.
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # What the backward pass computes again to save memory: nothing, all but projections, or whole layers.
-    remat: Remat = dataclasses.field(default="none", metadata={"became": "what was true is now full, and false none"})
-    # Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto takes the one that fits.
-    attention: Attention = "auto"
-    lora: LoraConfig | None = None
-    # Regular expressions of the parameter paths that are not trained.
-    freeze: list[str] = dataclasses.field(default_factory=list)
-    logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
+    path: str | None = key(None, "folder or hub name of a model in Hugging Face format")
+    decoder: DecoderShape | None = key(None, "")
+    teacher: str | None = key(
+        None, "folder or hub name of a model with the same tokenizer; algorithm.distillation reads it"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "Dtype of the computation; auto: bfloat16 where the device has it."
+    )
+    remat: Remat = key(
+        "none", "What the backward pass computes again to save memory: nothing, all but projections, or whole layers."
+    )
+    attention: Attention = key(
+        "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto takes the one that fits."
+    )
+    lora: LoraConfig | None = key(None, "")
+    freeze: list[str] = key(list, "Regular expressions of the parameter paths that are not trained.")
+    logprob_chunk: Int = key(1024, "token positions whose vocabulary scores a device has at one time", ge=1)
 
     def check(self) -> None:
         """Refuses two models or none, heads that do not divide a decoder's sizes, and parts frozen beside adapters."""
@@ -73,23 +74,21 @@ class ModelConfig:
             require(not self.freeze, "model.freeze", self.freeze, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(Block):
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
-    steps: int = at_least(1, 400)  # optimiser steps
-    batch_size: int = at_least(1, 128)  # answers in each step
-    learning_rate: float = number(2e-3, low=0, high=1)  # peak learning rate of Adam
-    wrong_fraction: float = number(0.5, low=0, high=1)  # share of the answers that hold a mistake
+    steps: Int = key(400, "optimiser steps", ge=1)
+    batch_size: Int = key(128, "answers in each step", ge=1)
+    learning_rate: Float = key(0.002, "peak learning rate of Adam", ge=0, le=1)
+    wrong_fraction: Float = key(0.5, "share of the answers that hold a mistake", ge=0, le=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Block):
     """How devices are arranged; the three sizes multiply to their number, and -1, once at most, takes the rest."""
 
-    data: int = -1  # devices that split the rows of a batch; each has all parameters
-    fsdp: int = 1  # devices that split rows, parameters and the optimiser's state
-    tensor: int = 1  # devices that split heads, MLP units and vocabulary; keep them within one host
+    data: Int = key(-1, "devices that split the rows of a batch; each has all parameters")
+    fsdp: Int = key(1, "devices that split rows, parameters and the optimiser's state")
+    tensor: Int = key(1, "devices that split heads, MLP units and vocabulary; keep them within one host")
 
     def check(self) -> None:
         """Refuses sizes that are no numbers of devices, and more than one rest."""

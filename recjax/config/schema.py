@@ -1,61 +1,52 @@
-"""The schema of a run's config file: every key, its type, its default, and what it must not say.
+"""The schema of a run: every key with its type, default, bounds and meaning, and the contradictions between keys."""
 
-The blocks of config_model.py, config_experience.py and config_tasks.py are imported from here as well.
-"""
-
-import dataclasses
 import math
 from typing import Any, Literal
 
-import omegaconf
+import pydantic
 
 from recjax.algorithms.options import require
 from recjax.algorithms.reading import names_read
-from recjax.config_experience import ExperienceConfig, LateConfig, MixConfig, RegimeConfig, ReplayConfig, RolloutConfig  # noqa: F401
-from recjax.config_fields import (
+from recjax.config.experience import ExperienceConfig, RegimeConfig, RolloutConfig
+from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
-    at_least,
-    check_numbers,
-    number,
+    Block,
+    Float,
+    Int,
+    key,
     require_defaults,
     schema_keys,
 )
-from recjax.config_model import DecoderShape, LoraConfig, MeshConfig, ModelConfig, WarmStartConfig  # noqa: F401
-from recjax.config_tasks import ArithmeticTask, FileTask, GradingConfig, ReasoningGymTask, TaskConfig  # noqa: F401
+from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
+from recjax.config.tasks import GradingConfig, TaskConfig
 from recjax.models.sampling import Sampling
 
 MICRO_BATCH_TOKENS = 4096  # on each device, where no size is asked for: products are large, and arrays are not
 
 
-@dataclasses.dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Block):
     """A preset, and changes to any of its axes: `name` and options of the axis function.
 
     A name is of the axis' table or the user's own, `module:function`; docs/objectives.md has both.
     """
 
-    preset: str = "grpo"  # `python -m recjax.objectives` lists them
-    # What the loss sums: tokens, or pairs of completions.
-    objective: dict[str, Any] = dataclasses.field(default_factory=dict)
-    selection: dict[str, Any] = dataclasses.field(default_factory=dict)  # which completions are trained on
-    advantage: dict[str, Any] = dataclasses.field(default_factory=dict)  # how rewards become advantages
-    anchor: dict[str, Any] = dataclasses.field(default_factory=dict)  # the policy that ratios are measured from
-    # Level of the ratio: the token, or the whole completion.
-    ratio: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Which tokens get no gradient, by ratio and advantage.
-    clip: dict[str, Any] = dataclasses.field(default_factory=dict)
-    mask: dict[str, Any] = dataclasses.field(default_factory=dict)  # which other tokens or completions get no gradient
-    weight: dict[str, Any] = dataclasses.field(default_factory=dict)  # weight of each token's gradient
-    # Weight for the difference between anchor and behaviour policy.
-    correction: dict[str, Any] = dataclasses.field(default_factory=dict)
-    regularizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # a term added to the loss
-    reduction: dict[str, Any] = dataclasses.field(default_factory=dict)  # how token losses become one loss
-    reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)  # KL to the initial policy
-    # KL to the initial policy, with importance weights.
-    unbiased_reference_kl: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entropy: dict[str, Any] = dataclasses.field(default_factory=dict)  # a bonus for entropy
-    distillation: dict[str, Any] = dataclasses.field(default_factory=dict)  # a teacher's log-probs as advantages
+    preset: str = key("grpo", "`python -m recjax.objectives` lists them")
+    objective: dict[str, Any] = key(dict, "What the loss sums: tokens, or pairs of completions.")
+    selection: dict[str, Any] = key(dict, "which completions are trained on")
+    advantage: dict[str, Any] = key(dict, "how rewards become advantages")
+    anchor: dict[str, Any] = key(dict, "the policy that ratios are measured from")
+    ratio: dict[str, Any] = key(dict, "Level of the ratio: the token, or the whole completion.")
+    clip: dict[str, Any] = key(dict, "Which tokens get no gradient, by ratio and advantage.")
+    mask: dict[str, Any] = key(dict, "which other tokens or completions get no gradient")
+    weight: dict[str, Any] = key(dict, "weight of each token's gradient")
+    correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behaviour policy.")
+    regularizer: dict[str, Any] = key(dict, "a term added to the loss")
+    reduction: dict[str, Any] = key(dict, "how token losses become one loss")
+    reference_kl: dict[str, Any] = key(dict, "KL to the initial policy")
+    unbiased_reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, with importance weights.")
+    entropy: dict[str, Any] = key(dict, "a bonus for entropy")
+    distillation: dict[str, Any] = key(dict, "a teacher's log-probs as advantages")
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
@@ -91,19 +82,19 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.{error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Block):
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
-    learning_rate: float = number(1e-6, low=0, high=1)  # learning rate of AdamW after the warm-up
-    # Schedule of the learning rate; linear and cosine decay to zero over training.steps.
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = at_least(0, 0)  # optimiser steps in which the learning rate rises from zero
-    clip_norm: float = number(1.0, above=0, high=math.inf)  # global norm that gradients are cut to; .inf: no clipping
-    weight_decay: float = number(0.0, low=0, high=1)  # decoupled weight decay, as in AdamW
-    beta1: float = number(0.9, low=0, below=1)  # decay of the mean of gradients
-    beta2: float = number(0.999, low=0, below=1)  # decay of the mean of squared gradients
-    epsilon: float = number(1e-8, above=0, high=1)  # added to the square root of the mean of squared gradients
+    learning_rate: Float = key(1e-06, "learning rate of AdamW after the warm-up", ge=0, le=1)
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "Schedule of the learning rate; linear and cosine decay to zero over training.steps."
+    )
+    warmup_steps: Int = key(0, "optimiser steps in which the learning rate rises from zero", ge=0)
+    clip_norm: float = key(1.0, "global norm that gradients are cut to; .inf: no clipping", gt=0, le=math.inf)
+    weight_decay: Float = key(0.0, "decoupled weight decay, as in AdamW", ge=0, le=1)
+    beta1: Float = key(0.9, "decay of the mean of gradients", ge=0, lt=1)
+    beta2: Float = key(0.999, "decay of the mean of squared gradients", ge=0, lt=1)
+    epsilon: Float = key(1e-08, "added to the square root of the mean of squared gradients", gt=0, le=1)
 
     def check(self, steps: int) -> None:
         """Refuses a warm-up of all `steps` of the training."""
@@ -111,19 +102,25 @@ class OptimizerConfig:
         require(self.warmup_steps < steps, "optimizer.warmup_steps", self.warmup_steps, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Block):
     """Length of the run and how it is stored."""
 
-    steps: int = at_least(1, 100)  # optimiser steps
-    # Prompts, with their groups, in a micro-batch; null: as few as have some 4,000 tokens on each device.
-    micro_batch_prompts: int | None = at_least(1, None)
-    # In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are
-    # packed where that is much less work.
-    tokens_per_micro_batch: int | None = at_least(1, None)
-    checkpoint_every: int = at_least(1, 50)  # optimiser steps
-    keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
-    profile_steps: list[int] | None = None  # [first, last] step of a profiler's trace in the run's folder; null: none
+    steps: Int = key(100, "optimiser steps", ge=1)
+    micro_batch_prompts: Int | None = key(
+        None,
+        "Prompts, with their groups, in a micro-batch; null: as few as have some 4,000 tokens on each device.",
+        ge=1,
+    )
+    tokens_per_micro_batch: Int | None = key(
+        None,
+        "In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are packed where that is much less work.",
+        ge=1,
+    )
+    checkpoint_every: Int = key(50, "optimiser steps", ge=1)
+    keep_checkpoints: Int = key(2, "the newest ones; older ones are deleted", ge=1)
+    profile_steps: list[Int] | None = key(
+        None, "[first, last] step of a profiler's trace in the run's folder; null: none"
+    )
 
     def check(self, rollout: RolloutConfig) -> None:
         """Refuses micro-batches of two kinds or of unequal size, and steps to trace that the run does not have."""
@@ -138,18 +135,16 @@ class TrainingConfig:
         require(in_order, "training.profile_steps", traced, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Block):
     """Sampled accuracy on held-out problems."""
 
-    every: int = at_least(0, 50)  # optimiser steps between evaluations; 0: before and after training only
-    problems: int = at_least(1, 256)  # number of held-out problems that are asked
-    samples: int = at_least(1, 1)  # completions of each problem
-    initial_kl: bool = False  # also log the KL to the initial policy, which costs one more forward pass
-    temperature: float = number(1.0, low=0, high=HIGHEST_TEMPERATURE)  # temperature of sampling; 0: greedy
-    top_k: int = at_least(0, 0)  # sample from this many of the most likely tokens; 0: all
-    # Sample from the most likely tokens with this total probability; 1: all.
-    top_p: float = number(1.0, above=0, high=1)
+    every: Int = key(50, "optimiser steps between evaluations; 0: before and after training only", ge=0)
+    problems: Int = key(256, "number of held-out problems that are asked", ge=1)
+    samples: Int = key(1, "completions of each problem", ge=1)
+    initial_kl: bool = key(False, "also log the KL to the initial policy, which costs one more forward pass")
+    temperature: Float = key(1.0, "temperature of sampling; 0: greedy", ge=0, le=HIGHEST_TEMPERATURE)
+    top_k: Int = key(0, "sample from this many of the most likely tokens; 0: all", ge=0)
+    top_p: Float = key(1.0, "Sample from the most likely tokens with this total probability; 1: all.", gt=0, le=1)
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
@@ -167,48 +162,70 @@ class EvaluationConfig:
             require_defaults("evaluation", self, ("top_k", "top_p"), remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplesConfig:
+class SamplesConfig(Block):
     """Completions that were trained on, kept in the run's folder to be looked at: python -m recjax.samples."""
 
-    every: int = at_least(0, 25)  # keep completions of every Nth batch; 0: keep none
-    groups: int = at_least(1, 4)  # groups that are kept of such a batch
-    megabytes: float = number(64.0, above=0)  # limit of all kept completions; after that no more are kept
+    every: Int = key(25, "keep completions of every Nth batch; 0: keep none", ge=0)
+    groups: Int = key(4, "groups that are kept of such a batch", ge=1)
+    megabytes: Float = key(64.0, "limit of all kept completions; after that no more are kept", gt=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrackingConfig:
+class TrackingConfig(Block):
     """Trackers that get metrics, config, figures and samples beside the run's folder; one that is down stops nothing.
 
     A mapping holds what the module's `init` takes.
     """
 
-    # Arguments of wandb.init, such as {project: sums}; WANDB_MODE=offline needs no account.
-    wandb: dict[str, Any] | None = None
-    # Arguments of trackio.init, such as {project: sums}; data stays on this machine.
-    trackio: dict[str, Any] | None = None
+    wandb: dict[str, Any] | None = key(
+        None, "Arguments of wandb.init, such as {project: sums}; WANDB_MODE=offline needs no account."
+    )
+    trackio: dict[str, Any] | None = key(
+        None, "Arguments of trackio.init, such as {project: sums}; data stays on this machine."
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Block):
     """A whole run."""
 
-    seed: int = number(0, low=0, high=2**32 - 1)  # seed of data order, sampling and initial parameters
-    output: str = omegaconf.MISSING  # folder of the run; a run that was stopped goes on from it
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
-    grading: GradingConfig = dataclasses.field(default_factory=GradingConfig)
-    warm_start: WarmStartConfig | None = None
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    regime: RegimeConfig = dataclasses.field(default_factory=RegimeConfig)
-    experience: ExperienceConfig | None = None  # absent: the policy samples its own
-    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
-    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    seed: Int = key(0, "seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)
+    output: str = key(..., "folder of the run; a run that was stopped goes on from it")
+    model: ModelConfig = key(ModelConfig)
+    task: TaskConfig = key(TaskConfig)
+    grading: GradingConfig = key(GradingConfig)
+    warm_start: WarmStartConfig | None = key(None)
+    rollout: RolloutConfig = key(RolloutConfig)
+    regime: RegimeConfig = key(RegimeConfig)
+    experience: ExperienceConfig | None = key(None, "absent: the policy samples its own")
+    algorithm: AlgorithmConfig = key(AlgorithmConfig)
+    optimizer: OptimizerConfig = key(OptimizerConfig)
+    training: TrainingConfig = key(TrainingConfig)
+    evaluation: EvaluationConfig = key(EvaluationConfig)
+    samples: SamplesConfig = key(SamplesConfig)
+    tracking: TrackingConfig = key(TrackingConfig)
+    mesh: MeshConfig = key(MeshConfig)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "Config":
+        """Refuses settings that contradict each other or that nothing would read."""
+        self.rollout.check()
+        self.evaluation.check()
+        self.optimizer.check(self.training.steps)
+        self.model.check()
+        self.task.check()
+        self.grading.check(self.task)
+        self.regime.check(self.experience.replay if self.experience else None, self.follows)
+        if self.experience:
+            self.experience.check(self.rollout, self.regime)
+        if self.follows:
+            self.experience.check_follows(self.regime, self.training.checkpoint_every)
+        overlong, longest = self.task.overlong_tokens, self.rollout.max_completion_tokens
+        remedy = f"must be at most rollout.max_completion_tokens = {longest}"
+        require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
+        self.mesh.check()
+        self.training.check(self.rollout)
+        _check_algorithm(self)
+        _check_trajectories(self)
+        return self
 
     @property
     def follows(self) -> bool:
@@ -237,29 +254,6 @@ class Config:
 
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
-
-
-def check(config: Config) -> None:
-    """Refuses values out of range and settings that contradict each other or that nothing would read."""
-    check_numbers(config)
-    config.rollout.check()
-    config.evaluation.check()
-    config.optimizer.check(config.training.steps)
-    config.model.check()
-    config.task.check()
-    config.grading.check(config.task)
-    config.regime.check(config.experience.replay if config.experience else None, config.follows)
-    if config.experience:
-        config.experience.check(config.rollout, config.regime)
-    if config.follows:
-        config.experience.check_follows(config.regime, config.training.checkpoint_every)
-    overlong, longest = config.task.overlong_tokens, config.rollout.max_completion_tokens
-    remedy = f"must be at most rollout.max_completion_tokens = {longest}"
-    require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
-    config.mesh.check()
-    config.training.check(config.rollout)
-    _check_algorithm(config)
-    _check_trajectories(config)
 
 
 def _check_trajectories(config: Config) -> None:

@@ -1,12 +1,9 @@
 """The blocks `rollout`, `regime` and `experience` of a config: which completions there are, and how old they get."""
 
-import dataclasses
 from typing import Literal
 
-import omegaconf
-
 from recjax.algorithms.options import require
-from recjax.config_fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, at_least, number, require_defaults
+from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Block, Float, Int, key, require_defaults
 from recjax.models.sampling import Sampling
 
 # What stands for behaviour log-probs that a store lacks: nothing, so that they are refused; nothing, as the algorithm
@@ -15,25 +12,24 @@ MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Block):
     """How completions are sampled."""
 
-    prompts_per_step: int = at_least(1, 16)  # prompts in a batch
-    group_size: int = at_least(1, 8)  # completions of each prompt
-    # Limit of a prompt's tokens; null: the longest prompt of the data.
-    max_prompt_tokens: int | None = at_least(1, None)
-    long_prompts: Literal["refuse", "drop"] = "refuse"  # what happens to longer prompts: an error, or they are left out
-    max_completion_tokens: int = at_least(1, 16)  # limit of a completion's tokens; with task.agent, of one reply
-    # Limit of an agent's whole conversation in tokens; longer rows of a followed store are left out.
-    max_context_tokens: int | None = at_least(2, None)
-    slots: int | None = at_least(1, None)  # completions decoded at a time; null: as many as memory holds
-    # Temperature of sampling.
-    temperature: float = number(1.0, low=LOWEST_TEMPERATURE, high=HIGHEST_TEMPERATURE)
-    top_k: int = at_least(0, 0)  # sample from this many of the most likely tokens; 0: all
-    # Sample from the most likely tokens with this total probability; 1: all.
-    top_p: float = number(1.0, above=0, high=1)
-    stop: list[str] = dataclasses.field(default_factory=list)  # texts of one token that end a completion, as EOS does
+    prompts_per_step: Int = key(16, "prompts in a batch", ge=1)
+    group_size: Int = key(8, "completions of each prompt", ge=1)
+    max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the longest prompt of the data.", ge=1)
+    long_prompts: Literal["refuse", "drop"] = key(
+        "refuse", "what happens to longer prompts: an error, or they are left out"
+    )
+    max_completion_tokens: Int = key(16, "limit of a completion's tokens; with task.agent, of one reply", ge=1)
+    max_context_tokens: Int | None = key(
+        None, "Limit of an agent's whole conversation in tokens; longer rows of a followed store are left out.", ge=2
+    )
+    slots: Int | None = key(None, "completions decoded at a time; null: as many as memory holds", ge=1)
+    temperature: Float = key(1.0, "Temperature of sampling.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
+    top_k: Int = key(0, "sample from this many of the most likely tokens; 0: all", ge=0)
+    top_p: Float = key(1.0, "Sample from the most likely tokens with this total probability; 1: all.", gt=0, le=1)
+    stop: list[str] = key(list, "texts of one token that end a completion, as EOS does")
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
@@ -46,13 +42,12 @@ class RolloutConfig:
         require(bounded, "rollout.long_prompts", self.long_prompts, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class MixConfig:
+class MixConfig(Block):
     """Completions of others, from a store, beside those that the policy samples."""
 
-    store: str = omegaconf.MISSING  # folder of the store
-    share: float = number(0.5, above=0, below=1)  # share that comes from the store: a whole number of rows or groups
-    of: Literal["group", "batch"] = "group"  # mix rows into every group, or whole groups into every batch
+    store: str = key(..., "folder of the store")
+    share: Float = key(0.5, "share that comes from the store: a whole number of rows or groups", gt=0, lt=1)
+    of: Literal["group", "batch"] = key("group", "mix rows into every group, or whole groups into every batch")
 
     def check(self, rollout: RolloutConfig) -> None:
         """Refuses a share that is no whole number of rows or groups."""
@@ -66,28 +61,28 @@ class MixConfig:
 # first rounds of a run, rounds are optimiser steps.
 
 
-@dataclasses.dataclass(frozen=True)
-class LateConfig:
+class LateConfig(Block):
     """Rewards that come after their completions; how many rounds is sampled evenly, for every completion."""
 
-    shortest: int = at_least(0, 0)  # delay, in rounds
-    longest: int = at_least(0, 0)  # delay, in rounds
-    # Rounds after which a group is trained on without missing rewards; null: it waits.
-    deadline: int | None = at_least(1, None)
+    shortest: Int = key(0, "delay, in rounds", ge=0)
+    longest: Int = key(0, "delay, in rounds", ge=0)
+    deadline: Int | None = key(
+        None, "Rounds after which a group is trained on without missing rewards; null: it waits.", ge=1
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplayConfig:
+class ReplayConfig(Block):
     """A buffer of groups that are trained on more than once, and how it is sampled from."""
 
-    draw_every: int = at_least(1, 1)  # the policy samples a batch every Nth round
-    capacity: int = at_least(1, 512)  # groups that the buffer holds; the oldest is replaced
-    # Optimiser steps that a group may be behind the trainer; null: no limit.
-    max_staleness: int | None = at_least(0, None)
-    max_reuse: int = at_least(1, 4)  # how often a group is trained on at most
-    half_life: float | None = number(None, above=0)  # optimiser steps after which a group's chance halves; null: never
-    priority: Priority = "none"  # a group's chance is proportional to this
-    keep_no_signal: bool = False  # keep groups whose rewards are all equal
+    draw_every: Int = key(1, "the policy samples a batch every Nth round", ge=1)
+    capacity: Int = key(512, "groups that the buffer holds; the oldest is replaced", ge=1)
+    max_staleness: Int | None = key(
+        None, "Optimiser steps that a group may be behind the trainer; null: no limit.", ge=0
+    )
+    max_reuse: Int = key(4, "how often a group is trained on at most", ge=1)
+    half_life: Float | None = key(None, "optimiser steps after which a group's chance halves; null: never", gt=0)
+    priority: Priority = key("none", "a group's chance is proportional to this")
+    keep_no_signal: bool = key(False, "keep groups whose rewards are all equal")
 
     def check(self, sampled: int) -> None:
         """Refuses a buffer that cannot give a batch its `sampled` groups, or gives them too seldom."""
@@ -97,29 +92,31 @@ class ReplayConfig:
         require(self.max_reuse >= self.draw_every, "experience.replay.max_reuse", self.max_reuse, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class RefillConfig:
+class RefillConfig(Block):
     """Groups whose rewards are all equal teach nothing: more batches are sampled until a step has enough others."""
 
-    batches: int = at_least(1, 10)  # limit of batches for one step; a run that needs more ends with an error
+    batches: Int = key(10, "limit of batches for one step; a run that needs more ends with an error", ge=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class RegimeConfig:
+class RegimeConfig(Block):
     """How far behind the trainer the sampler is."""
 
-    sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
-    sync_offset: int = at_least(0, 0)  # batches sampled ahead of the one being trained on
-    offline: bool = False  # every batch comes from the initial policy
-    mode: Literal["sync", "async"] = "sync"  # async: other processes sample while the trainer trains, on Ray
-    # Async, or with experience.follow: optimiser steps that experience may be behind the trainer.
-    max_staleness: int | None = at_least(0, None)
-    generators: int = at_least(1, 1)  # async: processes that sample
-    # Async: completions under way go on with new weights as these come; false: each batch has those that it began with.
-    swap_within: bool = False
-    address: str | None = None  # async: address of a Ray cluster; null: Ray is started on this machine
-    # Async: time limit for one batch; a generator that takes longer is restarted.
-    generator_seconds: float = at_least(1, 600.0)
+    sync_interval: Int = key(1, "optimiser steps from one copy of the weights to the next", ge=1)
+    sync_offset: Int = key(0, "batches sampled ahead of the one being trained on", ge=0)
+    offline: bool = key(False, "every batch comes from the initial policy")
+    mode: Literal["sync", "async"] = key("sync", "async: other processes sample while the trainer trains, on Ray")
+    max_staleness: Int | None = key(
+        None, "Async, or with experience.follow: optimiser steps that experience may be behind the trainer.", ge=0
+    )
+    generators: Int = key(1, "async: processes that sample", ge=1)
+    swap_within: bool = key(
+        False,
+        "Async: completions under way go on with new weights as these come; false: each batch has those that it began with.",
+    )
+    address: str | None = key(None, "async: address of a Ray cluster; null: Ray is started on this machine")
+    generator_seconds: Float = key(
+        600.0, "Async: time limit for one batch; a generator that takes longer is restarted.", ge=1
+    )
 
     def check(self, replay: ReplayConfig | None, follows: bool) -> None:
         """Refuses settings that the mode does not read, and a bound of staleness that no batch could keep."""
@@ -145,24 +142,25 @@ class RegimeConfig:
         require(self.max_staleness >= least, "regime.max_staleness", self.max_staleness, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExperienceConfig:
+class ExperienceConfig(Block):
     """What is trained on beside, or in place of, each batch that the policy has just sampled."""
 
-    store: str | None = None  # folder of a store that every batch comes from; groups may have any size
-    mix: MixConfig | None = None
-    late: LateConfig | None = None
-    replay: ReplayConfig | None = None
-    refill: RefillConfig | None = None
-    missing_logprobs: MissingLogprobs = "error"  # what replaces behaviour log-probs that a store lacks
-    regrade: bool = False  # grade a store's completions by this run's reward, in place of their own rewards
-    record: bool = False  # keep what the policy samples in the run's folder, as a store
-    follow: bool = False  # wait for the store's groups, and train on each once, when it has its rewards
-    # Follow: completions of a group; group: those of the store's group_id, prompt: rollout.group_size of equal prompts,
-    # metadata.KEY: rollout.group_size of equal values in the metadata.
-    group_by: str = "group"
-    # Follow: after which a group goes without the rewards that have not come; null: it waits.
-    deadline_seconds: float | None = number(None, above=0)
+    store: str | None = key(None, "folder of a store that every batch comes from; groups may have any size")
+    mix: MixConfig | None = key(None, "")
+    late: LateConfig | None = key(None, "")
+    replay: ReplayConfig | None = key(None, "")
+    refill: RefillConfig | None = key(None, "")
+    missing_logprobs: MissingLogprobs = key("error", "what replaces behaviour log-probs that a store lacks")
+    regrade: bool = key(False, "grade a store's completions by this run's reward, in place of their own rewards")
+    record: bool = key(False, "keep what the policy samples in the run's folder, as a store")
+    follow: bool = key(False, "wait for the store's groups, and train on each once, when it has its rewards")
+    group_by: str = key(
+        "group",
+        "Follow: completions of a group; group: those of the store's group_id, prompt: rollout.group_size of equal prompts, metadata.KEY: rollout.group_size of equal values in the metadata.",
+    )
+    deadline_seconds: Float | None = key(
+        None, "Follow: after which a group goes without the rewards that have not come; null: it waits.", gt=0
+    )
 
     def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:
         """Refuses an empty block, ways that exclude each other, and what its own blocks refuse."""
@@ -214,7 +212,7 @@ class ExperienceConfig:
             require(self.replay.draw_every == 1, "experience.replay.draw_every", self.replay.draw_every, remedy)
         limits = {"regime.max_staleness": regime.max_staleness}
         limits |= {"experience.replay.max_staleness": self.replay.max_staleness} if self.replay else {}
-        for key, limit in limits.items():
+        for name, limit in limits.items():
             remedy = f"must be at least training.checkpoint_every - 1 = {checkpoint_every - 1}, as a server that"
             remedy += " follows the run samples with its checkpoints; raise it, or write them more often"
-            require(limit is None or limit >= checkpoint_every - 1, key, limit, remedy)
+            require(limit is None or limit >= checkpoint_every - 1, name, limit, remedy)

@@ -1,0 +1,137 @@
+"""The base class of all config blocks, the types of their values, and the messages about values they refuse."""
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import pydantic
+from pydantic.fields import FieldInfo
+
+from recjax.algorithms.options import require
+
+# Outside this range, scores divided by the temperature are infinite, or all equal.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+_LARGEST = 1e20  # float32 overflows soon after
+
+
+def _in_64_bits(value: int) -> int:
+    if abs(value) >= 2**63:
+        raise ValueError("must be a 64-bit number")
+    return value
+
+
+def _below_largest(value: float) -> float:
+    if math.isfinite(value) and abs(value) >= _LARGEST:
+        raise ValueError(f"must be below {_LARGEST:g}")
+    return value
+
+
+Int = Annotated[int, pydantic.AfterValidator(_in_64_bits)]
+Float = Annotated[float, pydantic.Field(allow_inf_nan=False), pydantic.AfterValidator(_below_largest)]
+
+_BOUNDS = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+_TYPES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+    types.NoneType: "null",
+}
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+
+
+class Block(pydantic.BaseModel):
+    """A block of keys: frozen, with no other keys and no conversion between types."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+
+
+def key(default: Any, description: str = "", **bounds: Any) -> Any:
+    """A key's default, meaning and bounds (`ge`, `gt`, `le`, `lt`); a callable default makes a new value each time."""
+    default = {"default_factory": default} if callable(default) else {"default": default}
+    return pydantic.Field(**default, description=description, **bounds)
+
+
+def block_of(annotation: Any) -> type[Block] | None:
+    """The block in an annotation such as `Block` or `Block | None`; None for plain values."""
+    parts = (annotation, *typing.get_args(annotation))
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Block)), None)
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The values of a `Literal` or `list[Literal]`; none for another annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return tuple(choice for part in typing.get_args(annotation) for choice in choices_of(part))
+
+
+def schema_keys(block: type[Block], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key of a block and its field, a nested block's keys after its own."""
+    keys = {}
+    for name, field in block.model_fields.items():
+        keys[prefix + name] = field
+        if nested := block_of(field.annotation):
+            keys |= schema_keys(nested, f"{prefix}{name}.")
+    return keys
+
+
+def takes(annotation: Any) -> str:
+    """The values that an annotation accepts, in words: "an integer or null", or its choices."""
+    is_list = typing.get_origin(annotation) is list
+    if choices := choices_of(annotation):
+        return ("a list of " if is_list else "") + ", ".join(choices)
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return " or ".join(map(takes, typing.get_args(annotation)))
+    if is_list:
+        return f"a list of {_PLURALS[_plain(typing.get_args(annotation)[0])]}"
+    return _TYPES[_plain(annotation)]
+
+
+def _plain(annotation: Any) -> type:
+    """The type behind `Annotated[type, …]` or `dict[…]`."""
+    annotation = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    return typing.get_origin(annotation) or annotation
+
+
+def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any]) -> str:
+    """The message about a value that a key does not take: key, value, and the values that it takes.
+
+    Args:
+        error: one of pydantic's, of that key or of a part of its value.
+    """
+    kind, choices = error["type"], choices_of(field.annotation)
+    if kind == "value_error":
+        problem = str(error["ctx"]["error"])
+    elif kind.startswith(("greater_than", "less_than", "finite_number")):
+        bounds = {bound: getattr(each, bound) for each in field.metadata for bound in _BOUNDS if hasattr(each, bound)}
+        said = ", ".join(_BOUNDS[bound].format(limit) for bound, limit in bounds.items())
+        finite = "finite" * (kind == "finite_number" or isinstance(value, float) and not math.isfinite(value))
+        problem = f"must be {', '.join(filter(None, [finite, said]))}"
+    elif choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        some = "some of " if typing.get_origin(field.annotation) is list else ""
+        problem = f"takes {some}{', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    else:
+        quotes = "; put it in quotes, within another pair of quotes on a command line" * kind.startswith("string")
+        problem = f"takes {takes(field.annotation)}{quotes}"
+    return f"{name} = {value!r:.300}: {problem}"
+
+
+def require_one(name: str, values: Mapping[str, Any]) -> None:
+    """Refuses a block unless exactly one of the values that exclude each other is given."""
+    given = [choice for choice, value in values.items() if value is not None]
+    if len(given) != 1:
+        found = f"found {' and '.join(given)}" if given else "found none"
+        raise ValueError(f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in values)}; {found}")
+
+
+def require_defaults(name: str, block: Block, names: Sequence[str], remedy: str) -> None:
+    """Refuses other values than the defaults where nothing would read them."""
+    for each in names:
+        value = getattr(block, each)
+        require(value == type(block).model_fields[each].get_default(), f"{name}.{each}", value, remedy)
