@@ -158,7 +158,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("training.micro_batch_prompts=5", ["training.micro_batch_prompts = 5", "rollout.prompts_per_step = 16"]),
         (
             "training={micro_batch_prompts: 4, tokens_per_micro_batch: 512}",
-            ["training.micro_batch_prompts = 4", "beside training.tokens_per_micro_batch = 512", "remove one"],
+            ["training.micro_batch_prompts = 4", "with training.tokens_per_micro_batch = 512", "remove one"],
         ),
         ("training.profile_steps=[0, 2]", ["training.profile_steps = [0, 2]", "1 <= first", "or null"]),
         ("training.profile_steps=[4, 3]", ["training.profile_steps = [4, 3]", "first <= last"]),
@@ -201,13 +201,13 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("task.gsm8k.tran=x", ["'task.gsm8k.tran'", "'task.gsm8k.train'"]),
         ("task.gsm8k.train=x", ["task.arithmetic", "task.gsm8k", "exactly one"]),
         ("task.reward_weights={length: .inf}", ["task.reward_weights", "inf", "length", "finite"]),
-        ("task.truncated=drop", ["task.truncated = 'drop'", "train, mask, penalise"]),
-        ("task.truncated_reward=-1", ["task.truncated_reward = -1.0", "penalise", "remove it"]),
-        ("grading.workers=4", ["grading", "is not read", "number_match", "remove"]),
+        ("task.truncated=drop", ["task.truncated = 'drop'", "train, mask, penalize"]),
+        ("task.truncated_reward=-1", ["task.truncated_reward = -1.0", "penalize", "remove"]),
+        ("grading.workers=4", ["grading", "does not apply", "number_match", "remove"]),
         ("mesh.fsdp=0", ["mesh.fsdp = 0", "-1"]),
         ("mesh.tensor=-1", ["mesh.data and mesh.tensor", "only one"]),
         ("rollout.long_prompts=cut", ["rollout.long_prompts = 'cut'", "refuse, drop"]),
-        ("rollout.long_prompts=drop", ["rollout.long_prompts = 'drop'", "needs rollout.max_prompt_tokens"]),
+        ("rollout.long_prompts=drop", ["rollout.long_prompts = 'drop'", "set rollout.max_prompt_tokens"]),
         ("grading.seconds=0", ["grading.seconds = 0", "0.1 or more"]),
         ("task.system_prompt=Be brief.", ["task.system_prompt = 'Be brief.'", "plain text", "remove it"]),
         ("algorithm.preset=rec_one_sided_nois", ["algorithm.preset", "rec_one_sided_nois", "rec_one_side_nois"]),
@@ -250,7 +250,7 @@ def test_the_tasks_own_reward_stands_where_none_is_named():
 
 
 def test_greedy_evaluation_refuses_cuts_that_nothing_would_read():
-    with pytest.raises(ValueError, match=r"evaluation.top_p = 0.9: is not read"):
+    with pytest.raises(ValueError, match=r"evaluation.top_p = 0.9: does not apply"):
         load("evaluation.temperature=0", "evaluation.top_p=0.9")
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from recjax.config import Config, load_config
+from recjax.config.load import parse_yaml
 
 _OPTIONAL = ("overrides", "smoke")  # keys of a file
 

@@ -1,4 +1,4 @@
-"""The blocks `rollout`, `regime` and `experience` of a config: which completions there are, and how old they get."""
+"""The config blocks `rollout`, `regime` and `experience`: the completions to train on, and how stale they may be."""
 
 from typing import Literal
 
@@ -6,48 +6,46 @@ from recjax.algorithms.options import require
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Block, Float, Int, key, require_defaults
 from recjax.models.sampling import Sampling
 
-# What stands for behaviour log-probs that a store lacks: nothing, so that they are refused; nothing, as the algorithm
-# reads none; those of the initial policy; or those of the policy that is trained, as it is when the rows arrive.
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
 class RolloutConfig(Block):
-    """How completions are sampled."""
+    """Sampling of completions."""
 
-    prompts_per_step: Int = key(16, "prompts in a batch", ge=1)
-    group_size: Int = key(8, "completions of each prompt", ge=1)
-    max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the longest prompt of the data.", ge=1)
+    prompts_per_step: Int = key(16, "Prompts in a batch", ge=1)
+    group_size: Int = key(8, "Completions of each prompt", ge=1)
+    max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the data's longest prompt", ge=1)
     long_prompts: Literal["refuse", "drop"] = key(
-        "refuse", "what happens to longer prompts: an error, or they are left out"
+        "refuse", "Treatment of longer prompts: end with an error, or drop the problems"
     )
-    max_completion_tokens: Int = key(16, "limit of a completion's tokens; with task.agent, of one reply", ge=1)
+    max_completion_tokens: Int = key(16, "Limit of a completion's tokens; with task.agent, of one reply", ge=1)
     max_context_tokens: Int | None = key(
-        None, "Limit of an agent's whole conversation in tokens; longer rows of a followed store are left out.", ge=2
+        None, "Limit of an agent's whole conversation in tokens; a followed store's longer rows are skipped", ge=2
     )
-    slots: Int | None = key(None, "completions decoded at a time; null: as many as memory holds", ge=1)
-    temperature: Float = key(1.0, "Temperature of sampling.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
-    top_k: Int = key(0, "sample from this many of the most likely tokens; 0: all", ge=0)
-    top_p: Float = key(1.0, "Sample from the most likely tokens with this total probability; 1: all.", gt=0, le=1)
-    stop: list[str] = key(list, "texts of one token that end a completion, as EOS does")
+    slots: Int | None = key(None, "Completions decoded at the same time; null: as many as memory holds", ge=1)
+    temperature: Float = key(1.0, "Sampling temperature", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
+    top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
+    top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
+    stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def check(self) -> None:
-        """Refuses prompts dropped beyond no limit."""
-        remedy = "needs rollout.max_prompt_tokens, beyond which prompts are dropped; set that, or remove it"
+        """Refuses to drop long prompts without a limit."""
+        remedy = "needs a limit; set rollout.max_prompt_tokens, or remove this key"
         bounded = self.long_prompts == "refuse" or self.max_prompt_tokens is not None
         require(bounded, "rollout.long_prompts", self.long_prompts, remedy)
 
 
 class MixConfig(Block):
-    """Completions of others, from a store, beside those that the policy samples."""
+    """Completions from a store, mixed with completions that the policy samples."""
 
-    store: str = key(..., "folder of the store")
-    share: Float = key(0.5, "share that comes from the store: a whole number of rows or groups", gt=0, lt=1)
-    of: Literal["group", "batch"] = key("group", "mix rows into every group, or whole groups into every batch")
+    store: str = key(..., "Folder of the store")
+    share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
+    of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
     def check(self, rollout: RolloutConfig) -> None:
         """Refuses a share that is no whole number of rows or groups."""
@@ -57,32 +55,30 @@ class MixConfig(Block):
         require(abs(self.share * count - round(self.share * count)) < 1e-6, "experience.mix.share", self.share, remedy)
 
 
-# A round samples a batch where one is due, and trains one step where enough groups have all their rewards: after the
-# first rounds of a run, rounds are optimiser steps.
+# A round samples a batch if one is due, and trains one step if enough groups have all their rewards. After the first
+# rounds of a run, a round is an optimizer step.
 
 
 class LateConfig(Block):
-    """Rewards that come after their completions; how many rounds is sampled evenly, for every completion."""
+    """Rewards that arrive after their completions; recjax samples a delay for every completion, uniformly."""
 
-    shortest: Int = key(0, "delay, in rounds", ge=0)
-    longest: Int = key(0, "delay, in rounds", ge=0)
+    shortest: Int = key(0, "Shortest delay, in rounds", ge=0)
+    longest: Int = key(0, "Longest delay, in rounds", ge=0)
     deadline: Int | None = key(
-        None, "Rounds after which a group is trained on without missing rewards; null: it waits.", ge=1
+        None, "Rounds after which recjax trains on a group without its missing rewards; null: the group waits", ge=1
     )
 
 
 class ReplayConfig(Block):
-    """A buffer of groups that are trained on more than once, and how it is sampled from."""
+    """A buffer of groups that recjax trains on more than once, and how it samples from the buffer."""
 
-    draw_every: Int = key(1, "the policy samples a batch every Nth round", ge=1)
-    capacity: Int = key(512, "groups that the buffer holds; the oldest is replaced", ge=1)
-    max_staleness: Int | None = key(
-        None, "Optimiser steps that a group may be behind the trainer; null: no limit.", ge=0
-    )
-    max_reuse: Int = key(4, "how often a group is trained on at most", ge=1)
-    half_life: Float | None = key(None, "optimiser steps after which a group's chance halves; null: never", gt=0)
-    priority: Priority = key("none", "a group's chance is proportional to this")
-    keep_no_signal: bool = key(False, "keep groups whose rewards are all equal")
+    draw_every: Int = key(1, "The policy samples a batch every Nth round", ge=1)
+    capacity: Int = key(512, "Groups that the buffer holds; a new group replaces the oldest", ge=1)
+    max_staleness: Int | None = key(None, "Limit of a group's staleness, in optimizer steps; null: no limit", ge=0)
+    max_reuse: Int = key(4, "Number of times that recjax trains on a group, at most", ge=1)
+    half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
+    priority: Priority = key("none", "Quantity that a group's chance is proportional to")
+    keep_no_signal: bool = key(False, "Keep groups whose rewards are all equal")
 
     def check(self, sampled: int) -> None:
         """Refuses a buffer that cannot give a batch its `sampled` groups, or gives them too seldom."""
@@ -93,94 +89,96 @@ class ReplayConfig(Block):
 
 
 class RefillConfig(Block):
-    """Groups whose rewards are all equal teach nothing: more batches are sampled until a step has enough others."""
+    """Dynamic sampling: replaces groups whose rewards are all equal by groups of further batches."""
 
-    batches: Int = key(10, "limit of batches for one step; a run that needs more ends with an error", ge=1)
+    batches: Int = key(10, "Limit of batches for one step; a run that needs more ends with an error", ge=1)
 
 
 class RegimeConfig(Block):
-    """How far behind the trainer the sampler is."""
+    """Staleness of the sampler's weights."""
 
-    sync_interval: Int = key(1, "optimiser steps from one copy of the weights to the next", ge=1)
-    sync_offset: Int = key(0, "batches sampled ahead of the one being trained on", ge=0)
-    offline: bool = key(False, "every batch comes from the initial policy")
-    mode: Literal["sync", "async"] = key("sync", "async: other processes sample while the trainer trains, on Ray")
+    sync_interval: Int = key(1, "Optimizer steps between two copies of the weights to the sampler", ge=1)
+    sync_offset: Int = key(0, "Batches sampled ahead of the batch being trained on", ge=0)
+    offline: bool = key(False, "Every batch comes from the initial policy")
+    mode: Literal["sync", "async"] = key("sync", "async: other processes sample during the updates, on Ray")
     max_staleness: Int | None = key(
-        None, "Async, or with experience.follow: optimiser steps that experience may be behind the trainer.", ge=0
+        None, "With async or experience.follow: limit of the experience's staleness, in optimizer steps", ge=0
     )
-    generators: Int = key(1, "async: processes that sample", ge=1)
+    generators: Int = key(1, "With async: processes that sample", ge=1)
     swap_within: bool = key(
-        False,
-        "Async: completions under way go on with new weights as these come; false: each batch has those that it began with.",
+        False, "With async: a generator takes new weights in the middle of completions; false: only between batches"
     )
-    address: str | None = key(None, "async: address of a Ray cluster; null: Ray is started on this machine")
-    generator_seconds: Float = key(
-        600.0, "Async: time limit for one batch; a generator that takes longer is restarted.", ge=1
-    )
+    address: str | None = key(None, "With async: address of a Ray cluster; null: recjax starts Ray on this machine")
+    generator_seconds: Float = key(600.0, "With async: time limit for one batch; a slower generator is restarted", ge=1)
 
     def check(self, replay: ReplayConfig | None, follows: bool) -> None:
-        """Refuses settings that the mode does not read, and a bound of staleness that no batch could keep."""
+        """Refuses settings that the mode does not read, and a limit of staleness that no batch could keep."""
         if self.offline:
-            remedy = "is not read when regime.offline is true, where the sampler never gets new weights;"
-            require_defaults("regime", self, ("sync_interval", "sync_offset"), f"{remedy} remove one of them")
+            remedy = "does not apply with regime.offline, as the sampler never gets new weights; remove one of them"
+            require_defaults("regime", self, ("sync_interval", "sync_offset"), remedy)
         if self.mode == "sync":
-            remedy = "is read with regime.mode = async alone; set that, or remove it"
+            remedy = "applies only with regime.mode = async; set that, or remove this key"
             require_defaults("regime", self, ("generators", "swap_within", "address", "generator_seconds"), remedy)
-            remedy = "is read with regime.mode = async and experience.follow; set one of these, or remove it"
+            remedy = "applies only with regime.mode = async or experience.follow; set one of them, or remove this key"
             require(follows or self.max_staleness is None, "regime.max_staleness", self.max_staleness, remedy)
             return
-        remedy = "has no meaning with regime.mode = async, where generators take new weights; remove one of them"
+        remedy = "does not work with regime.mode = async, where generators take new weights; remove one of them"
         require(not self.offline, "regime.offline", self.offline, remedy)
-        remedy = "is not read with regime.mode = async, where regime.max_staleness bounds what is sampled ahead;"
-        require_defaults("regime", self, ("sync_offset",), f"{remedy} remove it")
-        remedy = "is needed with regime.mode = async: optimiser steps that experience may be behind the trainer, from 0"
+        remedy = "does not apply with regime.mode = async; regime.max_staleness limits how far ahead generators sample"
+        require_defaults("regime", self, ("sync_offset",), remedy)
+        remedy = "is required with regime.mode = async: limit of the experience's staleness in optimizer steps, from 0"
         require(self.max_staleness is not None, "regime.max_staleness", None, remedy)
         least, why = self.sync_interval - 1, f"regime.sync_interval = {self.sync_interval}"
         if replay:
             least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
-        remedy = f"must be at least {least}, which {why} come to"
+        remedy = f"must be at least {least}, the staleness due to {why}"
         require(self.max_staleness >= least, "regime.max_staleness", self.max_staleness, remedy)
 
 
 class ExperienceConfig(Block):
-    """What is trained on beside, or in place of, each batch that the policy has just sampled."""
+    """Training data other than the batch that the policy has just sampled."""
 
-    store: str | None = key(None, "folder of a store that every batch comes from; groups may have any size")
-    mix: MixConfig | None = key(None, "")
-    late: LateConfig | None = key(None, "")
-    replay: ReplayConfig | None = key(None, "")
-    refill: RefillConfig | None = key(None, "")
-    missing_logprobs: MissingLogprobs = key("error", "what replaces behaviour log-probs that a store lacks")
-    regrade: bool = key(False, "grade a store's completions by this run's reward, in place of their own rewards")
-    record: bool = key(False, "keep what the policy samples in the run's folder, as a store")
-    follow: bool = key(False, "wait for the store's groups, and train on each once, when it has its rewards")
+    store: str | None = key(None, "Folder of a store that every batch comes from; groups may have any size")
+    mix: MixConfig | None = key(None)
+    late: LateConfig | None = key(None)
+    replay: ReplayConfig | None = key(None)
+    refill: RefillConfig | None = key(None)
+    missing_logprobs: MissingLogprobs = key(
+        "error",
+        "Treatment of completions in a store that have no behavior log-probs. error: refuse them; unneeded: the"
+        " algorithm reads none; initial: score with the initial policy; current: score with the trained policy",
+    )
+    regrade: bool = key(False, "Grade a store's completions with this run's reward, instead of their own rewards")
+    record: bool = key(False, "Keep the completions that the policy samples in a store in the run's folder")
+    follow: bool = key(False, "Train on a store as it grows, on each group once, when all its rewards have arrived")
     group_by: str = key(
         "group",
-        "Follow: completions of a group; group: those of the store's group_id, prompt: rollout.group_size of equal prompts, metadata.KEY: rollout.group_size of equal values in the metadata.",
+        "With follow: the completions that form a group. group: equal group_id in the store; prompt:"
+        " rollout.group_size completions of equal prompts; metadata.KEY: rollout.group_size with equal metadata",
     )
     deadline_seconds: Float | None = key(
-        None, "Follow: after which a group goes without the rewards that have not come; null: it waits.", gt=0
+        None, "With follow: time after which recjax trains on a group without its missing rewards; null: it waits", gt=0
     )
 
     def check(self, rollout: RolloutConfig, regime: RegimeConfig) -> None:
-        """Refuses an empty block, ways that exclude each other, and what its own blocks refuse."""
+        """Refuses an empty block, sources that exclude each other, and contradictions within its own blocks."""
         if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
             raise ValueError(
                 "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
             )
         if not (self.follow and self.store):
-            remedy = "needs a store that grows: set experience.store to its folder, or remove it"
+            remedy = "needs a store that grows; set experience.store to its folder, or remove this key"
             require(not self.follow, "experience.follow", self.follow, remedy)
-            remedy = "is read with experience.follow alone; set that to true, or remove it"
+            remedy = "applies only with experience.follow; set that to true, or remove this key"
             require_defaults("experience", self, ("group_by", "deadline_seconds"), remedy)
         if self.follow:
             pass  # `check_follows`
         elif self.store:
-            remedy = f"is not read beside experience.store = {self.store!r}, from which every batch comes; remove one"
+            remedy = f"does not work with experience.store = {self.store!r}, the source of every batch; remove one"
             require_defaults("experience", self, ("mix", "late", "replay", "refill", "record"), remedy)
             require_defaults("regime", regime, tuple(vars(regime)), remedy)
         elif not self.mix:
-            remedy = "is read with experience.store and experience.mix alone; remove it"
+            remedy = "applies only with experience.store or experience.mix; remove this key"
             require_defaults("experience", self, ("missing_logprobs", "regrade"), remedy)
         sampled = rollout.prompts_per_step
         if self.mix:
@@ -192,27 +190,27 @@ class ExperienceConfig(Block):
         if self.replay:
             self.replay.check(sampled)
         if self.refill:
-            remedy = "is not read beside experience.replay, which leaves such groups out by keep_no_signal; remove one"
+            remedy = "does not work with experience.replay, which skips such groups by keep_no_signal; remove one"
             require(self.replay is None, "experience.refill", vars(self.refill), remedy)
-            remedy = "is of batches that the loop samples itself; remove it, or regime.mode = async"
+            remedy = "does not work with regime.mode = async; remove one of them"
             require(regime.mode == "sync", "experience.refill", vars(self.refill), remedy)
 
     def check_follows(self, regime: RegimeConfig, checkpoint_every: int) -> None:
-        """Refuses what a run that follows a store does not read, and a limit of staleness that no row could keep."""
-        remedy = f"is not read where the run follows experience.store = {self.store!r}; remove one of them"
+        """Refuses keys that do not apply to a followed store, and a limit of staleness that no row could keep."""
+        remedy = f"does not work with the followed store experience.store = {self.store!r}; remove one of them"
         require_defaults("experience", self, ("mix", "late", "refill", "record"), remedy)
-        require_defaults("regime", regime, tuple(key for key in vars(regime) if key != "max_staleness"), remedy)
+        require_defaults("regime", regime, tuple(name for name in vars(regime) if name != "max_staleness"), remedy)
         remedy = "takes group, prompt, or metadata.KEY with a key of the rows' metadata"
         named = self.group_by.startswith("metadata.") and self.group_by != "metadata."
         require(named or self.group_by in ("group", "prompt"), "experience.group_by", self.group_by, remedy)
-        remedy = "is of log-probs before the first step, when the rows are not there yet; take current or unneeded"
+        remedy = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
         require(self.missing_logprobs != "initial", "experience.missing_logprobs", self.missing_logprobs, remedy)
         if self.replay:
-            remedy = "is of batches that the policy samples itself; remove it"
+            remedy = "applies only to batches that the policy samples; remove this key"
             require(self.replay.draw_every == 1, "experience.replay.draw_every", self.replay.draw_every, remedy)
         limits = {"regime.max_staleness": regime.max_staleness}
         limits |= {"experience.replay.max_staleness": self.replay.max_staleness} if self.replay else {}
         for name, limit in limits.items():
             remedy = f"must be at least training.checkpoint_every - 1 = {checkpoint_every - 1}, as a server that"
-            remedy += " follows the run samples with its checkpoints; raise it, or write them more often"
+            remedy += " follows the run samples with its checkpoints; raise it, or write checkpoints more often"
             require(limit is None or limit >= checkpoint_every - 1, name, limit, remedy)

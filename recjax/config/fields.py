@@ -134,4 +134,9 @@ def require_defaults(name: str, block: Block, names: Sequence[str], remedy: str)
     """Refuses other values than the defaults where nothing would read them."""
     for each in names:
         value = getattr(block, each)
-        require(value == type(block).model_fields[each].get_default(), f"{name}.{each}", value, remedy)
+        require(
+            value == type(block).model_fields[each].get_default(call_default_factory=True),
+            f"{name}.{each}",
+            value,
+            remedy,
+        )

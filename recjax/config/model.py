@@ -1,4 +1,4 @@
-"""The blocks `model`, `warm_start` and `mesh` of a config: the policy, its beginning, and the devices it lies on."""
+"""The config blocks `model`, `warm_start` and `mesh`: the policy, its supervised start, and the devices it lies on."""
 
 import re
 import typing
@@ -13,48 +13,47 @@ Attention = Literal["auto", "plain", "cudnn", "splash"]
 
 
 class DecoderShape(Block):
-    """A decoder to make from scratch, with a tokenizer of the task's own characters."""
+    """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
-    hidden_size: Int = key(64, "width of the residual stream", ge=2)
-    num_layers: Int = key(3, "transformer blocks", ge=1)
-    num_heads: Int = key(4, "attention heads", ge=1)
-    num_kv_heads: Int = key(4, "heads of keys and values; fewer than num_heads: grouped-query attention", ge=1)
-    intermediate_size: Int = key(256, "width of the MLP", ge=1)
+    hidden_size: Int = key(64, "Width of the residual stream", ge=2)
+    num_layers: Int = key(3, "Transformer blocks", ge=1)
+    num_heads: Int = key(4, "Attention heads", ge=1)
+    num_kv_heads: Int = key(4, "Heads of keys and values; fewer than num_heads: grouped-query attention", ge=1)
+    intermediate_size: Int = key(256, "Width of the MLP", ge=1)
 
 
 class LoraConfig(Block):
-    """Low-rank adapters beside frozen projections."""
+    """Low-rank adapters on frozen projections."""
 
-    rank: Int = key(16, "rank of the adapters", ge=1)
-    alpha: Float = key(32.0, "the adapters' product is scaled by alpha / rank", gt=0, le=2**16)
+    rank: Int = key(16, "Rank of the adapters", ge=1)
+    alpha: Float = key(32.0, "The adapters' product is scaled by alpha / rank", gt=0, le=2**16)
     targets: list[Projection] = key(
-        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter."
+        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter"
     )
 
 
 class ModelConfig(Block):
     """The policy: either `path` or `decoder`."""
 
-    path: str | None = key(None, "folder or hub name of a model in Hugging Face format")
-    decoder: DecoderShape | None = key(None, "")
-    teacher: str | None = key(
-        None, "folder or hub name of a model with the same tokenizer; algorithm.distillation reads it"
-    )
+    path: str | None = key(None, "Folder or hub name of a model in Hugging Face format")
+    decoder: DecoderShape | None = key(None)
+    teacher: str | None = key(None, "Folder or hub name of a model with the same tokenizer, for algorithm.distillation")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "Dtype of the computation; auto: bfloat16 where the device has it."
+        "auto", "Dtype of the computation; auto: bfloat16 where the device has it"
     )
     remat: Remat = key(
-        "none", "What the backward pass computes again to save memory: nothing, all but projections, or whole layers."
+        "none",
+        "Activations that the backward pass recomputes to save memory: none, all but projections, or full layers",
     )
     attention: Attention = key(
-        "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto takes the one that fits."
+        "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits"
     )
-    lora: LoraConfig | None = key(None, "")
-    freeze: list[str] = key(list, "Regular expressions of the parameter paths that are not trained.")
-    logprob_chunk: Int = key(1024, "token positions whose vocabulary scores a device has at one time", ge=1)
+    lora: LoraConfig | None = key(None)
+    freeze: list[str] = key(list, "Regular expressions of the parameter paths that recjax does not train")
+    logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
 
     def check(self) -> None:
-        """Refuses two models or none, heads that do not divide a decoder's sizes, and parts frozen beside adapters."""
+        """Refuses two models or none, head counts that do not divide a decoder's sizes, and freezing with adapters."""
         require_one("model", {"path": self.path, "decoder": self.decoder})
         if shape := self.decoder:
             hidden, heads = shape.hidden_size, shape.num_heads
@@ -70,28 +69,28 @@ class ModelConfig(Block):
         if self.lora:
             remedy = f"takes some of {', '.join(typing.get_args(Projection))}"
             require(bool(self.lora.targets), "model.lora.targets", self.lora.targets, remedy)
-            remedy = "is not read beside model.lora, which trains its adapters and nothing else; remove one of them"
+            remedy = "does not apply with model.lora, which trains only its adapters; remove one of them"
             require(not self.freeze, "model.freeze", self.freeze, remedy)
 
 
 class WarmStartConfig(Block):
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
-    steps: Int = key(400, "optimiser steps", ge=1)
-    batch_size: Int = key(128, "answers in each step", ge=1)
-    learning_rate: Float = key(0.002, "peak learning rate of Adam", ge=0, le=1)
-    wrong_fraction: Float = key(0.5, "share of the answers that hold a mistake", ge=0, le=1)
+    steps: Int = key(400, "Optimizer steps", ge=1)
+    batch_size: Int = key(128, "Answers in each step", ge=1)
+    learning_rate: Float = key(2e-3, "Peak learning rate of Adam", ge=0, le=1)
+    wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", ge=0, le=1)
 
 
 class MeshConfig(Block):
-    """How devices are arranged; the three sizes multiply to their number, and -1, once at most, takes the rest."""
+    """Layout of the devices; the three sizes multiply to the number of devices, and at most one -1 takes the rest."""
 
-    data: Int = key(-1, "devices that split the rows of a batch; each has all parameters")
-    fsdp: Int = key(1, "devices that split rows, parameters and the optimiser's state")
-    tensor: Int = key(1, "devices that split heads, MLP units and vocabulary; keep them within one host")
+    data: Int = key(-1, "Devices that split the rows of a batch; each has all parameters")
+    fsdp: Int = key(1, "Devices that split rows, parameters and the optimizer's state")
+    tensor: Int = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
 
     def check(self) -> None:
-        """Refuses sizes that are no numbers of devices, and more than one rest."""
+        """Refuses sizes that are no numbers of devices, and more than one -1."""
         remedy = "takes a number of devices, or -1 for the rest of them"
         for name, size in vars(self).items():
             require(size == -1 or size > 0, f"mesh.{name}", size, remedy)

@@ -22,31 +22,31 @@ from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
 from recjax.config.tasks import GradingConfig, TaskConfig
 from recjax.models.sampling import Sampling
 
-MICRO_BATCH_TOKENS = 4096  # on each device, where no size is asked for: products are large, and arrays are not
+MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
 
 
 class AlgorithmConfig(Block):
-    """A preset, and changes to any of its axes: `name` and options of the axis function.
+    """A preset, and changes to any of its axes: the axis function's `name` and options.
 
-    A name is of the axis' table or the user's own, `module:function`; docs/objectives.md has both.
+    The name is one of the axis' table or your own `module:function`; docs/objectives.md has both.
     """
 
-    preset: str = key("grpo", "`python -m recjax.objectives` lists them")
-    objective: dict[str, Any] = key(dict, "What the loss sums: tokens, or pairs of completions.")
-    selection: dict[str, Any] = key(dict, "which completions are trained on")
-    advantage: dict[str, Any] = key(dict, "how rewards become advantages")
-    anchor: dict[str, Any] = key(dict, "the policy that ratios are measured from")
-    ratio: dict[str, Any] = key(dict, "Level of the ratio: the token, or the whole completion.")
-    clip: dict[str, Any] = key(dict, "Which tokens get no gradient, by ratio and advantage.")
-    mask: dict[str, Any] = key(dict, "which other tokens or completions get no gradient")
-    weight: dict[str, Any] = key(dict, "weight of each token's gradient")
-    correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behaviour policy.")
-    regularizer: dict[str, Any] = key(dict, "a term added to the loss")
-    reduction: dict[str, Any] = key(dict, "how token losses become one loss")
+    preset: str = key("grpo", "Name of a preset; `python -m recjax.objectives` lists them")
+    objective: dict[str, Any] = key(dict, "Terms that the loss sums: tokens, or pairs of completions")
+    selection: dict[str, Any] = key(dict, "Completions to train on")
+    advantage: dict[str, Any] = key(dict, "Advantages from rewards")
+    anchor: dict[str, Any] = key(dict, "Policy in the ratio's denominator")
+    ratio: dict[str, Any] = key(dict, "Level of the ratio: the token, or the whole completion")
+    clip: dict[str, Any] = key(dict, "Tokens without gradient, by ratio and advantage")
+    mask: dict[str, Any] = key(dict, "Other tokens or completions without gradient")
+    weight: dict[str, Any] = key(dict, "Weight of each token's gradient")
+    correction: dict[str, Any] = key(dict, "Weight for the difference between anchor and behavior policy")
+    regularizer: dict[str, Any] = key(dict, "Term added to the loss")
+    reduction: dict[str, Any] = key(dict, "Reduction of token losses to one loss")
     reference_kl: dict[str, Any] = key(dict, "KL to the initial policy")
-    unbiased_reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, with importance weights.")
-    entropy: dict[str, Any] = key(dict, "a bonus for entropy")
-    distillation: dict[str, Any] = key(dict, "a teacher's log-probs as advantages")
+    unbiased_reference_kl: dict[str, Any] = key(dict, "KL to the initial policy, with importance weights")
+    entropy: dict[str, Any] = key(dict, "Entropy bonus")
+    distillation: dict[str, Any] = key(dict, "Advantages from a teacher's log-probs")
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
@@ -54,7 +54,7 @@ class AlgorithmConfig(Block):
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Every axis that the algorithm reads, with every option; see `presets.resolve`."""
-        from recjax.algorithms import presets  # not at the top: tasks import this file, and their graders no JAX
+        from recjax.algorithms import presets  # imported here, so that grading workers start without JAX
 
         return presets.resolve(self.preset, self.overrides())
 
@@ -69,12 +69,12 @@ class AlgorithmConfig(Block):
             name = axes["advantage"]["name"] if "advantage" in axes else axes["objective"]["name"]
             raise ValueError(
                 f"rollout.group_size = 1: {name} is always 0 for a group's only completion; raise it, or set"
-                " algorithm.advantage={name: raw_reward}, or for an advantage that has it singleton: reward"
+                " algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has this option"
             )
 
     def build(self) -> "recjax.algorithms.losses.Algorithm":
         """The algorithm; see `presets.build_algorithm`."""
-        from recjax.algorithms import presets  # as above
+        from recjax.algorithms import presets  # imported here, so that grading workers start without JAX
 
         try:
             return presets.build_algorithm(self.preset, self.overrides())
@@ -85,16 +85,16 @@ class AlgorithmConfig(Block):
 class OptimizerConfig(Block):
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
-    learning_rate: Float = key(1e-06, "learning rate of AdamW after the warm-up", ge=0, le=1)
+    learning_rate: Float = key(1e-6, "Learning rate of AdamW after the warm-up", ge=0, le=1)
     schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Schedule of the learning rate; linear and cosine decay to zero over training.steps."
+        "constant", "Learning rate schedule; linear and cosine decay to zero over training.steps"
     )
-    warmup_steps: Int = key(0, "optimiser steps in which the learning rate rises from zero", ge=0)
-    clip_norm: float = key(1.0, "global norm that gradients are cut to; .inf: no clipping", gt=0, le=math.inf)
-    weight_decay: Float = key(0.0, "decoupled weight decay, as in AdamW", ge=0, le=1)
-    beta1: Float = key(0.9, "decay of the mean of gradients", ge=0, lt=1)
-    beta2: Float = key(0.999, "decay of the mean of squared gradients", ge=0, lt=1)
-    epsilon: Float = key(1e-08, "added to the square root of the mean of squared gradients", gt=0, le=1)
+    warmup_steps: Int = key(0, "Optimizer steps in which the learning rate rises from zero", ge=0)
+    clip_norm: float = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
+    weight_decay: Float = key(0.0, "Decoupled weight decay, as in AdamW", ge=0, le=1)
+    beta1: Float = key(0.9, "Decay of the gradients' mean", ge=0, lt=1)
+    beta2: Float = key(0.999, "Decay of the squared gradients' mean", ge=0, lt=1)
+    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", gt=0, le=1)
 
     def check(self, steps: int) -> None:
         """Refuses a warm-up of all `steps` of the training."""
@@ -103,32 +103,31 @@ class OptimizerConfig(Block):
 
 
 class TrainingConfig(Block):
-    """Length of the run and how it is stored."""
+    """Length of the run, micro-batches and checkpoints."""
 
-    steps: Int = key(100, "optimiser steps", ge=1)
+    steps: Int = key(100, "Optimizer steps", ge=1)
     micro_batch_prompts: Int | None = key(
-        None,
-        "Prompts, with their groups, in a micro-batch; null: as few as have some 4,000 tokens on each device.",
-        ge=1,
+        None, "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device", ge=1
     )
     tokens_per_micro_batch: Int | None = key(
         None,
-        "In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are packed where that is much less work.",
+        "Tokens of a micro-batch that recjax packs completions into; excludes micro_batch_prompts; null: recjax packs"
+        " completions if that saves much work",
         ge=1,
     )
-    checkpoint_every: Int = key(50, "optimiser steps", ge=1)
-    keep_checkpoints: Int = key(2, "the newest ones; older ones are deleted", ge=1)
+    checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
+    keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1)
     profile_steps: list[Int] | None = key(
-        None, "[first, last] step of a profiler's trace in the run's folder; null: none"
+        None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
     )
 
     def check(self, rollout: RolloutConfig) -> None:
         """Refuses micro-batches of two kinds or of unequal size, and steps to trace that the run does not have."""
-        key, micro, budget = "training.micro_batch_prompts", self.micro_batch_prompts, self.tokens_per_micro_batch
+        name, micro, budget = "training.micro_batch_prompts", self.micro_batch_prompts, self.tokens_per_micro_batch
         remedy = f"must divide rollout.prompts_per_step = {rollout.prompts_per_step}"
-        require(micro is None or rollout.prompts_per_step % micro == 0, key, micro, remedy)
-        remedy = f"is not read beside training.tokens_per_micro_batch = {budget}; remove one of them"
-        require(micro is None or budget is None, key, micro, remedy)
+        require(micro is None or rollout.prompts_per_step % micro == 0, name, micro, remedy)
+        remedy = f"does not work with training.tokens_per_micro_batch = {budget}; remove one of them"
+        require(micro is None or budget is None, name, micro, remedy)
         traced, steps = self.profile_steps, f"1 <= first <= last <= training.steps = {self.steps}"
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
         remedy = f"takes [first, last], steps with {steps}, such as [3, 4]; or null"
@@ -138,64 +137,64 @@ class TrainingConfig(Block):
 class EvaluationConfig(Block):
     """Sampled accuracy on held-out problems."""
 
-    every: Int = key(50, "optimiser steps between evaluations; 0: before and after training only", ge=0)
-    problems: Int = key(256, "number of held-out problems that are asked", ge=1)
-    samples: Int = key(1, "completions of each problem", ge=1)
-    initial_kl: bool = key(False, "also log the KL to the initial policy, which costs one more forward pass")
-    temperature: Float = key(1.0, "temperature of sampling; 0: greedy", ge=0, le=HIGHEST_TEMPERATURE)
-    top_k: Int = key(0, "sample from this many of the most likely tokens; 0: all", ge=0)
-    top_p: Float = key(1.0, "Sample from the most likely tokens with this total probability; 1: all.", gt=0, le=1)
+    every: Int = key(50, "Optimizer steps between evaluations; 0: only before and after training", ge=0)
+    problems: Int = key(256, "Number of held-out problems", ge=1)
+    samples: Int = key(1, "Completions of each problem", ge=1)
+    initial_kl: bool = key(False, "Log the KL to the initial policy, which costs another forward pass")
+    temperature: Float = key(1.0, "Sampling temperature; 0: greedy", ge=0, le=HIGHEST_TEMPERATURE)
+    top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
+    top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def check(self) -> None:
-        """Refuses what greedy completions do not have or read."""
+        """Refuses temperatures just above 0, and keys that do not apply to greedy completions."""
         remedy = f"must be 0, for greedy completions, or at least {LOWEST_TEMPERATURE}"
         in_range = self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE
         require(in_range, "evaluation.temperature", self.temperature, remedy)
         if self.temperature == 0:
-            remedy = "needs sampled completions; raise evaluation.temperature from 0, or leave it out"
+            remedy = "needs sampled completions; raise evaluation.temperature from 0, or remove this key"
             require_defaults("evaluation", self, ("initial_kl",), remedy)
-            remedy = "is not read at evaluation.temperature = 0; remove it"
+            remedy = "does not apply at evaluation.temperature = 0; remove this key"
             require_defaults("evaluation", self, ("top_k", "top_p"), remedy)
 
 
 class SamplesConfig(Block):
-    """Completions that were trained on, kept in the run's folder to be looked at: python -m recjax.samples."""
+    """Training completions that recjax keeps in the run's folder, for python -m recjax.samples."""
 
-    every: Int = key(25, "keep completions of every Nth batch; 0: keep none", ge=0)
-    groups: Int = key(4, "groups that are kept of such a batch", ge=1)
-    megabytes: Float = key(64.0, "limit of all kept completions; after that no more are kept", gt=0)
+    every: Int = key(25, "Keep completions of every Nth batch; 0: keep none", ge=0)
+    groups: Int = key(4, "Groups to keep of such a batch", ge=1)
+    megabytes: Float = key(64.0, "Limit of all kept completions; recjax keeps no more after that", gt=0)
 
 
 class TrackingConfig(Block):
-    """Trackers that get metrics, config, figures and samples beside the run's folder; one that is down stops nothing.
+    """Trackers that get metrics, config, figures and samples; a tracker that is down does not stop the run.
 
-    A mapping holds what the module's `init` takes.
+    A mapping holds the arguments of the module's `init`.
     """
 
     wandb: dict[str, Any] | None = key(
-        None, "Arguments of wandb.init, such as {project: sums}; WANDB_MODE=offline needs no account."
+        None, "Arguments of wandb.init, such as {project: sums}; WANDB_MODE=offline needs no account"
     )
     trackio: dict[str, Any] | None = key(
-        None, "Arguments of trackio.init, such as {project: sums}; data stays on this machine."
+        None, "Arguments of trackio.init, such as {project: sums}; the data stays on this machine"
     )
 
 
 class Config(Block):
     """A whole run."""
 
-    seed: Int = key(0, "seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)
-    output: str = key(..., "folder of the run; a run that was stopped goes on from it")
+    seed: Int = key(0, "Seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)
+    output: str = key(..., "Folder of the run; a stopped run resumes from it")
     model: ModelConfig = key(ModelConfig)
     task: TaskConfig = key(TaskConfig)
     grading: GradingConfig = key(GradingConfig)
     warm_start: WarmStartConfig | None = key(None)
     rollout: RolloutConfig = key(RolloutConfig)
     regime: RegimeConfig = key(RegimeConfig)
-    experience: ExperienceConfig | None = key(None, "absent: the policy samples its own")
+    experience: ExperienceConfig | None = key(None)
     algorithm: AlgorithmConfig = key(AlgorithmConfig)
     optimizer: OptimizerConfig = key(OptimizerConfig)
     training: TrainingConfig = key(TrainingConfig)
@@ -229,24 +228,24 @@ class Config(Block):
 
     @property
     def follows(self) -> bool:
-        """Whether it trains on a store as that grows."""
+        """Whether the run trains on a store as the store grows."""
         return self.experience is not None and self.experience.follow
 
     @property
     def has_trajectories(self) -> bool:
-        """Whether a row of a batch is a whole sequence, and a completion may have several."""
+        """Whether a batch row is a whole sequence, and a completion may have several rows."""
         return self.task.agent is not None or self.follows
 
     def micro_batches(self, positions: int, shards: int = 1) -> int:
-        """Micro-batches of a step, where completions are not packed.
+        """Number of micro-batches of a step whose completions are not packed.
 
         Args:
-            positions: of the batch, padding among them.
+            positions: token positions of the batch, with padding.
             shards: devices that share the rows.
         """
-        prompts, asked = self.rollout.prompts_per_step, self.training.micro_batch_prompts
-        if asked:
-            return prompts // asked
+        prompts, chosen = self.rollout.prompts_per_step, self.training.micro_batch_prompts
+        if chosen:
+            return prompts // chosen
         most = min(prompts // shards, positions // (MICRO_BATCH_TOKENS * shards))
         equal = (parts for parts in range(most, 1, -1) if prompts % (parts * shards) == 0)
         return next(equal, 1)
@@ -257,14 +256,14 @@ KEYS = schema_keys(Config)
 
 
 def _check_trajectories(config: Config) -> None:
-    """Refuses trajectories, of an agent or a followed store, beside what they do not work with or do not read."""
+    """Refuses settings that do not work with trajectories, from an agent or a followed store."""
     context = config.rollout.max_context_tokens
-    remedy = "is of agents and followed stores; set task.agent or experience.follow, or remove it"
+    remedy = "applies only with task.agent or experience.follow; set one of them, or remove this key"
     require(config.has_trajectories or context is None, "rollout.max_context_tokens", context, remedy)
     if not config.has_trajectories:
         return
     by = "task.agent" if config.task.agent else "experience.follow"
-    remedy = f"is needed with {by}: most tokens of a trajectory's row, its prompts, replies and all between them"
+    remedy = f"is required with {by}: limit of a trajectory's tokens, with its prompts and replies"
     require(context is not None, "rollout.max_context_tokens", context, remedy)
     least = config.rollout.max_completion_tokens
     remedy = f"must be above rollout.max_completion_tokens = {least}, the tokens of one reply"
@@ -273,41 +272,41 @@ def _check_trajectories(config: Config) -> None:
         _check_agent(config)
     read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
     algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
-    remedy = "has advantages of tokens, and those of trajectories are of the whole, or of turns; take another"
     names = {*names_read(algorithm.advantage)}
     of_tokens = algorithm.objective is None and read & names and "trajectories" not in names
+    remedy = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
     require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
-    remedy = f"compares whole groups, which packing does not keep together with {by}; remove it"
     packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
+    remedy = f"does not work with {by} and an algorithm that compares whole groups, as packing splits groups; remove it"
     require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
 
 
 def _check_agent(config: Config) -> None:
-    """Refuses an agent beside what it does not work with."""
+    """Refuses settings that do not work with an agent."""
     experience = config.experience
-    remedy = "does not work with task.agent yet; agents run in the training process, so take sync"
+    remedy = "does not work with task.agent yet; agents run in the training process, so use sync"
     require(config.regime.mode == "sync", "regime.mode", config.regime.mode, remedy)
-    remedy = "does not work with task.agent yet, whose batches are of its own trajectories; remove one of them"
+    remedy = "does not work with task.agent yet, whose batches hold its own trajectories; remove one of them"
     for name in ("store", "mix") if experience else ():
         require(getattr(experience, name) is None, f"experience.{name}", getattr(experience, name), remedy)
-    remedy = "is of completions of one turn; remove it, or weigh the part turns in task.reward_weights"
+    remedy = "applies only to completions of one turn; remove it, or weigh the part turns in task.reward_weights"
     require(config.task.overlong_tokens is None, "task.overlong_tokens", config.task.overlong_tokens, remedy)
 
 
 def _check_algorithm(config: Config) -> None:
-    """Refuses an algorithm that cannot be built, and what it needs of other blocks or leaves unread there."""
+    """Refuses an algorithm that cannot be built, and contradictions between it and other blocks."""
     algorithm, teacher = config.algorithm.build(), config.model.teacher
-    remedy = "is not read while algorithm.distillation.coefficient is 0; set that, or remove it"
+    remedy = "does not apply while algorithm.distillation.coefficient is 0; set that, or remove this key"
     require(algorithm.needs_teacher or teacher is None, "model.teacher", teacher, remedy)
     remedy = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
     require(teacher is not None or not algorithm.needs_teacher, "algorithm.distillation", "on", remedy)
-    remedy = "replaces rewards, and this algorithm's advantage is of their parts; take train or mask"
-    penalises = config.task.truncated == "penalise"
-    require(not (penalises and algorithm.reads("reward_parts")), "task.truncated", config.task.truncated, remedy)
+    penalizes = config.task.truncated == "penalize"
+    remedy = "replaces rewards, but this algorithm's advantage reads the rewards' parts; use train or mask"
+    require(not (penalizes and algorithm.reads("reward_parts")), "task.truncated", config.task.truncated, remedy)
     of_turns, name = algorithm.reads("turn_rewards", "token_turns"), config.algorithm.advantage.get("name")
-    remedy = "replaces rewards of whole trajectories, and this algorithm's advantage is of turns; take train or mask"
-    require(not (penalises and of_turns), "task.truncated", config.task.truncated, remedy)
-    remedy = "is of the turns of agents, which nothing else records; set task.agent, or take another"
+    remedy = "replaces rewards of whole trajectories, but this algorithm's advantage reads turns; use train or mask"
+    require(not (penalizes and of_turns), "task.truncated", config.task.truncated, remedy)
+    remedy = "reads the turns of agents, and the run has no agent; set task.agent, or use another advantage"
     require(config.task.agent is not None or not of_turns, "algorithm.advantage", name, remedy)
     from_store = config.experience is not None and config.experience.store is not None
     if config.rollout.group_size == 1 and (config.follows or not from_store):

@@ -167,11 +167,11 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
     """The batch as the update sees it, by what `task.truncated` says of completions that ran into the token limit.
 
     train: they are as any other. mask: they leave the loss and their group's statistics, as if never sampled.
-    penalise: their reward is `task.truncated_reward`, whatever they say.
+    penalize: their reward is `task.truncated_reward`, whatever they say.
     """
     if task.truncated == "mask":
         return batch._replace(completion_mask=batch.completion_mask & ~batch.truncated[:, None])
-    if task.truncated == "penalise":
+    if task.truncated == "penalize":
         rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
         return batch._replace(rewards=rewards)
     return batch
