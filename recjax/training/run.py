@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ class Run(NamedTuple):
     teacher: the model that `model.teacher` names.
     agents: those that talk to the policy, where there are any; open while the run lasts.
     follower: the reader of the store that is followed, where one is.
+    learner: the `Learner`.
+    sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
     """
 
     config: Config
@@ -68,6 +70,8 @@ class Run(NamedTuple):
     teacher: Teacher | None = None
     agents: Agents | None = None
     follower: Follower | None = None
+    learner: Any = None
+    sample: Callable | None = None
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -127,9 +131,32 @@ class State(NamedTuple):
     totals: dict[str, Any]
 
 
-def prepare(config: Config) -> tuple[Run, dict]:
+def initial_params(config: Config, policy: Policy, train: Prompts) -> tuple[Policy, dict]:
+    """The policy, with its adapters, and all of its initial parameters in float32: read, or made from the seed.
+
+    Args:
+        train: the prompts of a warm start.
+    Raises:
+        ValueError: weights that cannot be read, or parameters to freeze that do not exist.
+    """
+    if config.model.freeze:
+        split(abstract_params(policy.decoder.config), config.model)  # its errors come before weights are read
+    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+        params = load_params(config, policy.decoder.config)
+    if config.warm_start:
+        params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
+    return policy, params
+
+
+def prepare(config: Config, make_params: Callable = initial_params) -> tuple[Run, dict]:
     """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
 
+    Args:
+        make_params: `initial_params`, or a function with its arguments and results.
     Returns:
         The run, without what follows from the parameters, and all of the initial policy's parameters in float32.
     Raises:
@@ -154,16 +181,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
         check_prompts(ByPrompt(stored.groups), experience.mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
-    if config.model.freeze:
-        split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
-    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-        params = load_params(config, policy.decoder.config)
-    if config.warm_start:
-        params = warm_start(config, policy, params, train)
-    if config.model.lora:
-        key = jax.random.fold_in(jax.random.key(config.seed), 4)
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
-        policy = policy._replace(decoder=decoder)
+    policy, params = make_params(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     generators = generators_of(config.regime) if config.regime.mode == "async" else None

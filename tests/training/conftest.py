@@ -3,7 +3,19 @@
 import pytest
 
 from recjax.config_loading import load_config
+from recjax.training import loop
 from tests.training.tiny_run import TINY
+
+
+@pytest.fixture(autouse=True)
+def figures(request, monkeypatch):
+    """Draws no figures, which take most of a tiny run's time, except for tests that ask for this fixture by name."""
+    if "figures" not in request.fixturenames or request.fixturenames.index("figures") < 0:
+        return
+    if "figures" in request.node.function.__code__.co_varnames:
+        return
+    for name in ("draw_training", "draw_experience"):
+        monkeypatch.setattr(loop, name, lambda rows, title, path: path.parent.mkdir(exist_ok=True))
 
 
 @pytest.fixture

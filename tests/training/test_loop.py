@@ -16,7 +16,7 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import loop, rounds
+from recjax.training import learner, loop, rounds
 from recjax.training.evaluation import evaluate
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
@@ -102,7 +102,7 @@ def at_a_terminal():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch, number):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
-    update, calls = loop.update, []
+    update, calls = learner.update, []
 
     def is_asked_at_step_five(*args, **named):
         calls.append(1)
@@ -110,18 +110,18 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_chec
             signal.raise_signal(number)
         return update(*args, **named)
 
-    monkeypatch.setattr(loop, "update", is_asked_at_step_five)
+    monkeypatch.setattr(learner, "update", is_asked_at_step_five)
     with pytest.raises(loop.Preempted, match="stopped after step 5, as asked") as stopped:
         train(tiny("stopped", *options))
     assert stopped.value.signal == number
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(learner, "update", update)
     assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()
     assert without_times(train(tiny("stopped", *options))) == without_times(train(tiny("straight", *options)))
 
 
 @pytest.mark.usefixtures("at_a_terminal")
 def test_a_second_ctrl_c_ends_at_once(tiny, monkeypatch):
-    monkeypatch.setattr(loop, "update", lambda *_, **__: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    monkeypatch.setattr(learner, "update", lambda *_, **__: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
         train(tiny("stopped"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -186,7 +186,7 @@ def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
     config = tiny("run")
-    update, calls = loop.update, []
+    update, calls = learner.update, []
 
     def poisoned_at_step_five(state, *args, **options):
         calls.append(1)
@@ -194,10 +194,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
             state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
         return update(state, *args, **options)
 
-    monkeypatch.setattr(loop, "update", poisoned_at_step_five)
+    monkeypatch.setattr(learner, "update", poisoned_at_step_five)
     with pytest.raises(FloatingPointError, match=r"step 5: .*gradient_norm = nan.*checkpoint is of step 3"):
         train(config)
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(learner, "update", update)
     assert without_times(train(config)) == without_times(train(tiny("straight")))
 
 
@@ -266,13 +266,13 @@ def test_reference_kl_is_zero_at_the_start_and_read_later(tiny, name):
 
 
 def test_jit_compiles_the_update_once(tiny):
-    loop.update.clear_cache()
+    learner.update.clear_cache()
     train(tiny("run", "regime.sync_interval=3"))
-    assert loop.update._cache_size() == 1
+    assert learner.update._cache_size() == 1
 
 
 def test_nothing_is_compiled_once_a_run_is_under_way(tiny, monkeypatch):
-    compiled, update = [], loop.update
+    compiled, update = [], learner.update
 
     def counted(event: str, duration: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
@@ -285,7 +285,7 @@ def test_nothing_is_compiled_once_a_run_is_under_way(tiny, monkeypatch):
         counts.append(len(compiled))
         return result
 
-    monkeypatch.setattr(loop, "update", watched)
+    monkeypatch.setattr(learner, "update", watched)
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(counted)
     try:
