@@ -10,12 +10,14 @@ A commit that renames a config key or a metric adds the name to the tables below
 purpose sets the tolerance of the runs that change, and says why.
 """
 
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -233,7 +235,7 @@ def _apart(expected: Any, found: Any) -> float:
     """The relative difference of two values; infinity where they are no numbers and differ."""
     numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in (expected, found))
     if not numbers:
-        return 0.0 if repr(expected) == repr(found) else math.inf
+        return 0.0 if expected == found or repr(expected) == repr(found) else math.inf
     return abs(found - expected) / max(1.0, abs(expected))
 
 
@@ -259,7 +261,7 @@ def compare(there: Side, here: Side, name: str) -> list[str]:
 
 
 def compare_all(commit: str, names: Sequence[str]) -> list[list[str]]:
-    """Checks the commit out, compares the runs of these names, and removes the checkout.
+    """Checks the commit out into a temporary folder and compares the runs of these names.
 
     Returns:
         The table's rows.
@@ -267,16 +269,15 @@ def compare_all(commit: str, names: Sequence[str]) -> list[list[str]]:
     with tempfile.TemporaryDirectory(prefix="recjax-golden-") as temporary:
         folder = Path(temporary)
         checkout = folder / "checkout"
-        git = ["git", "-C", str(HERE), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), commit], check=True)
-        try:
-            (folder / "golden_functions.py").write_text(FUNCTIONS)
-            sides = Side(checkout, folder / "there"), Side(HERE, folder / "here")
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(make_store, sides))
-                return list(pool.map(lambda name: compare(*sides, name), names))
-        finally:
-            subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
+        # Not a git worktree, which a killed command would leave in the repository's list.
+        packed = subprocess.run(["git", "archive", commit], cwd=HERE, stdout=subprocess.PIPE, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(checkout, filter="data")
+        (folder / "golden_functions.py").write_text(FUNCTIONS)
+        sides = Side(checkout, folder / "there"), Side(HERE, folder / "here")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(make_store, sides))
+            return list(pool.map(lambda name: compare(*sides, name), names))
 
 
 def main(argv: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Twenty-five seeded faults, and which tests see each: python -m tests.faults.seeded [--only NAME ...] [--every]
 
-The command copies the tree into a temporary folder. It runs the tests of the table there once without a fault, then
-seeds one fault at a time, runs the tests that the table names for it, and prints which test failed. It exits with 1 if
-no test sees a fault, if a test fails without a fault, or if the text to change is not in its file exactly once.
+The command copies the tree into a temporary folder, seeds one fault at a time there, runs the tests that the table
+names for it, and prints which test failed. At the end it runs those tests without a fault. It exits with 1 if no test
+sees a fault, if one of the tests fails without it, or if the text to change is not in its file exactly once.
 
 A fault is a change of behavior. `breaks` describes it without the names of the code: whoever rewrites that code states
 the same fault again in `file`, `old` and `new`, and the tests that take the place of today's in `tests`.
@@ -264,7 +264,7 @@ def failures(tree: Path, tests: Sequence[str], every: bool = False) -> list[str]
     options = ["-p", "no:cacheprovider", "-rfE", "--no-header", "--tb=no", *([] if every else ["-x"])]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode not in (0, 1) and not failed:
         output = done.stdout[-2000:] + done.stderr
         raise RuntimeError(f"pytest {' '.join(tests)}: exit status {done.returncode}\n{output}")
@@ -305,15 +305,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recjax-seeded-") as folder:
         tree = Path(folder) / "tree"
         copy_of(HERE, tree)
-        tests = list(dict.fromkeys(test for name in given.only for test in FAULTS[name].tests))
-        if broken := failures(tree, tests, every=True):
-            sys.exit(f"these fail without a fault: {', '.join(broken)}")
-        unseen = 0
         print("| fault | breaks | seen by | seconds |\n|---|---|---|---|", flush=True)
+        seen: dict[str, list[str]] = {}
         for name, found, seconds in seen_by(tree, given.only, given.every):
-            unseen += not found
+            seen[name] = found
             print(f"| {name} | {FAULTS[name].breaks} | {', '.join(found) or 'NO TEST'} | {seconds:.0f} |", flush=True)
-    sys.exit(bool(unseen))
+        tests = list(dict.fromkeys(test for found in seen.values() for test in found))
+        broken = failures(tree, tests, every=True) if tests else []
+    for test in broken:
+        print(f"fails without a fault: {test}")
+    sys.exit(bool(broken) or not all(seen.values()))
 
 
 if __name__ == "__main__":
