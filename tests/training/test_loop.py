@@ -252,9 +252,23 @@ def test_behaviour_weights_are_a_copy_of_their_own(tiny):
     assert min(ratios[1:4]) > 1e-5  # weights moved on while the sampler's stayed
 
 
-def test_runs_of_other_seeds_differ(tiny):
+def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
+    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, loop.update
+
+    def watched_sampling(policy, params, prompts, keys, *args, **named):
+        sampled.extend(map(tuple, keys.tolist()))
+        return sample_groups(policy, params, prompts, keys, *args, **named)
+
+    def watched_update(*args, **named):
+        dropped.append(tuple(jax.random.key_data(args[4]).tolist()))
+        return update(*args, **named)
+
+    monkeypatch.setattr(rounds, "sample_groups", watched_sampling)
+    monkeypatch.setattr(loop, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)
+    # One key for each completion of two runs of two steps, and one for each update.
+    assert len({*sampled}) == len(sampled) == 2 * 2 * 16 and len({*dropped}) == len(dropped) == 2 * 2
 
 
 @pytest.mark.parametrize("name", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))])
