@@ -103,7 +103,7 @@ class LateAnswers:
     def any_says(self, yes: bool) -> bool:
         """Whether `yes` was true in any process at the call before this one; every process must call this.
 
-        The devices compute this step's question after the step's update, and the answer read here is the previous step's.
+        The devices compute the answer after the step's update; the call returns the previous step's answer.
         """
         if jax.process_count() == 1:
             return yes
