@@ -141,7 +141,7 @@ def share(count: int) -> np.ndarray:
 
 
 def gathered(tree: Any, count: int) -> Any:
-    """Arrays with the rows of all processes, from each process's `share` of `count` rows; every process must call it."""
+    """Arrays with the rows of all processes, from each process's `share`; every process must call it."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))
