@@ -157,7 +157,7 @@ def all_of(own: bytes) -> list[bytes]:
 
 
 def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[T]) -> list[R]:
-    """`compute(items, 0)`, one result an item; each process computes a share of many items, and every process must call it.
+    """`compute(items, 0)`, one result an item, in shares; every process must call it.
 
     Args:
         compute: function of consecutive items and the index of the first one.

@@ -145,7 +145,7 @@ class Decoder(nn.Module):
             name="embedding",
         )
         rows, units = stream_axes(sum(time for _, time in shapes))
-        # Rows split along "fsdp" need whole embedding vectors; a lookup in a split table would replicate all rows first.
+        # Rows split along "fsdp" need whole embedding vectors; a lookup in a split table replicates all rows first.
         table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
         ids = joined([part.ids.reshape(-1) for part in parts], shapes)
         embedded = constrain(jnp.take(table, ids, axis=0), rows, units)

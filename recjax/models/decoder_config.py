@@ -35,7 +35,7 @@ class DecoderConfig:
         windows: for each layer, the number of tokens that a query attends to, itself included, or None for all tokens;
             empty: every layer attends to all tokens.
         rope_layers: for each layer, whether it rotates queries and keys; empty: every layer does.
-        local_rope_theta: rotary base of layers with a window, which then use no scaling; None: the same base everywhere.
+        local_rope_theta: rotary base of layers with a window, which then use no scaling; None: one base for all.
         activation: activation of the MLP's gate, a key of ACTIVATIONS.
         norm_offset: added to the stored scale of every norm.
         post_norms: normalize the outputs of attention and MLP, before they are added to the stream.

@@ -19,8 +19,8 @@ def sampling_logits(
     Args:
         scores: the model's logits.
         sampling: temperature above 0, and cuts.
-        forced: tokens that no cut removes. A trainer passes the tokens it evaluates, so that a token outside the current
-            policy's top-p set keeps a finite log-probability and gradient.
+        forced: tokens that no cut removes. A trainer passes the tokens it evaluates, so that a token outside the
+            current policy's top-p set keeps a finite log-probability and gradient.
     """
     scores = scores / sampling.temperature
     keep = jnp.ones(scores.shape, bool)

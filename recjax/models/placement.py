@@ -40,7 +40,7 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
     """The mesh axes of a parameter's dimensions.
 
     Args:
-        path: ends in a parameter's path, as the paths of Adam's moments do; scalars are replicated and may have any path.
+        path: ends in a parameter's path, as the paths of Adam's moments do; scalars may have any path.
     Raises:
         ValueError: no rule matches the path.
     """

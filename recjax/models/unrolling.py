@@ -52,7 +52,7 @@ def unrolled_params(config: DecoderConfig, params: dict) -> dict:
 
 
 def unrolled_arrays(config: DecoderConfig, params: dict) -> dict:
-    """`unrolled_params` outside of jitted programs; on one CPU device each layer's array is a view of the stacked array.
+    """`unrolled_params` outside of jitted programs; on one CPU device, views of the stacked arrays.
 
     While a view exists, JAX copies `params` before it donates them.
     """

@@ -201,7 +201,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
-    """Bytes of a checkpoint: trained parameters, the optimizer's state, the sampler's copy, and batches sampled ahead."""
+    """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
     parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts and completions, and log-probs of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)

@@ -1,4 +1,4 @@
-"""Curves over optimizer steps: one row of panels a metric, one column a regime, one line with a band for a set of seeds."""
+"""Curves over optimizer steps: a row of panels a metric, a column a regime, a line with its band a set of seeds."""
 
 from collections.abc import Sequence
 

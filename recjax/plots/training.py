@@ -49,7 +49,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
-    """Sources and age of the experience that a run trained on: shares, staleness, ratio, effective sample size, as a PNG.
+    """Draws sources and age of a run's experience: shares, staleness, ratio, effective sample size, as a PNG.
 
     Args:
         rows: the run's metrics, step by step.
