@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled: softmax(logits / temperature), cut to `top_k` tokens (0 = all) and to mass `top_p`.
+    """The distribution softmax(logits / temperature), cut to `top_k` tokens (0 = all) and to mass `top_p`.
 
     Temperature 0 means the most likely token, sampled with probability one.
     """

@@ -1,4 +1,4 @@
-"""A run's kept completions as one HTML page, which opens from disk and asks nothing of any network."""
+"""A run's kept completions as one HTML page, which opens from disk without a network."""
 
 import json
 from collections.abc import Sequence

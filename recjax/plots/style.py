@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-# Okabe and Ito's, which colour-blind readers tell apart.
+# Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 GREY = "#777777"
 LABELS = {
