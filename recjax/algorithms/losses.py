@@ -80,6 +80,15 @@ def impossible(
     """The `impossible_tokens` of rows kept under the policies that an algorithm reads, by policy.
 
     Arguments are those of `token_loss`.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> print(impossible(algorithm, jnp.array([[-1.0, -jnp.inf], [-4.0, -1.0]]), None, rows, mask)["policy"])
+        [[False  True]
+         [False False]]
     """
     read = {"policy": logprobs, "proximal": rows.proximal_logprobs, "teacher": rows.teacher_logprobs}
     read["behaviour"] = behaviour_logprobs if algorithm.needs_behaviour_logprobs else None
