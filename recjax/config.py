@@ -123,6 +123,9 @@ class TrainingConfig:
     tokens_per_micro_batch: int | None = at_least(1, None)
     checkpoint_every: int = at_least(1, 50)  # optimiser steps
     keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
+    # Tokens to which a policy gives probability 0, log-probability −inf: error: they end the run; drop: they leave the
+    # loss and are counted.
+    impossible_tokens: Literal["error", "drop"] = "error"
     profile_steps: list[int] | None = None  # [first, last] step of a profiler's trace in the run's folder; null: none
 
     def check(self, rollout: RolloutConfig) -> None:

@@ -34,6 +34,7 @@ _MAY_CHANGE = {
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.impossible_tokens",
     "training.profile_steps",
     "samples.every",
     "tracking.wandb",
