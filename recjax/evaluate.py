@@ -125,7 +125,8 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
         "stop",
         *(["max_context_tokens"] if config.task.agent else []),
     )
-    evaluation = ("problems", "samples", "temperature", "top_k", "top_p")
+    cuts = ("top_k", "top_p", *(["min_p"] if config.evaluation.min_p else []))
+    evaluation = ("problems", "samples", "temperature", *cuts)
     # Evaluations of one turn are what they were before there were agents.
     agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
     unread = () if config.task.agent else agent

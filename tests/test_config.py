@@ -97,9 +97,9 @@ def test_overrides_reach_their_keys_with_their_types():
 
 
 def test_derived_values_are_those_of_their_keys():
-    config = load("rollout={temperature: 0.7, top_k: 6, top_p: 0.9}", "evaluation={temperature: 0.5, top_k: 3}")
-    assert tuple(config.rollout.sampling()) == (0.7, 6, 0.9)
-    assert tuple(config.evaluation.sampling()) == (0.5, 3, 1.0)
+    config = load("rollout={temperature: 0.7, top_k: 6, top_p: 0.9, min_p: 0.1}", "evaluation={top_k: 3, min_p: 0.2}")
+    assert tuple(config.rollout.sampling()) == (0.7, 6, 0.9, 0.1)
+    assert tuple(config.evaluation.sampling()) == (1.0, 3, 1.0, 0.2)
     split = load("training.micro_batch_prompts=4")
     assert split.micro_batches(100) == split.micro_batches(10**6, 2) == 4
     assert load("optimizer.clip_norm=.inf").optimizer.clip_norm == float("inf")
@@ -145,6 +145,8 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("rollout.temperature=0", ["rollout.temperature", "0.01 or more", "at most 100"]),
         ("rollout.slots=0", ["rollout.slots = 0", "1 or more"]),
         ("rollout.top_p=1.5", ["rollout.top_p = 1.5", "at most 1"]),
+        ("rollout.min_p=1.5", ["rollout.min_p = 1.5", "at most 1"]),
+        ("evaluation.min_p=-0.1", ["evaluation.min_p = -0.1", "0 or more"]),
         ("model.path=some/folder", ["model.path", "model.decoder", "exactly one"]),
         ("model.decoder=null", ["model.path", "found none"]),
         ("task.file.train=a.jsonl", ["task.arithmetic", "task.file", "exactly one"]),
@@ -246,6 +248,8 @@ def test_the_tasks_own_reward_stands_where_none_is_named():
 def test_greedy_evaluation_refuses_cuts_that_nothing_would_read():
     with pytest.raises(ValueError, match=r"evaluation.top_p = 0.9: is not read"):
         load("evaluation.temperature=0", "evaluation.top_p=0.9")
+    with pytest.raises(ValueError, match=r"evaluation.min_p = 0.1: is not read"):
+        load("evaluation.temperature=0", "evaluation.min_p=0.1")
 
 
 def test_file_errors_name_the_file(tmp_path):

@@ -112,12 +112,12 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
     row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [3, 0], "logprobs": [-0.5, -0.25]}
     files, columns = [write(tmp_path / "a.jsonl", [row])], Columns()
-    import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7))
+    import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7, min_p=0.2))
     (stored,) = store.read(tmp_path / "s")
     assert stored.completion_tokens.tolist() == [3, 0] and stored.completion_mask.all()
     assert stored.behaviour_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
     assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
-    assert (stored.temperature, stored.top_k, stored.top_p) == (0.7, 0, 1.0)
+    assert stored.sampling == Sampling(0.7, 0, 1.0, 0.2)
     with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
         import_files(files, tmp_path / "t", columns)
     with pytest.raises(ValueError, match="line 1: logprobs: .*give its --temperature"):

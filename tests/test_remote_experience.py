@@ -1,5 +1,6 @@
 """A store from a server with OpenAI's API: one that gives tokens, and one that gives texts alone and fails at times."""
 
+import dataclasses
 import http.server
 import json
 import threading
@@ -85,7 +86,11 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
     assert len(rows) == 18 and {row.source for row in rows} == {"sums"} and len({row.group_id for row in rows}) == 9
     assert all(row.completion == row.answer and row.reward > 0 and row.completion_tokens is None for row in rows)
     assert all(len(row.completion_tokens) for row in tokenised(rows, policy_of(config)))
-    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 for body in asked)
+    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 and "min_p" not in body for body in asked)
+    cut = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, min_p=0.2))
+    with fake(answer) as url:
+        assert generate_remotely(cut, tmp_path / "cut", 1, Address(url, "sums", concurrency=2), None) == 1
+    assert asked[-1]["min_p"] == 0.2
 
 
 def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_path):

@@ -263,5 +263,5 @@ def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | Non
         "completion_tokens": tokens,
         "completion_mask": None if tokens is None else [True] * len(tokens),
         "behaviour_logprobs": logprobs,
-        **dict(zip(Sampling._fields, sampling or (None,) * 3, strict=True)),
+        **dict(zip(Sampling._fields, sampling or (None,) * len(Sampling._fields), strict=True)),
     }

@@ -25,7 +25,7 @@ from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience import ledger
-from recjax.experience.store import SCHEMA, existing_parts, read_part, to_rows
+from recjax.experience.store import SCHEMA, VERSION, existing_parts, read_part, to_rows
 from recjax.experience.tokenise import tokenised, tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.manifest import check_manifest, size_and_digest, write_manifest
@@ -171,7 +171,7 @@ def _of_tokenizer(policy: Policy) -> str:
     with tempfile.TemporaryDirectory() as folder:
         policy.tokenizer.save_pretrained(folder)
         files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
-    versions = [__version__, transformers.__version__, tokenizers.__version__]
+    versions = [__version__, VERSION, transformers.__version__, tokenizers.__version__]
     return _digest([files, policy.stop_ids[:1], versions])
 
 

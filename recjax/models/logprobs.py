@@ -1,5 +1,7 @@
 """Log-probabilities of completions under the distribution that samples them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,8 +21,8 @@ def sampling_logits(
     Args:
         scores: the model's logits.
         sampling: temperature above 0, and cuts.
-        forced: tokens that no cut removes. A trainer passes the tokens it evaluates, so that a token outside the
-            current policy's top-p set keeps a finite log-probability and gradient.
+        forced: tokens that no cut removes. A trainer passes the tokens it evaluates, so that a token outside the set
+            kept by the current policy keeps a finite log-probability and gradient.
     """
     scores = scores / sampling.temperature
     keep = jnp.ones(scores.shape, bool)
@@ -32,6 +34,9 @@ def sampling_logits(
         probabilities = jax.nn.softmax(descending, axis=-1)
         inside = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
         keep &= scores >= jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
+    if sampling.min_p > 0:
+        # Relative to the most likely token, which the other cuts keep: in whatever order, the result is the same.
+        keep &= scores >= jnp.max(scores, axis=-1, keepdims=True) + math.log(sampling.min_p)
     if forced is not None:
         keep |= jnp.arange(scores.shape[-1]) == forced[:, None]
     return jnp.where(keep, scores, -jnp.inf)

@@ -131,6 +131,7 @@ class RemoteEngine:
         }
         body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
         body |= {"top_k": rollout.top_k} if rollout.top_k else {}
+        body |= {"min_p": rollout.min_p} if rollout.min_p else {}
         body |= {"stop": list(rollout.stop)} if rollout.stop else {}
         return body | ({"messages": prompt} if chat else {"prompt": prompt})
 
@@ -239,7 +240,7 @@ class RemoteEngine:
         if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
             return None
         # Others give log-probs of the softmax, whatever they sample from.
-        if "policy_version" not in reply and self._rollout.sampling() != Sampling(1.0, 0, 1.0):
+        if "policy_version" not in reply and self._rollout.sampling() != Sampling():
             self._warn("sampling", "log-probs may be of another distribution than that of rollout, and are left out")
             return None
         return [min(float(value), 0.0) for value in values]

@@ -16,7 +16,6 @@ _COMMON = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "service_tier": ("auto", "default"),
 }
 _CHAT = {
@@ -164,9 +163,10 @@ def _sampling(fields: Fields) -> Sampling:
     temperature = fields.number("temperature", 1.0, in_range, takes)
     top_p = fields.number("top_p", 1.0, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
     top_k = fields.whole("top_k", 0, -1, 2**31 - 1)
+    min_p = fields.number("min_p", 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
     if temperature == 0:
         return Sampling(0.0)  # whatever it would be cut to, the most likely token is among it
-    return Sampling(temperature, max(top_k, 0), top_p)
+    return Sampling(temperature, max(top_k, 0), top_p, min_p)
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:

@@ -190,7 +190,7 @@ def check_sampling(unit: Unit, session: str, sampling: Sampling) -> None:
     if unit.served and unit.served[0].sampling != sampling:
         raise Refused(
             409,
-            f"session {session!r} was begun with temperature, top_k, top_p ="
+            f"session {session!r} was begun with {', '.join(Sampling._fields)} ="
             f" {', '.join(map(str, unit.served[0].sampling))}; its turns are one trajectory, of one distribution: ask"
             " with these, or take another session",
             param="temperature",

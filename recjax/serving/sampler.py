@@ -24,7 +24,7 @@ class Limits(NamedTuple):
     completion: tokens of a completion.
     slots: completions that are sampled at one time.
     queue: completions that wait beside these; more are refused.
-    distributions: of temperature, top_k and top_p in a server's life, as each has programs of its own.
+    distributions: of temperature, top_k, top_p and min_p in a server's life, as each has programs of its own.
     """
 
     context: int
@@ -84,11 +84,12 @@ class Sampler:
                 headers={"retry-after": "1"},
             )
         if sampling not in self._distributions and len(self._distributions) == self.limits.distributions:
-            known = ", ".join(f"{one.temperature:g}/{one.top_k}/{one.top_p:g}" for one in sorted(self._distributions))
+            known = ", ".join("/".join(f"{value:g}" for value in one) for one in sorted(self._distributions))
             raise Refused(
                 400,
-                f"temperature/top_k/top_p of this request are one distribution more than the {len(self._distributions)}"
-                f" that this server compiles programs for; take one of {known}, or start it with more --distributions",
+                f"{'/'.join(Sampling._fields)} of this request are one distribution more than the"
+                f" {len(self._distributions)} that this server compiles programs for; take one of {known}, or start it"
+                " with more --distributions",
                 param="temperature",
             )
         self._distributions.add(sampling)

@@ -63,7 +63,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     Args:
         overwrite: delete what another run left in the folder.
     Raises:
-        FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
+        FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
             again and again.
         Preempted: SIGTERM or Ctrl-C came; the step that was under way is done and its checkpoint written.
@@ -98,7 +98,8 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
-        metrics, first = stack.enter_context(DeferredMetrics(writer, bar, run.phases, manager)), state.step + 1
+        metrics = DeferredMetrics(writer, bar, run.phases, manager, config.training.impossible_tokens)
+        metrics, first = stack.enter_context(metrics), state.step + 1
         for step in steps:
             lock.check()
 

@@ -15,6 +15,7 @@ from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.following import Follower
 from recjax.experience.queue import Queue, Settings, settings_of
+from recjax.experience.replay import Judge, judge_of
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
 from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
@@ -52,6 +53,7 @@ class Run(NamedTuple):
     teacher: the model that `model.teacher` names.
     agents: those that talk to the policy, where there are any; open while the run lasts.
     follower: the reader of the store that is followed, where one is.
+    judge: how the run's updates read the rewards of a group.
     """
 
     config: Config
@@ -68,6 +70,7 @@ class Run(NamedTuple):
     teacher: Teacher | None = None
     agents: Agents | None = None
     follower: Follower | None = None
+    judge: Judge = Judge()
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -95,7 +98,7 @@ class Run(NamedTuple):
     @property
     def settings(self) -> Settings:
         """Of the queue."""
-        return settings_of(self.config)
+        return settings_of(self.config)._replace(judge=self.judge)
 
     @property
     def record(self) -> Path | None:
@@ -171,7 +174,8 @@ def prepare(config: Config) -> tuple[Run, dict]:
     others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)
     run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
-    return run._replace(agents=agents), params
+    run = run._replace(agents=agents)
+    return run._replace(judge=judge_of(config, run.part_weights)), params
 
 
 def untrained(config: Config) -> Config:

@@ -13,7 +13,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from recjax import hosts
-from recjax.config import Config
+from recjax.config import KEYS, Config
 from recjax.config_loading import to_yaml, unknown_keys
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
@@ -34,6 +34,7 @@ _MAY_CHANGE = {
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.impossible_tokens",
     "training.profile_steps",
     "samples.every",
     "tracking.wandb",
@@ -148,11 +149,17 @@ def _empty(output: Path) -> None:
 def _check_same_config(config: Config, output: Path) -> None:
     ours, theirs = dataclasses.asdict(config), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
-    if changed := differences(ours, theirs, fixed):
+    if changed := differences(ours, theirs, fixed | _new_defaults(ours, theirs)):
         raise ValueError(
             f"output = {config.output!r} holds a run of another config ({changed});"
             " give another output=…, or --overwrite to delete that run"
         )
+
+
+def _new_defaults(ours: dict, theirs: dict) -> set[str]:
+    """Keys that a config of an earlier recjax does not have, at their defaults, which change nothing."""
+    values = _dotted(ours)
+    return {key for key in values.keys() - _dotted(theirs).keys() if key in KEYS and values[key] == KEYS[key].default}
 
 
 def _stored_config(output: Path) -> dict[str, Any]:

@@ -244,6 +244,7 @@ def update(
         **diagnostics.diagnose(algorithm, all_rows, *seen),
     }
     if algorithm.needs_teacher:
-        metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, seen[3])
+        possible = seen[3] & ~(jnp.isneginf(seen[0]) | jnp.isneginf(all_rows.teacher_logprobs))
+        metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, possible)
     learned = Learned(seen[0], losses.token_terms(algorithm, seen[0], seen[1], all_rows, seen[3]))
     return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics, learned

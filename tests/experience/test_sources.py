@@ -137,11 +137,16 @@ def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
 
 def test_log_probs_of_another_distribution_are_refused(tmp_path):
     algorithm = build_algorithm("grpo", {})
-    for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(temperature=None)):
+    for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1), dict(temperature=None)):
         groups = stored(tmp_path / str(change), make_row(0, **change))
         with pytest.raises(ValueError, match="row 'row 0' .* of another distribution"):
             check_logprobs(groups, algorithm, SAMPLING, "error")
     check_logprobs(stored(tmp_path / "same", make_row(0)), algorithm, SAMPLING, "error")
+    cut = SAMPLING._replace(min_p=0.1)
+    check_logprobs(stored(tmp_path / "min_p", make_row(0, min_p=0.1)), algorithm, cut, "error")
+    with pytest.raises(ValueError, match=r"was sampled with .*, min_p 0.0, but rollout has .*, 0.1: its"):
+        check_logprobs(stored(tmp_path / "of before", make_row(0, min_p=None)), algorithm, cut, "error")
+    check_logprobs(stored(tmp_path / "plain", make_row(0, min_p=None)), algorithm, SAMPLING, "error")
     check_logprobs(groups, build_algorithm("red_drop", {}), SAMPLING, "unneeded")
 
 

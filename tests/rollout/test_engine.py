@@ -122,7 +122,9 @@ def test_stops(stop_ids):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8)], ids=["greedy", "top-k", "top-p"]
+    "sampling",
+    [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8), Sampling(min_p=0.2)],
+    ids=["greedy", "top-k", "top-p", "min-p"],
 )
 def test_distributions(sampling):
     assert_same(5, sampling=sampling, group_size=1 if sampling.temperature == 0 else 5)

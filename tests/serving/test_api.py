@@ -187,6 +187,8 @@ BAD = [
     (TEXT, {"prompt": "a", "temperature": 1e-9}, "temperature"),
     (TEXT, {"prompt": "a", "temperature": 10**400}, "temperature"),
     (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
+    (TEXT, {"prompt": "a", "min_p": 1.5}, "min_p"),
+    (GENERATE, {"token_ids": [1], "sampling_params": {"min_p": -0.1}}, "min_p"),
     (TEXT, {"prompt": "a", "stop": [""]}, "stop"),
     (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
     (TEXT, {"prompt": "a", "max_tokens": 101}, "max_tokens"),

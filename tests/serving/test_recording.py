@@ -34,7 +34,7 @@ def by_id(folder):
 
 def test_rows_say_what_was_served(tmp_path):
     with serve(tmp_path) as client:
-        options = {"n": 2, "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "return_token_ids": True}
+        options = {"n": 2, "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "return_token_ids": True}
         text = post(client, TEXT, prompt=["ab", "c"], user="me", metadata={"k": "v"}, **options)
         chat = post(client, CHAT, messages=HELLO, max_tokens=9, return_token_ids=True)
         given = {"reward": 0.5, "reward_parts": {"good": 1.0}, "accurate": True, "comment": "fine"}
@@ -49,7 +49,8 @@ def test_rows_say_what_was_served(tmp_path):
         assert row.prompt_tokens.tolist() == choice["prompt_token_ids"]
         assert row.completion_tokens.tolist() == choice["token_ids"] and row.completion_mask.all()
         np.testing.assert_array_equal(row.behaviour_logprobs, np.float32(choice["token_logprobs"]))
-        assert (row.temperature, row.top_k, row.top_p, row.policy_version, row.source) == (0.5, 0, 0.9, 3, "tiny")
+        assert (row.temperature, row.top_k, row.top_p, row.min_p) == (0.5, 0, 0.9, 0.1)
+        assert (row.policy_version, row.source) == (3, "tiny")
         assert row.completion == choice["text"] and row.truncated == (choice["finish_reason"] == "length")
         said = json.loads(row.metadata)
         comment = {"comment": "fine"} if choice["index"] == 1 else {}
