@@ -1,0 +1,426 @@
+"""Whether two expressions are equal: their values at points, exact or to many digits, relative to their own magnitude.
+
+An identity holds at every point, so expressions that differ at one point differ. Arithmetic is that of real numbers: an even
+root or a logarithm of a negative number is undefined, and points where either side is undefined say nothing. Expressions
+that contain i, or are real nowhere, are compared as complex numbers.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from recjax.tasks.grading.syntax import Node, number
+
+# Digits of a first look, and of a second one at two points, or at none where there is no unknown.
+_DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
+_APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
+_LARGEST_BITS, _MOST_TERMS, _AGREEMENTS = 300_000, 3000, 4
+_CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
+_UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
+
+
+class Undefined(ArithmeticError):
+    """An expression has no value at a point, or one too large to be computed."""
+
+
+def names(node: Any) -> set[str]:
+    """The unknowns of a tree, constants excluded."""
+    if not isinstance(node, Node):
+        return set().union(*map(names, node)) if isinstance(node, tuple) else set()
+    if node.kind == "name":
+        return {node.args[0]} - _CONSTANTS.keys() - {"i"}
+    if node.kind in ("sum", "product", "integral", "limit"):
+        return names(node.args[1:]) - {node.args[0]}
+    return names(node.args)
+
+
+def contains(node: Any, *wanted: str) -> bool:
+    """Whether a tree has a name or call of one of these texts."""
+    if isinstance(node, tuple):
+        return any(contains(each, *wanted) for each in node)
+    return node in wanted
+
+
+def equal(a: Node, b: Node) -> bool:
+    """Whether two expressions are equal wherever both are defined."""
+    modes = (True,) if contains((a, b), "i", r"\text{i}", "cis") else (False, True)
+    return next((answer for mode in modes if (answer := _equal(a, b, mode)) is not None), False)
+
+
+def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
+    """The same in one arithmetic; None where the expressions are undefined in it."""
+    unknown, agreed = names(a) | names(b), 0
+    for place, point in enumerate(_points(unknown, _matrix_names((a, b)))):
+        try:
+            with mpmath.workdps(_DIGITS):
+                if not _agree(_Evaluation(point, is_complex), a, b):
+                    return False
+            if place < 2 or not unknown:
+                with mpmath.workdps(_MORE_DIGITS if unknown else _MANY_DIGITS):
+                    if not _agree(_Evaluation(point, is_complex), a, b):
+                        return False
+        except (ArithmeticError, ValueError, TypeError, MemoryError, mpmath.libmp.NoConvergence):
+            continue
+        agreed += 1
+    return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
+
+
+def ratio(a: Node, b: Node) -> int | None:
+    """The sign of a / b where that is one number other than 0 for all values of the unknowns, of which there must be some."""
+    unknown, found = names(a) | names(b), []
+    with mpmath.workdps(_DIGITS):
+        for point in _points(unknown):
+            try:
+                evaluation = _Evaluation(point, contains((a, b), "i"))
+                over, under = evaluation.value(a), evaluation.value(b)
+                found.append((_quotient(over, under), evaluation))
+            except (ArithmeticError, ValueError, TypeError, MemoryError, mpmath.libmp.NoConvergence):
+                continue
+            if not evaluation.close(found[0][0], found[-1][0]) or found[0][0] == 0:
+                return None
+    if not unknown or len(found) < _AGREEMENTS:
+        return None
+    return 1 if found[0][0].real > 0 else -1
+
+
+def decimal(node: Node) -> Fraction | None:
+    """A constant's value to 50 digits; None where it has none, or is no real number."""
+    if names(node):
+        return None
+    try:
+        with mpmath.workdps(_DIGITS):
+            value = _Evaluation({}, False).value(node)
+            return value if isinstance(value, Fraction) else Fraction(mpmath.nstr(value, 45))
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+
+
+def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
+    """The capitals of trees that transpose, or that invert capitals and have no other letters; and what is transposed."""
+    unknown = names(trees)
+    capitals = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}
+    if contains(trees, "transpose"):
+        return capitals | _transposed(trees)
+    return capitals if capitals == unknown and len(capitals) > 1 and _inverts(trees) else set()
+
+
+def _transposed(tree: Any) -> set[str]:
+    if isinstance(tree, Node) and tree.kind == "call" and tree.args[0] == "transpose":
+        return names(tree)
+    return set().union(*map(_transposed, tree)) if isinstance(tree, tuple) else set()
+
+
+def _inverts(tree: Any) -> bool:
+    if isinstance(tree, Node) and tree.kind == "pow" and tree.args[1] == number(-1):
+        return tree.args[0].kind == "name" or (tree.args[0].kind == "mul" and bool(names(tree.args[0])))
+    return isinstance(tree, tuple) and any(map(_inverts, tree))
+
+
+def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Values of the unknowns: positive, of both signs, small and large; whole numbers of both signs."""
+    for place in range(14 if unknown else 1):
+        point = {}
+        for name in sorted(unknown):
+            draw = random.Random(zlib.crc32(f"{name} {place}".encode()))
+            if name in matrices:
+                point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)])
+                continue
+            odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: of no odd root
+            kinds = [
+                Fraction(odd, 256),
+                Fraction(odd, 1024),
+                Fraction(draw.choice((-1, 1)) * odd, 512),
+                Fraction(odd, 32),
+            ]
+            whole = [draw.randrange(1, 12), draw.randrange(1, 12), draw.randrange(1, 7), draw.randrange(1, 5)]
+            whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
+            point[name] = (kinds + kinds + [Fraction(each) for each in whole])[place]
+        yield point
+
+
+def _agree(evaluation: "_Evaluation", a: Node, b: Node) -> bool:
+    return evaluation.close(evaluation.value(a), evaluation.value(b))
+
+
+def _quotient(over: Any, under: Any) -> Any:
+    if isinstance(over, Fraction) and isinstance(under, Fraction):
+        return over / under
+    return _floating(over) / _floating(under)
+
+
+class _Evaluation:
+    """Values at one point: a Fraction where exact, else mpmath's real or complex number or matrix."""
+
+    def __init__(self, point: Mapping[str, Any], is_complex: bool):
+        self.point, self.is_complex = dict(point), is_complex
+        self.largest, self.approximate, self.terms, self.matrices = mpmath.mpf(0), False, 0, False
+
+    def close(self, a: Any, b: Any) -> bool:
+        """Whether two values are one, to the precision at work."""
+        if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
+            return a == b
+        if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
+            shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
+            return shapes[0] == shapes[1] and all(self.close(x, y) for x, y in zip(a, b, strict=True))
+        a, b = _floating(a), _floating(b)
+        if mpmath.isnan(a) or mpmath.isnan(b):
+            raise Undefined
+        if a == b or mpmath.isinf(a) or mpmath.isinf(b):
+            return a == b
+        relative = _APPROXIMATE if self.approximate else mpmath.mpf(10) ** (15 - mpmath.mp.dps)
+        noise = self.largest * mpmath.mpf(10) ** (10 - mpmath.mp.dps) if self.largest else 0
+        return abs(a - b) <= max(relative * max(abs(a), abs(b)), noise)
+
+    def value(self, node: Node) -> Any:
+        """A node's value.
+
+        Raises:
+            ArithmeticError, ValueError, TypeError: it has none.
+        """
+        if node.kind == "number":
+            return node.args[0]
+        if node.kind == "name":
+            return self._name(node.args[0])
+        if node.kind in ("add", "mul", "pow"):
+            return getattr(self, f"_{node.kind}")(*map(self.value, node.args))
+        if node.kind == "matrix":
+            return mpmath.matrix([[_floating(self.value(each)) for each in row] for row in node.args])
+        if node.kind == "relation":
+            return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
+        if node.kind == "call":
+            return self._call(node.args[0], [self.value(each) for each in node.args[1:]])
+        return self._over(node.kind, *node.args)
+
+    def _name(self, name: str) -> Any:
+        if name in self.point:
+            return self.point[name]
+        if name == "i" and self.is_complex:
+            return mpmath.mpc(0, 1)
+        if name not in _CONSTANTS:
+            raise Undefined(name)
+        return +_CONSTANTS[name]()
+
+    def _add(self, *terms: Any) -> Any:
+        if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
+            raise Undefined("a matrix and a number")
+        total = terms[0]
+        for term in terms[1:]:
+            exact = isinstance(total, Fraction) and isinstance(term, Fraction)
+            total = total + term if exact else _floating(total) + _floating(term)
+        if not isinstance(total, Fraction | mpmath.matrix):
+            self.largest = max(self.largest, *(abs(_floating(term)) for term in terms))
+        return total
+
+    def _mul(self, *factors: Any) -> Any:
+        product = factors[0]
+        for factor in factors[1:]:
+            exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
+            product = product * factor if exact else _floating(product) * _floating(factor)
+        return product
+
+    def _pow(self, base: Any, power: Any) -> Any:
+        if isinstance(base, mpmath.matrix):
+            return base ** int(power) if power == int(power) and abs(power) < 20 else _raise()
+        if base == 0 and not power.real > 0:
+            raise Undefined
+        if abs(base) == 1 and isinstance(power, Fraction) and power.denominator == 1:
+            return base if power.numerator % 2 else base * base
+        size = abs(power) * abs(mpmath.log(abs(_floating(base)), 2)) if base != 0 else 0
+        if size > 10**12:
+            raise Undefined("too large")
+        if isinstance(power, Fraction) and power.denominator == 1:
+            small = (
+                isinstance(base, Fraction)
+                and abs(power) * max(base.numerator.bit_length(), base.denominator.bit_length()) < _LARGEST_BITS
+            )
+            return base**power.numerator if small else mpmath.power(_floating(base), power.numerator)
+        if base.real < 0 and not self.is_complex:
+            if not isinstance(power, Fraction) or power.denominator % 2 == 0:
+                raise Undefined
+            return (-1) ** power.numerator * mpmath.power(_floating(-base), _floating(power))
+        return mpmath.power(_floating(base), _floating(power))
+
+    def _call(self, name: str, values: list[Any]) -> Any:
+        if name == "transpose" and isinstance(values[0], mpmath.matrix):
+            return values[0].T
+        if name in _FUNCTIONS:
+            if name in _EXACT and all(isinstance(value, Fraction) for value in values):
+                return _EXACT[name](*values)
+            value = _FUNCTIONS[name](*map(_floating, values))
+            return value if self.is_complex else _real(value)
+        return self._opaque(name, values)
+
+    def _opaque(self, name: Any, values: list[Any]) -> Fraction:
+        """A number of its own for a function that is not known, the same for the same arguments."""
+        told = [mpmath.nstr(_floating(value), 25) for value in values]
+        draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
+        return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
+
+    def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:
+        """A sum, product, integral or limit over a variable."""
+        low, high = self.value(lower), None if upper is None else self.value(upper)
+        before = self.point.get(name)
+        try:
+            if _is_of_unknowns(body, name):
+                self.point[name] = Fraction(random.Random(name).randrange(10**9), 10**9)
+                return self._opaque((kind, name), [low, 0 if high is None else high, self.value(body)])
+
+            def inside(value: Any) -> Any:
+                self.point[name] = value
+                return self.value(body)
+
+            return self._computed(kind, inside, low, high)
+        finally:
+            self.point.pop(name, None)
+            if before is not None:
+                self.point[name] = before
+
+    def _computed(self, kind: str, inside: Callable[[Any], Any], low: Any, high: Any) -> Any:
+        if kind in ("sum", "product") and isinstance(low, Fraction) and isinstance(high, Fraction):
+            if low.denominator != 1 or high.denominator != 1 or high < low - 1:
+                raise Undefined
+            self.terms += int(high - low) + 1
+            if self.terms > _MOST_TERMS:
+                raise Undefined("too many terms")
+            values = [inside(Fraction(each)) for each in range(int(low), int(high) + 1)]
+            return (self._add if kind == "sum" else self._mul)(Fraction(kind == "product"), *values)
+        self.approximate = True
+        with mpmath.workdps(20):
+
+            def at(value: Any) -> Any:
+                return _floating(inside(Fraction(int(value)) if kind in ("sum", "product") else value))
+
+            low, high = _floating(low), None if high is None else _floating(high)
+            if kind == "integral":
+                return mpmath.quad(at, [low, high])
+            if kind == "limit":
+                return mpmath.limit(at, low)
+            return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
+
+
+def _is_of_unknowns(node: Any, name: str) -> bool:
+    """Whether an expression has functions that are not known, or names with an index such as a_k."""
+    if not isinstance(node, Node):
+        return isinstance(node, tuple) and any(_is_of_unknowns(each, name) for each in node)
+    if node.kind == "name":
+        return name in node.args[0].partition("_")[2]
+    return (node.kind == "call" and node.args[0] not in _FUNCTIONS) or _is_of_unknowns(node.args, name)
+
+
+def _floating(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return mpmath.mpf(value.numerator) / value.denominator
+    return value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, mpmath.mpc):
+        raise Undefined
+    return value
+
+
+def _raise(*values: Any) -> Any:
+    raise Undefined
+
+
+def _factorial(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        if value.denominator != 1 or not 0 <= value <= _MOST_TERMS:
+            return mpmath.factorial(_floating(value)) if abs(value) < 10**8 else _raise()
+        return Fraction(int(mpmath.fac(0)) if value < 2 else _product(range(2, int(value) + 1)))
+    return mpmath.factorial(value) if abs(value) < 10**8 else _raise()
+
+
+def _product(values: range) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total
+
+
+def _double_factorial(value: Fraction) -> Fraction:
+    if value.denominator != 1 or not 0 <= value <= _MOST_TERMS:
+        raise Undefined
+    return Fraction(_product(range(int(value) % 2 or 2, int(value) + 1, 2)))
+
+
+def _binomial(n: Any, k: Any) -> Any:
+    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 2 * _MOST_TERMS for each in (n, k)):
+        return (
+            Fraction(_product(range(int(n - k) + 1, int(n) + 1)), _product(range(2, int(k) + 1)))
+            if k <= n
+            else Fraction(0)
+        )
+    return mpmath.binomial(_floating(n), _floating(k))
+
+
+def _logarithm(value: Any, base: Any = None) -> Any:
+    if value == 0 or base == 0:
+        raise Undefined
+    return mpmath.log(value) if base is None else mpmath.log(value) / mpmath.log(base)
+
+
+def _circular(function: Callable) -> Callable:
+    def at(value: Any) -> Any:
+        if abs(value) > mpmath.mpf(10) ** 30:
+            raise Undefined("too large for its digits")
+        with mpmath.workdps(mpmath.mp.dps + 35):
+            result = function(value)
+        return +result
+
+    return at
+
+
+def _exponential(value: Any) -> Any:
+    return mpmath.exp(value) if abs(value) < 10**12 else _raise()
+
+
+def _whole(function: Callable) -> Callable:
+    def of(*values: Fraction) -> Fraction:
+        if any(value.denominator != 1 for value in values):
+            raise Undefined
+        result = int(values[0])
+        for value in values[1:]:
+            result = function(result, int(value))
+        return Fraction(result)
+
+    return of
+
+
+def _gcd(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return abs(a)
+
+
+_EXACT: dict[str, Callable] = {
+    "factorial": _factorial,
+    "factorial2": _double_factorial,
+    "binomial": _binomial,
+    "abs": abs,
+    "floor": lambda value: Fraction(value.__floor__()),
+    "ceil": lambda value: Fraction(value.__ceil__()),
+    "max": max,
+    "min": min,
+    "gcd": _whole(_gcd),
+    "lcm": _whole(lambda a, b: a * b // _gcd(a, b) if a and b else 0),
+    "sign": lambda value: Fraction((value > 0) - (value < 0)),
+}
+_FUNCTIONS: dict[str, Callable] = {
+    **dict.fromkeys(("factorial2", "gcd", "lcm"), _raise),
+    **{"factorial": _factorial, "binomial": _binomial, "abs": abs, "max": max, "min": min, "sign": mpmath.sign},
+    **{"floor": mpmath.floor, "ceil": mpmath.ceil, "exp": _exponential, "ln": _logarithm, "log_": _logarithm},
+    **{"log": lambda value: _logarithm(value, 10), "lg": lambda value: _logarithm(value, 10)},
+    **{"lb": lambda value: _logarithm(value, 2), "norm": lambda value: _raise(), "erf": mpmath.erf},
+    **{"re": mpmath.re, "im": mpmath.im, "arg": mpmath.arg, "det": lambda value: mpmath.det(value)},
+    **{name: _circular(getattr(mpmath, name)) for name in "sin cos tan sec csc cot".split()},
+    **{name: getattr(mpmath, name) for name in "sinh cosh tanh sech csch coth".split()},
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in "sin cos tan sec csc cot".split()},
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in "sinh cosh tanh sech csch coth".split()},
+    "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
+}
