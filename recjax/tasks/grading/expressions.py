@@ -17,7 +17,7 @@ from recjax.tasks.grading.syntax import Node, difference
 from recjax.tasks.grading.units import NOTHING, Unit
 
 _FUNCTIONS = syntax.FUNCTIONS | {"sqrt", "mod", "pi"}
-_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![a-z])")
+_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _CIRCLE = (("angle", 1),)
 _OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
 _TURNED = {">": "<", r"\ge": r"\le", r"\supset": r"\subset", r"\supseteq": r"\subseteq", r"\gg": r"\ll"}
@@ -104,6 +104,7 @@ def _conversion(wanted: tuple[Unit, ...], said: tuple[Unit, ...]) -> Fraction | 
 def _words_fit(truth: str, given: str) -> bool:
     """Whether an answer has no words that the truth does not have."""
     truth, given = (re.sub(r"\\(?:[A-Za-z]+|.)|_\{?\w+\}?", " ", _OR.sub(" ", text)) for text in (truth, given))
+    given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # of an integral
     words = {*re.findall(r"[A-Za-z]{2,}", given)} - _FUNCTIONS - {*re.findall(r"[A-Za-z]{2,}", truth)}
     # Two letters or so are a product, where the truth has these letters; more are a word.
     return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(syntax.tokens(word)) == len(word))
