@@ -61,9 +61,15 @@ def same_angle(degrees: str, given: str) -> bool:
     return _equal_angle(re.sub(r"°|\\text ?\{[^{}]*\}|[a-z ]+$", "", degrees).strip(), said)
 
 
-def is_readable(text: str) -> bool:
-    """Whether a text, in the notation of `notation.plain`, is an expression, an equation or a region."""
-    return _read(_without_unit(text)[0]) is not None
+def is_constant(text: str) -> bool:
+    """Whether a text, in the notation of `notation.plain`, is an expression without unknowns."""
+    tree = _read(text)
+    return tree is not None and tree.kind != "relation" and not values.names(tree)
+
+
+def names_its_unit(text: str) -> bool:
+    """Whether an expression ends with a unit that is known."""
+    return _without_unit(text)[0] != text
 
 
 def _equal_angle(degrees: str, radians: str) -> bool:

@@ -8,7 +8,7 @@ import functools
 import re
 
 from recjax.tasks.grading import expressions
-from recjax.tasks.grading.notation import plain, words_of
+from recjax.tasks.grading.notation import plain, split, words_of
 from recjax.tasks.grading.quantities import Quantity, quantity, same
 from recjax.tasks.grading.structures import Structure, structure
 
@@ -23,13 +23,24 @@ _VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
 _SAID = re.compile(r"(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
 _ABOUT = re.compile(r"(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
 _CHOICE = re.compile(
-    r"(?:(?:option|choice) ?)?(?:\((?P<held>[A-Za-z])\)|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])) ?\}"
+    r"(?:(?:option|choice|answer):? ?)?(?:\((?P<held>[A-Za-z])\)|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])) ?\}"
     r"|(?P<bare>[A-Z])(?P<half>\))?)",
     re.I,
 )
-_CLOCK = re.compile(r"(\d{1,2}):(\d\d) ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
+_CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2}):(\d\d) ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
 _SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
 _RELATION = re.compile(r"\\(?:neq|not|ge|le|gt|lt)(?![A-Za-z])|[<>]")
+_NO_TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
+_CONGRUENCE = re.compile(
+    r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
+)
+_BUILDER = re.compile(
+    r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
+_LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?| and | )?\(?([A-J])\)?)+")
+_MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
+_LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]*\}(?:\^\{?-?\d\}?)?)")
 _SUBSCRIPT = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
 
 
@@ -55,14 +66,21 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     if _squeezed(truth) == _squeezed(given):
         return True
     given = _SAID.sub("", given, count=1) if _SAID.match(given) else given
-    given = given.strip()
-    for decide in (_as_choice, _as_clock, _as_words, _in_a_base, _as_ratio, _as_named):
+    truth, given = (_BUILDER.sub(r"\g<condition>", text.strip()) for text in (truth, given))
+    truth, given = _without_thousands(truth, given)
+    for decide in (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_ratio, _as_congruence, _as_named):
         decided = decide(truth, given, finished)
         if decided is not None:
             return decided
     number = quantity(truth)
     if number is not None:
         return _is_number(truth, number, given, finished)
+    if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
+        # A unit that is in no table, or whatever else a number's truth ends with, may be left out but not changed.
+        if expressions.is_constant(match["core"]):
+            words = _squeezed(_NO_TEXT.sub(r" \1", match["words"]))
+            given = _NO_TEXT.sub(r" \1", given)
+            return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
@@ -71,6 +89,25 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     if _RELATION.match(given) and not _RELATION.match(truth):
         return False
     return expressions.same(truth, given, quantity(unnamed(given)))
+
+
+def _without_thousands(truth: str, given: str) -> tuple[str, str]:
+    """Both without the commas that separate thousands, where these are no list's.
+
+    A comma without a space is one before three digits in a text that separates its items otherwise, or has no items.
+    """
+    texts = []
+    for text in (truth, given):
+        loose = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
+        bracketed = re.search(r"[(\[{][^()\[\]{}]*,", text)
+        is_number = _THOUSANDS.sub("", text).strip() == ""
+        if _THOUSANDS.search(text) and (loose or not bracketed) and not (is_number and not loose):
+            text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+        texts.append(text)
+    truth, given = texts
+    if "," in given and "," not in truth and _THOUSANDS.sub("", given) == "":
+        given = given.replace(",", "")
+    return truth, given
 
 
 def _squeezed(text: str) -> str:
@@ -102,6 +139,38 @@ def _as_choice(truth: str, given: str, finished: bool) -> bool | None:
     return _letter(wanted) == _letter(said)
 
 
+def _as_choices(truth: str, given: str, finished: bool) -> bool | None:
+    """Several choices: A,C and AC and "A and C"; where both sides run letters together, they may be points."""
+    wanted, said = (re.sub(r" +", " ", _NO_TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
+    if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
+        return None
+    letters = [sorted(re.findall("[A-J]", text)) for text in (wanted, said)]
+    return letters[0] == letters[1]
+
+
+def _as_congruence(truth: str, given: str, finished: bool) -> bool | None:
+    """3 (mod 7), with or without a name; the modulus may be left out where the truth is, or names, one number."""
+    wanted, said = _CONGRUENCE.fullmatch(truth), _CONGRUENCE.fullmatch(given)
+    if not wanted and not (said and quantity(truth) and not said["name"]):
+        return None
+    residues = [
+        sorted(int(value) for value in match["values"].split(","))
+        if match and re.fullmatch(r" ?-?\d+ ?(?:, ?-?\d+ ?)*", match["values"])
+        else None
+        for match in (wanted, said)
+    ]
+    if not wanted:
+        return residues[1] is not None and _same(truth, said["values"], finished)
+    if not said:
+        return quantity(given) is not None and _same(wanted["values"], given, finished)
+    if None in residues or int(wanted["modulus"]) != int(said["modulus"]) or not int(said["modulus"]):
+        return False
+    if said["name"] and wanted["name"] and _squeezed(said["name"]) != _squeezed(wanted["name"]):
+        return False
+    classes = [{value % int(said["modulus"]) for value in each} for each in residues]
+    return classes[0] == classes[1]
+
+
 def _letter(match: re.Match) -> str:
     letter = match["held"] or match["textheld"] or match["text"] or match["bare"]
     # The pattern ignores case for its words; a small letter that stands by itself is a variable.
@@ -114,8 +183,17 @@ def _as_clock(truth: str, given: str, finished: bool) -> bool | None:
         return None
     if not said:
         return False if wanted[3] else None
-    halves = {(half or "").casefold() for half in (wanted[3], said[3])} - {""}
-    return (int(wanted[1]), wanted[2]) == (int(said[1]), said[2]) and len(halves) < 2
+    if wanted[3] and said[3] and wanted[3].casefold() != said[3].casefold():
+        return False
+    return wanted[2] == said[2] and (int(wanted[1]) == int(said[1]) or bool(_hours(wanted) & _hours(said)))
+
+
+def _hours(clock: re.Match) -> set[int]:
+    """The hour of 24 that a time with its half of the day, or after 12, names."""
+    hour = int(clock[1])
+    if clock[3] and 0 < hour < 13:
+        return {hour % 12 + 12 * (clock[3].casefold() == "p")}
+    return {hour} if hour > 12 else set()
 
 
 def _as_words(truth: str, given: str, finished: bool) -> bool | None:
@@ -137,6 +215,8 @@ def _as_words(truth: str, given: str, finished: bool) -> bool | None:
             return None
     elif max(map(len, words)) < 2 and "-" not in bare:
         return None
+    if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
+        return sorted(re.findall(r"\w+", words_of(given))) == sorted(re.findall(r"\w+", words_of(truth)))
     return words_of(given) == words_of(truth)
 
 
@@ -192,11 +272,14 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
     said = quantity(given)
     if said is not None:
         return same(number, said)
-    if "=" in given:
+    if len(split(given, "=")) > 1:
         # 15/4 = 3.75: the same number, several times; a working is none.
-        parts = [quantity(part) for part in given.split("=")]
+        parts = [quantity(part) for part in split(given, "=")]
         return None not in parts and all(same(number, part) for part in parts)
-    if structure(given) or _RELATION.search(given) or r"\pm" in given:
+    if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
+        said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N, where the truth has a unit too
+        return said is not None and same(number, said)
+    if structure(given) or _RELATION.search(re.sub(r"\{[^{}]*\}", "", given)) or r"\pm" in given:
         return False
     if any(unit.dimensions == (("angle", 1),) for unit in number.units):
         return expressions.same_angle(truth, given)
@@ -222,8 +305,13 @@ def _may_be_a_region(truth: str, said: Structure) -> bool:
 def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
     if said is None:
         # An interval may be given as an inequality.
+        if truth.kind == "matrix" and re.search(r"\\begin|\^", given):
+            return None
         is_region = truth.kind[:1] in "([" and re.search(r"<|>|\\le|\\ge", given)
         return None if is_region and len(truth.items) == 2 else False
+    if truth.kind == "<>" and said.kind == "matrix" and all(len(row) == 1 for row in said.items):
+        said = Structure("<>", sum(said.items, []))
+    truth, said = (each._replace(kind="()") if each.kind == "<>" else each for each in (truth, said))
     if truth.kind == "matrix" or said.kind == "matrix":
         shapes = [[len(row) for row in each.items] if each.kind == "matrix" else None for each in (truth, said)]
         if shapes[0] != shapes[1]:

@@ -15,10 +15,28 @@ _CHARACTERS = {
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "→": r"\to "},
     **{"∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "°": r"^{\circ}"},
     **{"∠": r"\angle ", "θ": r"\theta ", "ℝ": r"\mathbb{R}", "…": r"\ldots ", "“": "", "”": "", "\u2009": " "},
-    **{"\u202f": " ", "\u00a0": " ", "\u3000": " ", "\n": " ", "\t": " ", "。": ".", "、": ",", "′": "'", "″": "''", "’": "'"},
+    **{
+        "\u202f": " ",
+        "\u00a0": " ",
+        "\u3000": " ",
+        "\n": " ",
+        "\t": " ",
+        "。": ".",
+        "、": ",",
+        "′": "'",
+        "″": "''",
+        "’": "'",
+    },
     **{"µ": "μ", "\u2126": "Ω", "∖": r"\setminus ", "∣": r"\mid ", "∥": r"\parallel ", "⊥": r"\perp ", "⟂": r"\perp "},
     **{"∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "≡": r"\equiv ", "∨": r"\vee ", "∧": r"\wedge ", "∉": r"\notin "},
-    **{"⊂": r"\subset ", "⊆": r"\subseteq ", "⟨": r"\langle ", "⟩": r"\rangle ", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}"},
+    **{
+        "⊂": r"\subset ",
+        "⊆": r"\subseteq ",
+        "⟨": r"\langle ",
+        "⟩": r"\rangle ",
+        "ℤ": r"\mathbb{Z}",
+        "ℕ": r"\mathbb{N}",
+    },
     **{"ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "△": r"\triangle "},
     **{letter: rf"\{name} " for letter, name in zip("αβγδεζηικλμνξρστυφχψωΓΔΛΞΠΣΦΨ", _GREEK.split(), strict=True)},
 }
@@ -94,7 +112,11 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<![A-Za-z\\])log(2|10)\s*(?=\()", r"\\log_{\1}", text)
     text = re.sub(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup ", text)
     text = re.sub(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$", r"\\begin{cases}\2\\end{cases}", text)
+    text = re.sub(
+        r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$",
+        r"\\begin{cases}\2\\end{cases}",
+        text,
+    )
     text = re.sub(r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = re.sub(r"\\sqrt\s*([A-Za-z\d])", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
@@ -115,7 +137,15 @@ def _ends(text: str) -> str:
     before = None
     while before != text:
         before, text = text, text.strip()
-        for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')):
+        for opening, closing in (
+            (r"\(", r"\)"),
+            (r"\[", r"\]"),
+            ("$$", "$$"),
+            ("**", "**"),
+            ("__", "__"),
+            ("$", "$"),
+            ('"', '"'),
+        ):
             inside = text[len(opening) : len(text) - len(closing)]
             if text.startswith(opening) and text.endswith(closing) and inside.strip() and not inside.endswith("\\"):
                 text = inside

@@ -236,7 +236,10 @@ class _Reader:
     def raised(self, base: Node) -> Node:
         mark = self.tokens[self.place : self.place + 3]
         inner = mark[1] if mark[:1] == ["{"] and mark[2:] == ["}"] else mark[0] if mark else ""
-        transposed = inner == "T" and (base.kind == "matrix" or _is_matrix_name(base))
+        transposed = inner == "T" and _is_matrix_name(base)
+        if transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
+            self.enclosed()
+            return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
         if inner in (r"\top", "*", r"\star", r"\dagger", "+", "-") or transposed:
             self.enclosed()
             name = "transpose" if transposed or inner == r"\top" else f"^{inner}"
@@ -486,7 +489,7 @@ def _is_matrix_name(node: Node) -> bool:
     """Whether a T above a node transposes it: above a name, or above a product of capitals such as (AB)."""
     if node.kind in ("mul", "add"):
         return all(_is_matrix_name(each) for each in node.args)
-    return node.kind == "name" or (node.kind == "call" and node.args[0] == "()")
+    return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))
 
 
 def _whole(text: str) -> Node:
