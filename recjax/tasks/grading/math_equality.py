@@ -14,7 +14,7 @@ from recjax.tasks.grading.structures import Structure, structure
 
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
-    r"|[A-Z]{1,3}|[A-Za-z](?:'|_\{?\w+\}?)?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
+    r"|[A-Z]{1,3}|[A-Za-z](?:'|_(?:\{\w+\}|\w+))?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_(?:\{\w+\}|\w+))?"
     r"|\([A-Za-z](?: ?, ?[A-Za-z]){1,3}\)"
     r"|\\text ?\{[A-Za-z ]{1,40}\}(?:_\w)?)"
 )
@@ -131,7 +131,7 @@ def _as_choice(truth: str, given: str, finished: bool) -> bool | None:
     wanted = _CHOICE.fullmatch(truth)
     if not wanted or not _letter(wanted):
         return None
-    said = _CHOICE.fullmatch(given)
+    said = _CHOICE.fullmatch(given) or _CHOICE.fullmatch(_NO_TEXT.sub(r"\1", given))
     if not said:
         return False if wanted["held"] or wanted["textheld"] or not re.search(r"[=\\+\-*/^\d]", given) else None
     if wanted["held"] or wanted["textheld"]:

@@ -223,9 +223,10 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
 
     A bare letter counts only after a space, for the few that are usual, and beside a number.
     """
-    said = _unit_fraction(text)
-    bare = re.sub(r"\\text ?\{[^{}]*\}", "", said)
-    for letters in re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", bare):
+    said = re.sub(r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text)
+    said = _unit_fraction(said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
+    bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", said)
+    for letters in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):
         rate = re.search(rf"/ ?{letters}|{letters} ?/", bare)
         if not (rate or (beside_a_number and letters in BARE_LETTERS and bare[:1] == " ")) and "°" not in bare:
             return ()

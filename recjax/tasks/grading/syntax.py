@@ -412,7 +412,7 @@ class _Reader:
 
     def text(self) -> Node:
         start = self.place
-        content = self.enclosed()
+        content = self.enclosed().replace("\\", "")
         if len(content) == 1 and content.isalpha():
             return self.named(content)
         if content in FUNCTIONS:
