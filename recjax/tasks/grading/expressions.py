@@ -232,7 +232,7 @@ def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> 
 
 def _same_factors(a: Node, b: Node) -> bool:
     """Whether two polynomials have the same irreducible factors, so that they are 0 at the same points."""
-    if values.names(a) != values.names(b) or max(map(_size, (a, b))) > _MOST_PARTS:
+    if not values.names(a) or values.names(a) != values.names(b) or max(map(_size, (a, b))) > _MOST_PARTS:
         return False
     try:
         factors = [_factors(_symbolic(each)) for each in (a, b)]

@@ -118,7 +118,7 @@ def plain(text: str) -> str:
         text,
     )
     text = re.sub(r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(r"\\sqrt\s*([A-Za-z\d])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text)
     text = re.sub(r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty ", text)
@@ -192,9 +192,9 @@ def _unwrapped(text: str, command: str) -> str:
 def _fractions(text: str) -> str:
     r"""\frac12, \frac 1 2, \frac1{2} and {1 \over 2} as \frac{1}{2}."""
     text = re.sub(r"^\{?\s*([^{}\\]+?)\s*\\over\s*([^{}\\]+?)\s*\}?$", r"\\frac{\1}{\2}", text.strip())
-    text = re.sub(r"\\frac\s*([A-Za-z\d])\s*([A-Za-z\d])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*([A-Za-z\d])\s*([A-Za-z]|\d(?!\d))", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*([A-Za-z\d])\s*(?=\{)", r"\\frac{\1}", text)
-    text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z\d])", r"\\frac\1{\2}", text)
+    text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z]|\d(?!\d))", r"\\frac\1{\2}", text)
     return re.sub(r"\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}", text)
 
 

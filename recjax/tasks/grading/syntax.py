@@ -122,7 +122,7 @@ class _Reader:
         text = _MATRIX.sub(self._set_apart, text)
         self.tokens = tokens(text)
         self.place = 0
-        self.bars = 0
+        self.bars = ""  # the mark that closes the innermost |…| or \\|…\\|
 
     def _set_apart(self, match: re.Match) -> str:
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
@@ -209,8 +209,10 @@ class _Reader:
         token = self.token
         if token is None or token in RELATIONS | SET_OPERATORS:
             return False
-        if token == "|":
-            return not self.bars
+        if token in ("|", r"\|"):
+            return token != self.bars
+        if token[0].isdigit():
+            return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is no product
         known = token[1:] in GREEK | FUNCTIONS | _ACCENTS | _FIGURES and token[0] == "\\"
         return (
             known or token[0].isalpha() or token in ("(", "[", "{", r"\lfloor", r"\lceil", r"\|") or token in _COMMANDS
@@ -261,7 +263,7 @@ class _Reader:
             return self.group(token)
         if token in _ENCLOSED:
             name, closing = _ENCLOSED[token]
-            bars, self.bars = self.bars, self.bars + 1 if token == "|" else 0
+            bars, self.bars = self.bars, closing
             inside = self.sum()
             self.expect(closing)
             self.bars = bars
@@ -289,7 +291,7 @@ class _Reader:
         return number(Fraction(token))
 
     def group(self, opening: str) -> Node:
-        bars, self.bars = self.bars, 0
+        bars, self.bars = self.bars, ""
         items = [self.statement()]
         while self.accept(",", ";"):
             items.append(self.statement())
@@ -334,10 +336,12 @@ class _Reader:
         group = self.group("(")
         return group.args[1:] if group.kind == "call" and group.args[0] == "()" else (group,)
 
-    def argument(self) -> Node:
-        """What a command takes: braces, parentheses or one mark, of a number its first digit."""
+    def argument(self, most: int = 1) -> Node:
+        """What a command takes: braces, parentheses or one mark; a number's first digit only where no more follow."""
         token = self.token or ""
         if token.isdigit():
+            if len(token) > most:
+                raise Unreadable(r"\sqrt12")
             self.tokens[self.place : self.place + 1] = [token[1:]] if len(token) > 1 else []
             return number(int(token[0]))
         if token in (r"\sqrt", r"\frac") or token[1:] in GREEK or token in ("(", "{") or token.isalnum():
@@ -398,10 +402,10 @@ class _Reader:
                     return Node("call", (f"{over}/{under}", self.power()))
                 return Node("name", (f"{over}/{under}",))
         self.place = start
-        return Node("mul", (self.argument(), inverse(self.argument())))
+        return Node("mul", (self.argument(2), inverse(self.argument())))
 
     def binomial(self) -> Node:
-        return Node("call", ("binomial", self.argument(), self.argument()))
+        return Node("call", ("binomial", self.argument(2), self.argument()))
 
     def root(self) -> Node:
         order: Any = number(2)
