@@ -11,8 +11,8 @@ from typing import Any
 import sympy
 
 from recjax.tasks.grading import syntax, values
-from recjax.tasks.grading.notation import plain
-from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit
+from recjax.tasks.grading.notation import plain, split
+from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
 from recjax.tasks.grading.syntax import Node, difference
 from recjax.tasks.grading.units import NOTHING, Unit
 
@@ -20,11 +20,14 @@ _FUNCTIONS = syntax.FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _CIRCLE = (("angle", 1),)
 _OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
+_AND = re.compile(r" ?(?:\\text ?\{ ?and ?\}|\band\b|\\wedge) ?")
 _TURNED = {">": "<", r"\ge": r"\le", r"\supset": r"\subset", r"\supseteq": r"\subseteq", r"\gg": r"\ll"}
 _ORDERS = {"<": (True, False), r"\le": (False, True)}  # strict, with its end
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 _INTERVALS = {"()": (True, True), "(]": (True, False), "[)": (False, True), "[]": (False, False)}
 _NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals}
+_ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
+_INFINITE = Node("name", (r"\infty",))
 _MOST_PARTS = 80  # of an equation that is factored, or an inequality that is solved
 
 
@@ -40,8 +43,11 @@ def same(truth: str, given: str, number: Quantity | None) -> bool:
     factor = _conversion(unit, other)
     if factor is None or not _words_fit(wanted, said):
         return False
-    if (same_region := _same_region(wanted, said)) is not None:
-        return same_region
+    if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
+        value = values.decimal(_read(match["exact"]) or _INFINITE)
+        if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
+            return False
+        said = match["exact"]
     tree, answer = _read(wanted), _read(said)
     if tree is None or answer is None:
         return False
@@ -109,7 +115,9 @@ def _conversion(wanted: tuple[Unit, ...], said: tuple[Unit, ...]) -> Fraction | 
 
 def _words_fit(truth: str, given: str) -> bool:
     """Whether an answer has no words that the truth does not have."""
-    truth, given = (re.sub(r"\\(?:[A-Za-z]+|.)|_\{?\w+\}?", " ", _OR.sub(" ", text)) for text in (truth, given))
+    truth, given = (
+        re.sub(r"\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?", " ", _OR.sub(" ", text)) for text in (truth, given)
+    )
     given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # of an integral
     words = {*re.findall(r"[A-Za-z]{2,}", given)} - _FUNCTIONS - {*re.findall(r"[A-Za-z]{2,}", truth)}
     # Two letters or so are a product, where the truth has these letters; more are a word.
@@ -192,6 +200,9 @@ def _in_the_same_letters(wanted: Node, said: Node) -> Node:
         names = [each.args[1].args[0] for each in (left, other) if each.args[1].kind == "name"]
         if len(names) == 2 and names[0] not in values.names(said):
             return _renamed(said, names[1], names[0])
+    terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (left, other)]
+    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in values.names(said):  # a_k as a_n
+        return _renamed(_renamed(said, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
     return said
 
 
@@ -275,7 +286,7 @@ def _symbolic(node: Node) -> sympy.Expr:
 # --- Regions of one variable.
 
 
-def _same_region(wanted: str, said: str) -> bool | None:
+def same_region(wanted: str, said: str) -> bool | None:
     """Whether two texts are one set of numbers; None where they are not both read as such sets."""
     if not all(
         re.search(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,", text) for text in (wanted, said)
@@ -287,16 +298,33 @@ def _same_region(wanted: str, said: str) -> bool | None:
         return None
     if name and other and name != other:
         return False
-    return _same_set(region, answer)
+    return None if sympy.S.EmptySet in (region, answer) else _same_set(region, answer)
 
 
 def _region_of(text: str) -> tuple[str | None, sympy.Set]:
     """The variable, where it is named, and the union of what stands between "or"."""
-    parts = [_region(_read(part)) for part in _OR.split(text)]
+    parts = [_common(_statements(part)) for part in _OR.split(text)]
     names = {name for name, _ in parts} - {None}
     if len(names) > 1:
         raise syntax.Unreadable(text)
     return next(iter(names), None), sympy.Union(*(region for _, region in parts))
+
+
+def _statements(text: str) -> list[str]:
+    """The parts between commas and "and": x\\neq 1, 2 and x > 0 as three statements of x."""
+    parts = [part.strip() for part in split(_AND.sub(",", text))]
+    if "\\neq" in parts[0]:
+        name = parts[0].partition("\\neq")[0]
+        parts = [part if re.search(r"\\|[<>]|[A-Za-z]", part) else f"{name}\\neq {part}" for part in parts]
+    return parts
+
+
+def _common(statements: list[str]) -> tuple[str | None, sympy.Set]:
+    regions = [_region(_read(statement)) for statement in statements]
+    names = {name for name, _ in regions}
+    if len(regions) > 1 and (len(names) > 1 or None in names):
+        raise syntax.Unreadable("no region")
+    return regions[0][0], sympy.Intersection(*(region for _, region in regions))
 
 
 def _region(node: Node | None) -> tuple[str | None, sympy.Set]:

@@ -37,6 +37,10 @@ _CONGRUENCE = re.compile(
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
+_REAL = re.compile(r"^(?P<name>[A-Za-z]) ?\\in ?\\mathbb\{R\} ?, ?(?=(?P=name)\b)")
+_COUNTING = re.compile(
+    r"(?<=[klmn].) ?,? ?\(?[klmn] ?\\in ?\\mathbb\{Z\}\)?$|(?<=[klmn]) ?,? ?\(?[klmn] ?\\in ?\\mathbb\{Z\}\)?$"
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?| and | )?\(?([A-J])\)?)+")
 _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
@@ -67,6 +71,9 @@ def _same(truth: str, given: str, finished: bool) -> bool:
         return True
     given = _SAID.sub("", given, count=1) if _SAID.match(given) else given
     truth, given = (_BUILDER.sub(r"\g<condition>", text.strip()) for text in (truth, given))
+    truth, given = (_REAL.sub("", text) for text in (truth, given))
+    if bool(_COUNTING.search(truth)) is not bool(_COUNTING.search(given)):
+        truth, given = (_COUNTING.sub("", text) for text in (truth, given))
     truth, given = _without_thousands(truth, given)
     for decide in (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_ratio, _as_congruence, _as_named):
         decided = decide(truth, given, finished)
@@ -81,10 +88,12 @@ def _same(truth: str, given: str, finished: bool) -> bool:
             words = _squeezed(_NO_TEXT.sub(r" \1", match["words"]))
             given = _NO_TEXT.sub(r" \1", given)
             return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
+    if (decided := expressions.same_region(truth, given)) is not None:
+        return decided
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
-    if taken is None and said is not None and not _may_be_a_region(truth, said):
+    if taken is None and said is not None and r"\begin" not in truth and not _may_be_a_region(truth, said):
         return False
     if _RELATION.match(given) and not _RELATION.match(truth):
         return False
@@ -99,7 +108,7 @@ def _without_thousands(truth: str, given: str) -> tuple[str, str]:
     texts = []
     for text in (truth, given):
         loose = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
-        bracketed = re.search(r"[(\[{][^()\[\]{}]*,", text)
+        bracketed = re.search(r"(?:[(\[]|\\\{)[^()\[\]{}]*,", text)
         is_number = _THOUSANDS.sub("", text).strip() == ""
         if _THOUSANDS.search(text) and (loose or not bracketed) and not (is_number and not loose):
             text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)

@@ -97,6 +97,8 @@ def plain(text: str) -> str:
     text = re.sub(r"(\\\\)|\\[;:, >]|(?<=.)~", lambda match: match.group(1) or " ", text)
     text = re.sub(r"\\[hv]space\*?\s*\{[^{}]*\}", " ", text)
     text = re.sub(r"(\d*\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}", text)
+    if all("=" in part and re.fullmatch(r"[^,;]*[^,;\s]", part.strip()) for part in re.split(r"\\q?quad", text)):
+        text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
     text = re.sub(r"\\color\s*\{[^{}]*\}", "", text)
     text = re.sub(r"\\textcolor\s*\{[^{}]*\}", r"\\mathbf", text)
@@ -105,6 +107,10 @@ def plain(text: str) -> str:
     for name in _WRAPPERS:
         text = _unwrapped(text, f"\\{name}")
     text = text.replace(r"\text{%}", "%").replace(r"\text{\%}", "%").replace(r"\%", "%")
+    while (shorter := re.sub(r"(\\text\{[^{}]*\^)\{(-?\d)\}", r"\1\2", text)) != text:
+        text = shorter
+    text = re.sub(r"\(\s*(?:\\text\s*\{\s*mod\s*\}|mod)\s*(\w+)\s*\)", r"\\pmod{\1}", text)
+    text = text.replace(r"\bmod", r"\pmod ") if r"\equiv" in text else text
     text = re.sub(r"\\text\{\s*\^\{\\circ\}\s*\}", r"^{\\circ}", text)
     text = _ends(text)
     text = _fractions(text)

@@ -119,7 +119,7 @@ def _quantity(text: str) -> Quantity | None:
 def _without_parentheses(text: str) -> str:
     while len(text) > 2 and text[0] in "({" and text[-1] in ")}":
         depths = itertools.accumulate((each in "({") - (each in ")}") for each in text)
-        if "\\{" in text or "\\}" in text or 0 in list(depths)[:-1]:
+        if "," in text or "\\{" in text or "\\}" in text or 0 in list(depths)[:-1]:
             break
         text = text[1:-1].strip()
     return text
@@ -223,7 +223,9 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
 
     A bare letter counts only after a space, for the few that are usual, and beside a number.
     """
-    said = re.sub(r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text)
+    said = re.sub(
+        r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text
+    )
     said = _unit_fraction(said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
     bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", said)
     for letters in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):

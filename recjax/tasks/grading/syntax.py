@@ -48,6 +48,7 @@ GREEK = set(
     " varrho sigma varsigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi"
     " Omega infty ell hbar aleph emptyset partial nabla imath jmath star dagger ldots top".split()
 )
+_LATIN = {"star", "dagger", "top", "ell", "partial", "nabla", "ldots", "emptyset", "eta", "psi", "chi", "tau", "rho"}
 _ACCENTS = set("overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve".split())
 _FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
 _ENCLOSED = {
@@ -105,7 +106,7 @@ def _letters(run: str, following: str) -> list[str]:
         return []
     if run in ("oo", "inf", "infty", "infinity"):
         return [r"\infty"]
-    if run in _WORDS or run in ("pi", "sqrt"):
+    if run in _WORDS or run in ("pi", "sqrt") or (len(run) > 2 and run in GREEK and run not in _LATIN):
         return [f"\\{run}"]
     for size in range(len(run) - 1, 1, -1):
         # 2Rsin(A): the end of a run; sinx: its beginning
@@ -375,7 +376,7 @@ class _Reader:
         if self.accept("_"):
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
-            base = self.argument() if self.token != "{" else self.primary()
+            base = self.base()
         if self.accept("^"):
             power = self.exponent()
             if power == number(-1) and name in _TRIGONOMETRY:
@@ -391,6 +392,12 @@ class _Reader:
         if base is not None:
             node = Node("call", (f"{name}_", *node.args[1:], base))
         return node if power is None else Node("pow", (node, power))
+
+    def base(self) -> Node:
+        """What stands below log: of \\log_23 the 2, of \\log_10 x the 10."""
+        if (self.token or "").isdigit() and len(self.tokens) > self.place + 1:
+            return number(int(self.next()))
+        return self.argument(most=9)
 
     def fraction(self) -> Node:
         start = self.place
@@ -486,7 +493,9 @@ _COMMANDS |= dict.fromkeys(_LARGE, "large")
 def _signed(sign: str | None, node: Node) -> Node:
     if sign == r"\pm":
         return Node("mul", (Node("name", (r"\pm",)), node))
-    return Node("mul", (number(-1), node)) if sign == "-" else node
+    if sign != "-":
+        return node
+    return number(-node.args[0]) if node.kind == "number" else Node("mul", (number(-1), node))
 
 
 def _is_matrix_name(node: Node) -> bool:

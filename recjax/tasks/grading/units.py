@@ -99,7 +99,7 @@ A ampere,amp 1 current
 K kelvin 1 kelvin
 mol mole 1 mole
 cd candela 1 candela
-Hz hertz 1 time^-1,cycle
+Hz hertz 1 time^-1
 N newton 1000 mass,length,time^-2
 Pa pascal 1000 mass,length^-1,time^-2
 J joule 1000 mass,length^2,time^-2
@@ -114,7 +114,7 @@ T tesla 1000 mass,time^-2,current^-1
 H henry,henrie 1000 mass,length^2,time^-2,current^-2
 lm lumen 1 candela,steradian
 lx lux 1 candela,length^-2
-Bq becquerel 1 time^-1,decay
+Bq becquerel 1 time^-1
 Gy gray 1 length^2,time^-2
 Sv sievert 1 length^2,time^-2
 L liter,litre 1/1000 length^3
@@ -127,7 +127,7 @@ bar bar 100000000 mass,length^-1,time^-2
 cal calorie 1 calorie
 b bit 1 bit
 B byte 8 bit
-Ci curie 37000000000 time^-1,decay
+Ci curie 37000000000 time^-1
 dyn dyne 1/100 mass,length,time^-2
 erg erg 1/10000 mass,length^2,time^-2
 G gauss 1/10 mass,time^-2,current^-1
@@ -189,7 +189,7 @@ _CHINESE |= dict.fromkeys(
 # answer wrong, so this list may grow; what is no countable thing ("more", "left", "wrong") must not get here.
 COUNTED = """
 adult;animal;answer;ant;apartment;apple;arrangement;article;atom;bag;ball;balloon;banana;barrel;basket
-battery batterie;bead;bean;bear;bed;bee;beetle;bicycle bike;bill;bird;block;boat;book;bookmark;bottle;bow;bowl;bowler
+battery batterie;bead;beat;bean;bear;bed;bee;beetle;bicycle bike;bill;bird;block;boat;book;bookmark;bottle;bow;bowl;bowler
 box boxe;boy;branch branche;brick;brother;brownie;bucket;bug;building;bulb;burrito;bus buse;bush bushe;button;cabbage
 cake;calf calves;camera;can;candle;candy candie;cannon;car;card;carrot;case;castle;cat;cave;chair;chapter;chef
 cherry cherrie;chick;chicken;child children;chip;chocolate;choice;church churche;citizen;city citie;class classe
@@ -322,7 +322,7 @@ def units(text: str) -> tuple[Unit, ...]:
         text: without \text around its words: "cm^2", "square feet", "miles per hour", "m/s".
     """
     text = " ".join(text.split()).rstrip(".")
-    text = _CHINESE.get(text, text)
+    text = re.sub(r"\b(light|nautical|astronomical) (?=year|mile|unit)", r"\1-", _CHINESE.get(text, text), flags=re.I)
     text = _WHOLE_PHRASES.get(text.casefold(), text)
     if text in _TEMPERATURES:
         return (_TEMPERATURES[text],)

@@ -134,7 +134,7 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
             kinds = [
                 Fraction(odd, 256),
                 Fraction(odd, 1024),
-                Fraction(draw.choice((-1, 1)) * odd, 512),
+                Fraction(draw.choice((-1, 1)) * odd, 1024),
                 Fraction(odd, 32),
             ]
             whole = [draw.randrange(1, 12), draw.randrange(1, 12), draw.randrange(1, 7), draw.randrange(1, 5)]
@@ -232,6 +232,8 @@ class _Evaluation:
             return base if power.numerator % 2 else base * base
         size = abs(power) * abs(mpmath.log(abs(_floating(base)), 2)) if base != 0 else 0
         if size > 10**12:
+            if self.approximate and power * mpmath.log(abs(_floating(base))) < 0:
+                return mpmath.mpf(0)
             raise Undefined("too large")
         if isinstance(power, Fraction) and power.denominator == 1:
             small = (
