@@ -375,6 +375,8 @@ def _solved(relation: Node) -> tuple[str, sympy.Set]:
             region &= sympy.Interval(_constant(a), sympy.oo, _ORDERS[operator][0], True)
         elif operator in _ORDERS:
             symbol = sympy.Symbol(name, real=True)
+            if values.contains((a, b), "sin", "cos", "tan", "exp", "ln"):
+                raise syntax.Unreadable("not algebraic")
             inequality = (sympy.StrictLessThan if operator == "<" else sympy.LessThan)(_symbolic(a), _symbolic(b))
             region &= sympy.solve_univariate_inequality(inequality, symbol, relational=False)
         else:

@@ -19,7 +19,7 @@ from recjax.tasks.grading.syntax import Node, number
 # Digits of a first look, and of a second one at two points, or at none where there is no unknown.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
-_LARGEST_BITS, _MOST_TERMS, _AGREEMENTS = 300_000, 3000, 4
+_LARGEST_BITS, _MOST_TERMS, _AGREEMENTS = 50_000, 3000, 4
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
@@ -55,18 +55,20 @@ def equal(a: Node, b: Node) -> bool:
 def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """The same in one arithmetic; None where the expressions are undefined in it."""
     unknown, agreed = names(a) | names(b), 0
+    only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
     for place, point in enumerate(_points(unknown, _matrix_names((a, b)))):
-        try:
-            with mpmath.workdps(_DIGITS):
-                if not _agree(_Evaluation(point, is_complex), a, b):
+        for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if place < 2 else 1]:
+            with mpmath.workdps(digits):
+                evaluation = _Evaluation(point, is_complex)
+                wanted, said = evaluation.defined(a), evaluation.defined(b)
+                if wanted is None or said is None:
+                    if only_one_has_bars and not is_complex and wanted is not said:
+                        return False  # ln x is no ln|x|
+                    break
+                if not evaluation.close(wanted, said):
                     return False
-            if place < 2 or not unknown:
-                with mpmath.workdps(_MORE_DIGITS if unknown else _MANY_DIGITS):
-                    if not _agree(_Evaluation(point, is_complex), a, b):
-                        return False
-        except (ArithmeticError, ValueError, TypeError, MemoryError, mpmath.libmp.NoConvergence):
-            continue
-        agreed += 1
+        else:
+            agreed += 1
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
 
 
@@ -75,12 +77,11 @@ def ratio(a: Node, b: Node) -> int | None:
     unknown, found = names(a) | names(b), []
     with mpmath.workdps(_DIGITS):
         for point in _points(unknown):
-            try:
-                evaluation = _Evaluation(point, contains((a, b), "i"))
-                over, under = evaluation.value(a), evaluation.value(b)
-                found.append((_quotient(over, under), evaluation))
-            except (ArithmeticError, ValueError, TypeError, MemoryError, mpmath.libmp.NoConvergence):
+            evaluation = _Evaluation(point, contains((a, b), "i"))
+            over, under = evaluation.defined(a), evaluation.defined(b)
+            if over is None or under is None or under == 0:
                 continue
+            found.append((_quotient(over, under), evaluation))
             if not evaluation.close(found[0][0], found[-1][0]) or found[0][0] == 0:
                 return None
     if not unknown or len(found) < _AGREEMENTS:
@@ -92,12 +93,11 @@ def decimal(node: Node) -> Fraction | None:
     """A constant's value to 50 digits; None where it has none, or is no real number."""
     if names(node):
         return None
-    try:
-        with mpmath.workdps(_DIGITS):
-            value = _Evaluation({}, False).value(node)
-            return value if isinstance(value, Fraction) else Fraction(mpmath.nstr(value, 45))
-    except (ArithmeticError, ValueError, TypeError):
-        return None
+    with mpmath.workdps(_DIGITS):
+        value = _Evaluation({}, False).defined(node)
+        if value is None or isinstance(value, Fraction):
+            return value
+        return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) else None
 
 
 def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
@@ -143,10 +143,6 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
         yield point
 
 
-def _agree(evaluation: "_Evaluation", a: Node, b: Node) -> bool:
-    return evaluation.close(evaluation.value(a), evaluation.value(b))
-
-
 def _quotient(over: Any, under: Any) -> Any:
     if isinstance(over, Fraction) and isinstance(under, Fraction):
         return over / under
@@ -168,13 +164,19 @@ class _Evaluation:
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
             return shapes[0] == shapes[1] and all(self.close(x, y) for x, y in zip(a, b, strict=True))
         a, b = _floating(a), _floating(b)
-        if mpmath.isnan(a) or mpmath.isnan(b):
-            raise Undefined
         if a == b or mpmath.isinf(a) or mpmath.isinf(b):
             return a == b
         relative = _APPROXIMATE if self.approximate else mpmath.mpf(10) ** (15 - mpmath.mp.dps)
         noise = self.largest * mpmath.mpf(10) ** (10 - mpmath.mp.dps) if self.largest else 0
         return abs(a - b) <= max(relative * max(abs(a), abs(b)), noise)
+
+    def defined(self, node: Node) -> Any:
+        """A node's value; None where it has none."""
+        try:
+            value = self.value(node)
+        except (ArithmeticError, ValueError, TypeError, MemoryError, mpmath.libmp.NoConvergence):
+            return None
+        return None if isinstance(value, mpmath.mpf | mpmath.mpc) and mpmath.isnan(value) else value
 
     def value(self, node: Node) -> Any:
         """A node's value.
@@ -211,7 +213,7 @@ class _Evaluation:
         total = terms[0]
         for term in terms[1:]:
             exact = isinstance(total, Fraction) and isinstance(term, Fraction)
-            total = total + term if exact else _floating(total) + _floating(term)
+            total = _short(total + term) if exact else _floating(total) + _floating(term)
         if not isinstance(total, Fraction | mpmath.matrix):
             self.largest = max(self.largest, *(abs(_floating(term)) for term in terms))
         return total
@@ -220,7 +222,7 @@ class _Evaluation:
         product = factors[0]
         for factor in factors[1:]:
             exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
-            product = product * factor if exact else _floating(product) * _floating(factor)
+            product = _short(product * factor) if exact else _floating(product) * _floating(factor)
         return product
 
     def _pow(self, base: Any, power: Any) -> Any:
@@ -228,7 +230,7 @@ class _Evaluation:
             return base ** int(power) if power == int(power) and abs(power) < 20 else _raise()
         if base == 0 and not power.real > 0:
             raise Undefined
-        if abs(base) == 1 and isinstance(power, Fraction) and power.denominator == 1:
+        if base in (1, -1) and isinstance(power, Fraction) and power.denominator == 1:
             return base if power.numerator % 2 else base * base
         size = abs(power) * abs(mpmath.log(abs(_floating(base)), 2)) if base != 0 else 0
         if size > 10**12:
@@ -289,8 +291,10 @@ class _Evaluation:
             self.terms += int(high - low) + 1
             if self.terms > _MOST_TERMS:
                 raise Undefined("too many terms")
-            values = [inside(Fraction(each)) for each in range(int(low), int(high) + 1)]
-            return (self._add if kind == "sum" else self._mul)(Fraction(kind == "product"), *values)
+            total: Any = Fraction(kind == "product")
+            for each in range(int(low), int(high) + 1):
+                total = (self._add if kind == "sum" else self._mul)(total, inside(Fraction(each)))
+            return total
         self.approximate = True
         with mpmath.workdps(20):
 
@@ -299,7 +303,8 @@ class _Evaluation:
 
             low, high = _floating(low), None if high is None else _floating(high)
             if kind == "integral":
-                return mpmath.quad(at, [low, high])
+                result, error = mpmath.quad(at, [low, high], error=True)
+                return result if error < _APPROXIMATE * abs(result) else _raise()
             if kind == "limit":
                 return mpmath.limit(at, low)
             return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
@@ -318,6 +323,13 @@ def _floating(value: Any) -> Any:
     if isinstance(value, Fraction):
         return mpmath.mpf(value.numerator) / value.denominator
     return value
+
+
+def _short(value: Fraction) -> Any:
+    """An exact value, unless it is so long that further computation would take seconds."""
+    return (
+        value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _LARGEST_BITS else _floating(value)
+    )
 
 
 def _real(value: Any) -> Any:
