@@ -209,6 +209,11 @@ def _vulgar(character: str) -> str:
     return f"\\frac{{{over}}}{{{under}}}"
 
 
+def squeezed(text: str) -> str:
+    """Without the spaces that separate nothing: two letters or digits apart stay so."""
+    return re.sub(r"(?<![\w.]) | (?![\w.])", "", text)
+
+
 def words_of(text: str) -> str:
     r"""Text as words: without \text, quotation marks and a leading article, in lower case."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)

@@ -6,51 +6,22 @@ is guessed. Letters keep their case, primes and subscripts; f^{-1}(x), A^T and \
 
 import re
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Node(NamedTuple):
-    """A part of an expression.
-
-    kind and args: number (Fraction); name (text); add, mul and pow (nodes); call (text, nodes); relation (operators,
-    sides); matrix (rows of nodes); sum, product, integral and limit (name, lower, upper or None, body).
-    """
-
-    kind: str
-    args: tuple
-
-
-class Unreadable(ValueError):
-    """A text that this reader does not know."""
-
-
-RELATIONS = set(r"= < > \le \ge \neq \equiv \sim \cong \parallel \perp \mid \nmid \in \notin \subset \subseteq".split())
-RELATIONS |= set(r"\supset \supseteq \to \Rightarrow \Leftrightarrow \iff \implies \propto \ll \gg \mapsto".split())
-SET_OPERATORS = set(r"\cup \cap \setminus \wedge \vee \circ \oplus \otimes \bmod".split())
-_TRIGONOMETRY = "sin cos tan sec csc cot sinh cosh tanh sech csch coth".split()
-_INVERSES = {
-    **{f"a{name}": f"arc{name}" for name in _TRIGONOMETRY},
-    **{f"arc{name}": f"arc{name}" for name in _TRIGONOMETRY},
-}
-_INVERSES |= {"arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh", "tg": "tan", "ctg": "cot", "cosec": "csc"}
-_INVERSES |= {"arctg": "arctan", "sgn": "sign", "Re": "re", "Im": "im"}
-FUNCTIONS = {
-    *_TRIGONOMETRY,
-    *_INVERSES,
-    *_INVERSES.values(),
-    *"exp log ln lg lb abs det deg dim ker max min gcd".split(),
-}
-FUNCTIONS |= set("lcm sup inf arg cis floor ceil tr rank trace erf re im sign Pr Var Cov".split())
-_WORDS = FUNCTIONS - {"inf", "sup", "ker", "re", "im", "Re", "Im", "Pr", "Var", "Cov"}  # known without a backslash
-_APPLIED = {*"fghFGHPQ", r"\phi", r"\varphi", r"\psi", r"\Gamma", r"\zeta", r"\Phi"}  # letters of functions
-GREEK = set(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi omicron pi varpi rho"
-    " varrho sigma varsigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi"
-    " Omega infty ell hbar aleph emptyset partial nabla imath jmath star dagger ldots top".split()
+from recjax.tasks.grading.marks import (
+    ACCENTS,
+    APPLIED,
+    FIGURES,
+    FUNCTIONS,
+    GREEK,
+    INVERSES,
+    RELATIONS,
+    SET_OPERATORS,
+    TRIGONOMETRY,
+    tokens,
 )
-_LATIN = {"star", "dagger", "top", "ell", "partial", "nabla", "ldots", "emptyset", "eta", "psi", "chi", "tau", "rho"}
-_ACCENTS = set("overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve".split())
-_FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
+from recjax.tasks.grading.tree import Node, Unreadable, inverse, number, signed
+
 _ENCLOSED = {
     "|": ("abs", "|"),
     r"\lfloor": ("floor", r"\rfloor"),
@@ -58,23 +29,7 @@ _ENCLOSED = {
     r"\|": ("norm", r"\|"),
 }
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
-_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A)
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
-
-
-def number(value: int | Fraction) -> Node:
-    """A number's node."""
-    return Node("number", (Fraction(value),))
-
-
-def inverse(node: Node) -> Node:
-    """One over a node."""
-    return Node("pow", (node, number(-1)))
-
-
-def difference(a: Node, b: Node) -> Node:
-    """One node minus another."""
-    return Node("add", (a, Node("mul", (number(-1), b))))
 
 
 def read(text: str) -> Node | None:
@@ -85,36 +40,6 @@ def read(text: str) -> Node | None:
         return node if reader.token is None else None
     except (Unreadable, RecursionError):
         return None
-
-
-def tokens(text: str) -> list[str]:
-    """A text's marks: commands, numbers, letters, each known function's name and three or more capitals in one."""
-    found = []
-    for match in _TOKEN.finditer(text):
-        run = match.group()
-        if run[0].isalpha():
-            if found and found[-1] in ("^", "_"):
-                found, run = [*found, run[0]], run[1:]  # A^TBC
-            found += _letters(run, text[match.end() : match.end() + 1])
-        else:
-            found.append(run)
-    return found
-
-
-def _letters(run: str, following: str) -> list[str]:
-    if not run:
-        return []
-    if run in ("oo", "inf", "infty", "infinity"):
-        return [r"\infty"]
-    if run in _WORDS or run in ("pi", "sqrt") or (len(run) > 2 and run in GREEK and run not in _LATIN):
-        return [f"\\{run}"]
-    for size in range(len(run) - 1, 1, -1):
-        # 2Rsin(A): the end of a run; sinx: its beginning
-        if following == "(" and run[-size:] in _WORDS | {"sqrt"}:
-            return [*_letters(run[:-size], ""), f"\\{run[-size:]}"]
-        if run[:size] in _WORDS and run[size:] == "x":
-            return [f"\\{run[:size]}", "x"]
-    return [run] if len(run) > 2 and run.isupper() else list(run)
 
 
 class _Reader:
@@ -189,18 +114,18 @@ class _Reader:
 
     def sum(self) -> Node:
         sign = self.accept("+", "-", r"\pm")
-        terms = [_signed(sign, self.product())]
+        terms = [signed(sign, self.product())]
         while sign := self.accept("+", "-", r"\pm"):
-            terms.append(_signed(sign, self.product()))
+            terms.append(signed(sign, self.product()))
         return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
 
     def product(self) -> Node:
         factors = [self.power()]
         while True:
             if self.accept("*", r"\cdot", r"\times"):
-                factors.append(_signed(self.accept("-"), self.power()))
+                factors.append(signed(self.accept("-"), self.power()))
             elif self.accept("/", r"\div"):
-                factors.append(inverse(_signed(self.accept("-"), self.power())))
+                factors.append(inverse(signed(self.accept("-"), self.power())))
             elif self.starts_factor():
                 factors.append(self.power())
             else:
@@ -214,7 +139,7 @@ class _Reader:
             return token != self.bars
         if token[0].isdigit():
             return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is no product
-        known = token[1:] in GREEK | FUNCTIONS | _ACCENTS | _FIGURES and token[0] == "\\"
+        known = token[1:] in GREEK | FUNCTIONS | ACCENTS | FIGURES and token[0] == "\\"
         return (
             known or token[0].isalpha() or token in ("(", "[", "{", r"\lfloor", r"\lceil", r"\|") or token in _COMMANDS
         )
@@ -251,7 +176,7 @@ class _Reader:
 
     def exponent(self) -> Node:
         if self.accept("-"):
-            return _signed("-", self.primary())
+            return signed("-", self.primary())
         return self.primary()
 
     # --- What stands by itself.
@@ -322,13 +247,13 @@ class _Reader:
             primes = re.fullmatch(r"(?:\\prime)+|\(\d\)|\(n\)", power)
             if (
                 primes
-                or (power == "-1" and self.token == "(" and token in _APPLIED)
+                or (power == "-1" and self.token == "(" and token in APPLIED)
                 or (token == r"\mathbb" and power in "+-*")
             ):
                 name += f"^{power}"
             else:
                 self.place = start
-        if self.token == "(" and (token in _APPLIED or name[-1] == "'" or "^" in name):
+        if self.token == "(" and (token in APPLIED or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
         return Node("name", (name,))
 
@@ -355,12 +280,12 @@ class _Reader:
             return self.named(token)
         if name in FUNCTIONS:
             return self.function(name)
-        if name in _ACCENTS:
+        if name in ACCENTS:
             content = self.enclosed()
             if content.isdigit():
                 raise Unreadable(content)
             return self.named(f"{token}{{{content}}}")
-        if name in _FIGURES:
+        if name in FIGURES:
             letters = self.enclosed() if self.token == "{" else ""
             while not letters or (self.token or "").isupper():
                 letters += self.next()
@@ -372,14 +297,14 @@ class _Reader:
         return getattr(self, _COMMANDS[token])()
 
     def function(self, name: str) -> Node:
-        name, base, power = _INVERSES.get(name, name), None, None
+        name, base, power = INVERSES.get(name, name), None, None
         if self.accept("_"):
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
             base = self.base()
         if self.accept("^"):
             power = self.exponent()
-            if power == number(-1) and name in _TRIGONOMETRY:
+            if power == number(-1) and name in TRIGONOMETRY:
                 name, power = f"arc{name}", None
         if self.token == "(":
             node = Node("call", (name, *self.arguments()))
@@ -488,14 +413,6 @@ _COMMANDS = {r"\frac": "fraction", r"\binom": "binomial", r"\dbinom": "binomial"
 _COMMANDS |= {r"\sqrt": "root", r"\text": "text", r"\operatorname": "text", r"\matrix": "matrix"}
 _COMMANDS |= dict.fromkeys((r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"), "alphabet")
 _COMMANDS |= dict.fromkeys(_LARGE, "large")
-
-
-def _signed(sign: str | None, node: Node) -> Node:
-    if sign == r"\pm":
-        return Node("mul", (Node("name", (r"\pm",)), node))
-    if sign != "-":
-        return node
-    return number(-node.args[0]) if node.kind == "number" else Node("mul", (number(-1), node))
 
 
 def _is_matrix_name(node: Node) -> bool:

@@ -1,8 +1,8 @@
-"""Whether two expressions are equal: their values at points, exact or to many digits, relative to their own magnitude.
+"""Whether two expressions are equal: their values at points, exact or to many digits.
 
-An identity holds at every point, so expressions that differ at one point differ. Arithmetic is that of real numbers: an even
-root or a logarithm of a negative number is undefined, and points where either side is undefined say nothing. Expressions
-that contain i, or are real nowhere, are compared as complex numbers.
+An identity holds at every point, so expressions that differ at one point differ. Differences count relative to the values'
+own magnitude. Arithmetic is that of real numbers: an even root or a logarithm of a negative number is undefined, and points
+where a side is undefined say nothing. Expressions that contain i, or are real nowhere, are compared as complex numbers.
 """
 
 import random
@@ -14,36 +14,15 @@ from typing import Any
 
 import mpmath
 
-from recjax.tasks.grading.syntax import Node, number
+from recjax.tasks.grading.functions import EXACT, FUNCTIONS, MOST_TERMS, Undefined, floating, undefined
+from recjax.tasks.grading.tree import Node, contains, names, number
 
 # Digits of a first look, and of a second one at two points, or at none where there is no unknown.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
-_LARGEST_BITS, _MOST_TERMS, _AGREEMENTS = 50_000, 3000, 4
+_LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 50_000, 300, 4
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
-
-
-class Undefined(ArithmeticError):
-    """An expression has no value at a point, or one too large to be computed."""
-
-
-def names(node: Any) -> set[str]:
-    """The unknowns of a tree, constants excluded."""
-    if not isinstance(node, Node):
-        return set().union(*map(names, node)) if isinstance(node, tuple) else set()
-    if node.kind == "name":
-        return {node.args[0]} - _CONSTANTS.keys() - {"i"}
-    if node.kind in ("sum", "product", "integral", "limit"):
-        return names(node.args[1:]) - {node.args[0]}
-    return names(node.args)
-
-
-def contains(node: Any, *wanted: str) -> bool:
-    """Whether a tree has a name or call of one of these texts."""
-    if isinstance(node, tuple):
-        return any(contains(each, *wanted) for each in node)
-    return node in wanted
 
 
 def equal(a: Node, b: Node) -> bool:
@@ -67,13 +46,14 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
                     break
                 if not evaluation.close(wanted, said):
                     return False
-        else:
-            agreed += 1
+                if evaluation.terms > _MANY_TERMS:
+                    break
+        agreed += wanted is not None and said is not None
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
 
 
 def ratio(a: Node, b: Node) -> int | None:
-    """The sign of a / b where that is one number other than 0 for all values of the unknowns, of which there must be some."""
+    """The sign of a / b where this is the same for all values of the unknowns, and not 0; None without unknowns."""
     unknown, found = names(a) | names(b), []
     with mpmath.workdps(_DIGITS):
         for point in _points(unknown):
@@ -101,7 +81,7 @@ def decimal(node: Node) -> Fraction | None:
 
 
 def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
-    """The capitals of trees that transpose, or that invert capitals and have no other letters; and what is transposed."""
+    """What is transposed, and the capitals beside it; the capitals of trees of nothing else that invert some."""
     unknown = names(trees)
     capitals = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}
     if contains(trees, "transpose"):
@@ -146,7 +126,7 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
 def _quotient(over: Any, under: Any) -> Any:
     if isinstance(over, Fraction) and isinstance(under, Fraction):
         return over / under
-    return _floating(over) / _floating(under)
+    return floating(over) / floating(under)
 
 
 class _Evaluation:
@@ -163,7 +143,7 @@ class _Evaluation:
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
             return shapes[0] == shapes[1] and all(self.close(x, y) for x, y in zip(a, b, strict=True))
-        a, b = _floating(a), _floating(b)
+        a, b = floating(a), floating(b)
         if a == b or mpmath.isinf(a) or mpmath.isinf(b):
             return a == b
         relative = _APPROXIMATE if self.approximate else mpmath.mpf(10) ** (15 - mpmath.mp.dps)
@@ -191,7 +171,7 @@ class _Evaluation:
         if node.kind in ("add", "mul", "pow"):
             return getattr(self, f"_{node.kind}")(*map(self.value, node.args))
         if node.kind == "matrix":
-            return mpmath.matrix([[_floating(self.value(each)) for each in row] for row in node.args])
+            return mpmath.matrix([[floating(self.value(each)) for each in row] for row in node.args])
         if node.kind == "relation":
             return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
         if node.kind == "call":
@@ -213,28 +193,28 @@ class _Evaluation:
         total = terms[0]
         for term in terms[1:]:
             exact = isinstance(total, Fraction) and isinstance(term, Fraction)
-            total = _short(total + term) if exact else _floating(total) + _floating(term)
+            total = _short(total + term) if exact else floating(total) + floating(term)
         if not isinstance(total, Fraction | mpmath.matrix):
-            self.largest = max(self.largest, *(abs(_floating(term)) for term in terms))
+            self.largest = max(self.largest, *(abs(floating(term)) for term in terms))
         return total
 
     def _mul(self, *factors: Any) -> Any:
         product = factors[0]
         for factor in factors[1:]:
             exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
-            product = _short(product * factor) if exact else _floating(product) * _floating(factor)
+            product = _short(product * factor) if exact else floating(product) * floating(factor)
         return product
 
     def _pow(self, base: Any, power: Any) -> Any:
         if isinstance(base, mpmath.matrix):
-            return base ** int(power) if power == int(power) and abs(power) < 20 else _raise()
+            return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
         if base == 0 and not power.real > 0:
             raise Undefined
         if base in (1, -1) and isinstance(power, Fraction) and power.denominator == 1:
             return base if power.numerator % 2 else base * base
-        size = abs(power) * abs(mpmath.log(abs(_floating(base)), 2)) if base != 0 else 0
+        size = abs(power) * abs(mpmath.log(abs(floating(base)), 2)) if base != 0 else 0
         if size > 10**12:
-            if self.approximate and power * mpmath.log(abs(_floating(base))) < 0:
+            if self.approximate and power * mpmath.log(abs(floating(base))) < 0:
                 return mpmath.mpf(0)
             raise Undefined("too large")
         if isinstance(power, Fraction) and power.denominator == 1:
@@ -242,26 +222,26 @@ class _Evaluation:
                 isinstance(base, Fraction)
                 and abs(power) * max(base.numerator.bit_length(), base.denominator.bit_length()) < _LARGEST_BITS
             )
-            return base**power.numerator if small else mpmath.power(_floating(base), power.numerator)
+            return base**power.numerator if small else mpmath.power(floating(base), power.numerator)
         if base.real < 0 and not self.is_complex:
             if not isinstance(power, Fraction) or power.denominator % 2 == 0:
                 raise Undefined
-            return (-1) ** power.numerator * mpmath.power(_floating(-base), _floating(power))
-        return mpmath.power(_floating(base), _floating(power))
+            return (-1) ** power.numerator * mpmath.power(floating(-base), floating(power))
+        return mpmath.power(floating(base), floating(power))
 
     def _call(self, name: str, values: list[Any]) -> Any:
         if name == "transpose" and isinstance(values[0], mpmath.matrix):
             return values[0].T
-        if name in _FUNCTIONS:
-            if name in _EXACT and all(isinstance(value, Fraction) for value in values):
-                return _EXACT[name](*values)
-            value = _FUNCTIONS[name](*map(_floating, values))
+        if name in FUNCTIONS:
+            if name in EXACT and all(isinstance(value, Fraction) for value in values):
+                return EXACT[name](*values)
+            value = FUNCTIONS[name](*map(floating, values))
             return value if self.is_complex else _real(value)
         return self._opaque(name, values)
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A number of its own for a function that is not known, the same for the same arguments."""
-        told = [mpmath.nstr(_floating(value), 25) for value in values]
+        told = [mpmath.nstr(floating(value), 25) for value in values]
         draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
 
@@ -289,7 +269,7 @@ class _Evaluation:
             if low.denominator != 1 or high.denominator != 1 or high < low - 1:
                 raise Undefined
             self.terms += int(high - low) + 1
-            if self.terms > _MOST_TERMS:
+            if self.terms > MOST_TERMS:
                 raise Undefined("too many terms")
             total: Any = Fraction(kind == "product")
             for each in range(int(low), int(high) + 1):
@@ -299,12 +279,12 @@ class _Evaluation:
         with mpmath.workdps(20):
 
             def at(value: Any) -> Any:
-                return _floating(inside(Fraction(int(value)) if kind in ("sum", "product") else value))
+                return floating(inside(Fraction(int(value)) if kind in ("sum", "product") else value))
 
-            low, high = _floating(low), None if high is None else _floating(high)
+            low, high = floating(low), None if high is None else floating(high)
             if kind == "integral":
                 result, error = mpmath.quad(at, [low, high], error=True)
-                return result if error < _APPROXIMATE * abs(result) else _raise()
+                return result if error < _APPROXIMATE * abs(result) else undefined()
             if kind == "limit":
                 return mpmath.limit(at, low)
             return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
@@ -316,19 +296,13 @@ def _is_of_unknowns(node: Any, name: str) -> bool:
         return isinstance(node, tuple) and any(_is_of_unknowns(each, name) for each in node)
     if node.kind == "name":
         return name in node.args[0].partition("_")[2]
-    return (node.kind == "call" and node.args[0] not in _FUNCTIONS) or _is_of_unknowns(node.args, name)
-
-
-def _floating(value: Any) -> Any:
-    if isinstance(value, Fraction):
-        return mpmath.mpf(value.numerator) / value.denominator
-    return value
+    return (node.kind == "call" and node.args[0] not in FUNCTIONS) or _is_of_unknowns(node.args, name)
 
 
 def _short(value: Fraction) -> Any:
     """An exact value, unless it is so long that further computation would take seconds."""
     return (
-        value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _LARGEST_BITS else _floating(value)
+        value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _LARGEST_BITS else floating(value)
     )
 
 
@@ -336,105 +310,3 @@ def _real(value: Any) -> Any:
     if isinstance(value, mpmath.mpc):
         raise Undefined
     return value
-
-
-def _raise(*values: Any) -> Any:
-    raise Undefined
-
-
-def _factorial(value: Any) -> Any:
-    if isinstance(value, Fraction):
-        if value.denominator != 1 or not 0 <= value <= _MOST_TERMS:
-            return mpmath.factorial(_floating(value)) if abs(value) < 10**8 else _raise()
-        return Fraction(int(mpmath.fac(0)) if value < 2 else _product(range(2, int(value) + 1)))
-    return mpmath.factorial(value) if abs(value) < 10**8 else _raise()
-
-
-def _product(values: range) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total
-
-
-def _double_factorial(value: Fraction) -> Fraction:
-    if value.denominator != 1 or not 0 <= value <= _MOST_TERMS:
-        raise Undefined
-    return Fraction(_product(range(int(value) % 2 or 2, int(value) + 1, 2)))
-
-
-def _binomial(n: Any, k: Any) -> Any:
-    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 2 * _MOST_TERMS for each in (n, k)):
-        return (
-            Fraction(_product(range(int(n - k) + 1, int(n) + 1)), _product(range(2, int(k) + 1)))
-            if k <= n
-            else Fraction(0)
-        )
-    return mpmath.binomial(_floating(n), _floating(k))
-
-
-def _logarithm(value: Any, base: Any = None) -> Any:
-    if value == 0 or base == 0:
-        raise Undefined
-    return mpmath.log(value) if base is None else mpmath.log(value) / mpmath.log(base)
-
-
-def _circular(function: Callable) -> Callable:
-    def at(value: Any) -> Any:
-        if abs(value) > mpmath.mpf(10) ** 30:
-            raise Undefined("too large for its digits")
-        with mpmath.workdps(mpmath.mp.dps + 35):
-            result = function(value)
-        return +result
-
-    return at
-
-
-def _exponential(value: Any) -> Any:
-    return mpmath.exp(value) if abs(value) < 10**12 else _raise()
-
-
-def _whole(function: Callable) -> Callable:
-    def of(*values: Fraction) -> Fraction:
-        if any(value.denominator != 1 for value in values):
-            raise Undefined
-        result = int(values[0])
-        for value in values[1:]:
-            result = function(result, int(value))
-        return Fraction(result)
-
-    return of
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return abs(a)
-
-
-_EXACT: dict[str, Callable] = {
-    "factorial": _factorial,
-    "factorial2": _double_factorial,
-    "binomial": _binomial,
-    "abs": abs,
-    "floor": lambda value: Fraction(value.__floor__()),
-    "ceil": lambda value: Fraction(value.__ceil__()),
-    "max": max,
-    "min": min,
-    "gcd": _whole(_gcd),
-    "lcm": _whole(lambda a, b: a * b // _gcd(a, b) if a and b else 0),
-    "sign": lambda value: Fraction((value > 0) - (value < 0)),
-}
-_FUNCTIONS: dict[str, Callable] = {
-    **dict.fromkeys(("factorial2", "gcd", "lcm"), _raise),
-    **{"factorial": _factorial, "binomial": _binomial, "abs": abs, "max": max, "min": min, "sign": mpmath.sign},
-    **{"floor": mpmath.floor, "ceil": mpmath.ceil, "exp": _exponential, "ln": _logarithm, "log_": _logarithm},
-    **{"log": lambda value: _logarithm(value, 10), "lg": lambda value: _logarithm(value, 10)},
-    **{"lb": lambda value: _logarithm(value, 2), "norm": lambda value: _raise(), "erf": mpmath.erf},
-    **{"re": mpmath.re, "im": mpmath.im, "arg": mpmath.arg, "det": lambda value: mpmath.det(value)},
-    **{name: _circular(getattr(mpmath, name)) for name in "sin cos tan sec csc cot".split()},
-    **{name: getattr(mpmath, name) for name in "sinh cosh tanh sech csch coth".split()},
-    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in "sin cos tan sec csc cot".split()},
-    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in "sinh cosh tanh sech csch coth".split()},
-    "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
-}
