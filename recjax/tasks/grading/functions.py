@@ -116,7 +116,7 @@ FUNCTIONS: dict[str, Callable] = {
     **dict.fromkeys(("factorial2", "gcd", "lcm"), undefined),
     **{"factorial": _factorial, "binomial": _binomial, "abs": abs, "max": max, "min": min, "sign": mpmath.sign},
     **{"floor": mpmath.floor, "ceil": mpmath.ceil, "exp": _exponential, "ln": _logarithm, "log_": _logarithm},
-    **{"log": lambda value: _logarithm(value, 10), "lg": lambda value: _logarithm(value, 10)},
+    **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
     **{"lb": lambda value: _logarithm(value, 2), "norm": lambda value: undefined(), "erf": mpmath.erf},
     **{"re": mpmath.re, "im": mpmath.im, "arg": mpmath.arg, "det": lambda value: mpmath.det(value)},
     **{name: _circular(getattr(mpmath, name)) for name in "sin cos tan sec csc cot".split()},

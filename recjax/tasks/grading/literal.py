@@ -10,18 +10,18 @@ from recjax.tasks.grading.quantities import quantity, same
 
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer):? ?)?(?:\((?P<held>[A-Za-z])\)"
-    r"|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])) ?\}"
+    r"|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])\.?) ?\}"
     r"|(?P<bare>[A-Z])(?P<half>\))?)",
     re.I,
 )
-_CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2}):(\d\d) ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
+_CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2})(?::(\d\d))? ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
 _SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
 _SUBSCRIPT = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
 TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
 )
-_LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?| and | )?\(?([A-J])\)?)+")
+_LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?(?:and )?| and | )?\(?([A-J])\)?)+")
 _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
 
 
@@ -83,13 +83,15 @@ def _letter(match: re.Match) -> str:
 
 def _as_clock(truth: str, given: str) -> bool | None:
     wanted, said = _CLOCK.fullmatch(truth), _CLOCK.fullmatch(given)
-    if not wanted or int(wanted[2]) > 59 or int(wanted[1]) > 24:
+    if not wanted or not (wanted[2] or wanted[3]) or int(wanted[2] or 0) > 59 or int(wanted[1]) > 24:
         return None
-    if not said:
+    if not said or not (said[2] or said[3]):
         return False if wanted[3] else None
     if wanted[3] and said[3] and wanted[3].casefold() != said[3].casefold():
         return False
-    return wanted[2] == said[2] and (int(wanted[1]) == int(said[1]) or bool(_hours(wanted) & _hours(said)))
+    return (wanted[2] or "00") == (said[2] or "00") and (
+        int(wanted[1]) == int(said[1]) or bool(_hours(wanted) & _hours(said))
+    )
 
 
 def _hours(clock: re.Match) -> set[int]:
@@ -109,7 +111,7 @@ def _as_words(truth: str, given: str) -> bool | None:
         return None
     words = re.findall(r"[A-Za-z]+", bare)
     if not marked:
-        if max(map(len, words)) < 2 or (len(words) > 1 and all(len(word) < 3 for word in words) and "," in bare):
+        if max(map(len, words)) < 2 or (len(words) > 1 and all(len(word) < 3 for word in words) and re.search("[,-]", bare)):
             return None
         if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
             return None

@@ -28,11 +28,10 @@ _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
 _REAL = re.compile(r"^(?P<name>[A-Za-z]) ?\\in ?\\mathbb\{R\} ?, ?(?=(?P=name)\b)")
-_COUNTING = re.compile(
-    r"(?<=[klmn].) ?,? ?\(?[klmn] ?\\in ?\\mathbb\{Z\}\)?$|(?<=[klmn]) ?,? ?\(?[klmn] ?\\in ?\\mathbb\{Z\}\)?$"
-)
+_COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
+_TUPLE = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
-_LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]*\}(?:\^\{?-?\d\}?)?)")
+_LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
 
 
 def is_right(given: str | None, answer: str, finished: bool) -> bool:
@@ -60,7 +59,9 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     truth, given = (_BUILDER.sub(r"\g<condition>", text.strip()) for text in (truth, given))
     truth, given = (_REAL.sub("", text) for text in (truth, given))
     if bool(_COUNTING.search(truth)) is not bool(_COUNTING.search(given)):
-        truth, given = (_COUNTING.sub("", text) for text in (truth, given))
+        truth, given = (_COUNTING.sub(r"\g<before>", text) for text in (truth, given))
+    if "=" in given and _TUPLE.fullmatch(truth):
+        truth, given = (_spelled_out(text) for text in (truth, given))
     truth, given = _without_thousands(truth, given)
     if (decided := literal.decided(truth, given)) is not None:
         return decided
@@ -104,6 +105,15 @@ def _without_thousands(truth: str, given: str) -> tuple[str, str]:
     if "," in given and "," not in truth and _THOUSANDS.sub("", given) == "":
         given = given.replace(",", "")
     return truth, given
+
+
+def _spelled_out(text: str) -> str:
+    """(x,y)=(1,2) as x=1,y=2."""
+    match = _TUPLE.fullmatch(text)
+    names, items = ([each.strip() for each in split(match[side])] for side in (1, 2)) if match else ([], [])
+    if not names or len(names) != len(items):
+        return text
+    return ",".join(f"{name}={item}" for name, item in zip(names, items, strict=True))
 
 
 def unnamed(text: str) -> str:

@@ -134,6 +134,8 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<=\d)i\b", " i", text)
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text)
+    text = re.sub(r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("p"), text)
+    text = re.sub(r"\\text\{d\}\s*(?=[A-Za-z])|\\text\{d\}(?=\s*[\\}^])", "d", text)
     text = re.sub(r"\s+", " ", text)
     return re.sub(r"(?<=[(\[]) | (?=[)\]])", "", text).strip()
 

@@ -28,6 +28,7 @@ _ENCLOSED = {
     r"\lceil": ("ceil", r"\rceil"),
     r"\|": ("norm", r"\|"),
 }
+_BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
 
@@ -122,7 +123,9 @@ class _Reader:
     def product(self) -> Node:
         factors = [self.power()]
         while True:
-            if self.accept("*", r"\cdot", r"\times"):
+            if self.token == r"\times" and factors[-1].kind == "call" and factors[-1].args[0] in _BRACKETS:
+                factors[-1] = Node("call", (self.next(), factors[-1], self.power()))  # of sets, not of numbers
+            elif self.accept("*", r"\cdot", r"\times"):
                 factors.append(signed(self.accept("-"), self.power()))
             elif self.accept("/", r"\div"):
                 factors.append(inverse(signed(self.accept("-"), self.power())))
@@ -164,7 +167,7 @@ class _Reader:
     def raised(self, base: Node) -> Node:
         mark = self.tokens[self.place : self.place + 3]
         inner = mark[1] if mark[:1] == ["{"] and mark[2:] == ["}"] else mark[0] if mark else ""
-        transposed = inner == "T" and _is_matrix_name(base)
+        transposed = inner in ("T", r"\top") and _is_matrix_name(base)
         if transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
             self.enclosed()
             return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
@@ -397,8 +400,15 @@ class _Reader:
         return node
 
     def integral(self, lower: Node | None, upper: Node | None) -> Node:
+        if lower is None or upper is None:
+            raise Unreadable("integral")
+        for place in range(self.place, len(self.tokens) - 4):
+            if self.tokens[place : place + 3] == [r"\frac", "{", "d"] and self.tokens[place + 4] == "}":
+                variable = self.tokens[place + 3]
+                self.tokens[place + 2 : place + 4] = ["1"]
+                return Node("integral", (variable, lower, upper, self.product()))
         ends = [place for place in range(self.place, len(self.tokens) - 1) if self.tokens[place] == "d"]
-        if lower is None or upper is None or not ends:
+        if not ends:
             raise Unreadable("integral")
         variable = self.tokens[ends[-1] + 1]
         rest, self.tokens = self.tokens[ends[-1] + 2 :], self.tokens[: ends[-1]]

@@ -321,7 +321,7 @@ def units(text: str) -> tuple[Unit, ...]:
     Args:
         text: without \text around its words: "cm^2", "square feet", "miles per hour", "m/s".
     """
-    text = " ".join(text.split()).rstrip(".")
+    text = re.sub(r"(?<=\() | (?=\))", "", " ".join(text.split())).rstrip(".")
     text = re.sub(r"\b(light|nautical|astronomical) (?=year|mile|unit)", r"\1-", _CHINESE.get(text, text), flags=re.I)
     text = _WHOLE_PHRASES.get(text.casefold(), text)
     if text in _TEMPERATURES:

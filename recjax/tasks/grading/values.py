@@ -283,7 +283,8 @@ class _Evaluation:
 
             low, high = floating(low), None if high is None else floating(high)
             if kind == "integral":
-                result, error = mpmath.quad(at, [low, high], error=True)
+                ends = [low, high] if mpmath.isinf(low) or mpmath.isinf(high) else mpmath.linspace(low, high, 13)
+                result, error = mpmath.quad(at, ends, error=True)
                 return result if error < _APPROXIMATE * abs(result) else undefined()
             if kind == "limit":
                 return mpmath.limit(at, low)
