@@ -111,7 +111,9 @@ def _as_words(truth: str, given: str) -> bool | None:
         return None
     words = re.findall(r"[A-Za-z]+", bare)
     if not marked:
-        if max(map(len, words)) < 2 or (len(words) > 1 and all(len(word) < 3 for word in words) and re.search("[,-]", bare)):
+        if max(map(len, words)) < 2 or (
+            len(words) > 1 and all(len(word) < 3 for word in words) and re.search("[,-]", bare)
+        ):
             return None
         if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
             return None

@@ -46,9 +46,11 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
                     break
                 if not evaluation.close(wanted, said):
                     return False
-                if evaluation.terms > _MANY_TERMS:
+                if evaluation.is_slow:
                     break
         agreed += wanted is not None and said is not None
+        if evaluation.is_slow and agreed >= _AGREEMENTS:
+            break
     return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
 
 
@@ -150,6 +152,11 @@ class _Evaluation:
         noise = self.largest * mpmath.mpf(10) ** (10 - mpmath.mp.dps) if self.largest else 0
         return abs(a - b) <= max(relative * max(abs(a), abs(b)), noise)
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether values here take long, so that few points have to do."""
+        return self.approximate or self.terms > _MANY_TERMS
+
     def defined(self, node: Node) -> Any:
         """A node's value; None where it has none."""
         try:
@@ -212,7 +219,7 @@ class _Evaluation:
             raise Undefined
         if base in (1, -1) and isinstance(power, Fraction) and power.denominator == 1:
             return base if power.numerator % 2 else base * base
-        size = abs(power) * abs(mpmath.log(abs(floating(base)), 2)) if base != 0 else 0
+        size = abs(power) * (abs(mpmath.mag(floating(base))) + 1) if base != 0 else 0
         if size > 10**12:
             if self.approximate and power * mpmath.log(abs(floating(base))) < 0:
                 return mpmath.mpf(0)
@@ -283,9 +290,10 @@ class _Evaluation:
 
             low, high = floating(low), None if high is None else floating(high)
             if kind == "integral":
-                ends = [low, high] if mpmath.isinf(low) or mpmath.isinf(high) else mpmath.linspace(low, high, 13)
-                result, error = mpmath.quad(at, ends, error=True)
-                return result if error < _APPROXIMATE * abs(result) else undefined()
+                result, error = mpmath.quad(at, [low, high], error=True)
+                if error > _APPROXIMATE * abs(result) and mpmath.isfinite(low) and mpmath.isfinite(high):
+                    result, error = mpmath.quad(at, mpmath.linspace(low, high, 13), error=True)  # of |x-1|
+                return result if error <= _APPROXIMATE * abs(result) else undefined()
             if kind == "limit":
                 return mpmath.limit(at, low)
             return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
