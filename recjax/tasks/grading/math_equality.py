@@ -1,7 +1,7 @@
 """Whether a mathematical answer is the true one. An answer is read whole: what cannot be read makes it wrong.
 
-Numbers with units, sets, tuples, matrices, choices and words are read by this package. Everything else is given to
-math-verify, after its words have been checked and its units taken off.
+`literal` compares choices, words, times and the like, `quantities` numbers with units. `structures` takes sets, tuples
+and matrices apart. `expressions` compares everything else.
 """
 
 import functools

@@ -1,8 +1,9 @@
 """Whether two expressions are equal: their values at points, exact or to many digits.
 
-An identity holds at every point, so expressions that differ at one point differ. Differences count relative to the values'
-own magnitude. Arithmetic is that of real numbers: an even root or a logarithm of a negative number is undefined, and points
-where a side is undefined say nothing. Expressions that contain i, or are real nowhere, are compared as complex numbers.
+An identity holds at every point, so expressions that differ at one point differ. Differences count relative to the
+values' own magnitude. Arithmetic is that of real numbers: an even root or a logarithm of a negative number is
+undefined, and points where a side is undefined say nothing. Expressions that contain i, or are real nowhere, are
+compared as complex numbers.
 """
 
 import random
@@ -20,7 +21,7 @@ from recjax.tasks.grading.tree import Node, contains, names, number
 # Digits of a first look, and of a second one at two points, or at none where there is no unknown.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
-_LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 50_000, 300, 4
+_LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
