@@ -40,13 +40,13 @@ def matched(wanted: Sequence[Any], said: Sequence[Any], are_same: Callable[[Any,
 
 def same_factors(a: Node, b: Node) -> bool:
     """Whether two polynomials have the same irreducible factors, so that they are 0 at the same points."""
-    if not names(a) or names(a) != names(b) or max(map(_size, (a, b))) > _MOST_PARTS:
+    if not names(a) or names(a) != names(b) or contains((a, b), r"\infty") or max(map(_size, (a, b))) > _MOST_PARTS:
         return False
     try:
         factors = [_factors(_symbolic(each)) for each in (a, b)]
     except (Unreadable, sympy.PolynomialError, NotImplementedError, ValueError):
         return False
-    return matched(*factors, lambda x, y: (x / y).is_number)
+    return bool(factors[0]) and matched(*factors, lambda x, y: (x / y).is_number)
 
 
 def _factors(expression: sympy.Expr) -> list[sympy.Expr]:

@@ -41,7 +41,7 @@ _FRACTION = r"\\frac\{ ?(?P<over>-?[\d,]+) ?\}\{ ?(?P<under>-?[\d,]+) ?\}"
 _NUMBER = re.compile(
     rf"(?:(?:(?P<mixed>\d+) ?)?{_FRACTION}"
     r"|(?P<mixed2>\d+) (?P<over2>\d+) ?/ ?(?P<under2>\d+)"
-    r"|\{?(?P<over3>-?\d[\d,]*)\}? ?(?:/|:) ?\{?(?P<under3>-?\d[\d,]*)\}?"
+    r"|\{?(?P<over3>-?\d+(?:,\d{{3}})*)\}? ?(?:/|:) ?\{?(?P<under3>-?\d+(?:,\d{{3}})*)\}?"
     rf"|{_DECIMAL})",
     re.A,
 )

@@ -54,6 +54,8 @@ class _Reader:
     def _set_apart(self, match: re.Match) -> str:
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
         entries = tuple(tuple(_whole(entry) for entry in row) for row in rows)
+        if len({*map(len, entries)}) != 1:
+            raise Unreadable("rows of several lengths")
         node = Node("matrix", entries)
         self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
         return rf" \matrix{{{len(self.matrices) - 1}}} "
@@ -186,7 +188,7 @@ class _Reader:
 
     def primary(self) -> Node:
         token = self.next()
-        if token[0].isdigit() or token[0] == ".":
+        if token[0].isdigit() or (token[0] == "." and len(token) > 1):
             return self.numeral(token)
         if token in ("(", "[", "{", r"\{"):
             return self.group(token)

@@ -22,6 +22,9 @@ from recjax.tasks.grading.tree import Node, contains, names, number
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
 _APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
+# What mpmath raises where a function has no value, or none for a matrix.
+_WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
+_WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
@@ -36,8 +39,8 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     """The same in one arithmetic; None where the expressions are undefined in it."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
-    for place, point in enumerate(_points(unknown, _matrix_names((a, b)))):
-        for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if place < 2 else 1]:
+    for point in _points(unknown, _matrix_names((a, b))):
+        for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
                 wanted, said = evaluation.defined(a), evaluation.defined(b)
@@ -45,7 +48,7 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
                     if only_one_has_bars and not is_complex and wanted is not said:
                         return False  # ln x is no ln|x|
                     break
-                if not evaluation.close(wanted, said):
+                if not evaluation.close(wanted, said, is_final=digits != _DIGITS or evaluation.is_slow):
                     return False
                 if evaluation.is_slow:
                     break
@@ -65,7 +68,7 @@ def ratio(a: Node, b: Node) -> int | None:
             if over is None or under is None or under == 0:
                 continue
             found.append((_quotient(over, under), evaluation))
-            if not evaluation.close(found[0][0], found[-1][0]) or found[0][0] == 0:
+            if not evaluation.close(found[0][0], found[-1][0], is_final=True) or found[0][0] == 0:
                 return None
     if not unknown or len(found) < _AGREEMENTS:
         return None
@@ -137,20 +140,25 @@ class _Evaluation:
 
     def __init__(self, point: Mapping[str, Any], is_complex: bool):
         self.point, self.is_complex = dict(point), is_complex
-        self.largest, self.approximate, self.terms, self.matrices = mpmath.mpf(0), False, 0, False
+        self.largest, self.approximate, self.terms = mpmath.mpf(0), False, 0
 
-    def close(self, a: Any, b: Any) -> bool:
-        """Whether two values are one, to the precision at work."""
+    def close(self, a: Any, b: Any, is_final: bool) -> bool:
+        """Whether two values are one, to the precision at work.
+
+        Terms that cancel leave noise of their own size. A final look trusts it only where it is small itself.
+        """
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
             shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
-            return shapes[0] == shapes[1] and all(self.close(x, y) for x, y in zip(a, b, strict=True))
+            return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
         a, b = floating(a), floating(b)
         if a == b or mpmath.isinf(a) or mpmath.isinf(b):
             return a == b
         relative = _APPROXIMATE if self.approximate else mpmath.mpf(10) ** (15 - mpmath.mp.dps)
-        noise = self.largest * mpmath.mpf(10) ** (10 - mpmath.mp.dps) if self.largest else 0
+        noise = self.largest * mpmath.mpf(10) ** (10 - mpmath.mp.dps)
+        if is_final and noise > mpmath.mpf(10) ** (-mpmath.mp.dps / 2):
+            noise = mpmath.mpf(0)
         return abs(a - b) <= max(relative * max(abs(a), abs(b)), noise)
 
     @property
@@ -162,7 +170,7 @@ class _Evaluation:
         """A node's value; None where it has none."""
         try:
             value = self.value(node)
-        except (ArithmeticError, ValueError, TypeError, MemoryError, mpmath.libmp.NoConvergence):
+        except _WITHOUT_VALUE:
             return None
         return None if isinstance(value, mpmath.mpf | mpmath.mpc) and mpmath.isnan(value) else value
 
@@ -203,7 +211,8 @@ class _Evaluation:
             exact = isinstance(total, Fraction) and isinstance(term, Fraction)
             total = _short(total + term) if exact else floating(total) + floating(term)
         if not isinstance(total, Fraction | mpmath.matrix):
-            self.largest = max(self.largest, *(abs(floating(term)) for term in terms))
+            sizes = [abs(floating(term)) for term in terms]
+            self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
         return total
 
     def _mul(self, *factors: Any) -> Any:
