@@ -9,7 +9,7 @@ import sympy
 
 from recjax.tasks.grading import syntax, values
 from recjax.tasks.grading.notation import split
-from recjax.tasks.grading.tree import Node, Unreadable, names, number
+from recjax.tasks.grading.tree import Node, Unreadable, contains, names, number
 
 OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
 _AND = re.compile(r" ?(?:\\text ?\{ ?and ?\}|\band\b|\\wedge) ?")

@@ -83,7 +83,7 @@ def decimal(node: Node) -> Fraction | None:
         value = _Evaluation({}, False).defined(node)
         if value is None or isinstance(value, Fraction):
             return value
-        return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) else None
+        return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
 
 
 def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
