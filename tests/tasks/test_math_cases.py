@@ -98,6 +98,9 @@ def test_no_answer_takes_long(answer, seconds):
 
 
 def test_the_table_is_what_the_documents_say():
+    text = Path("docs/rewards.md").read_text(encoding="utf-8")
+    assert int(re.search(r"holds ([\d,]+) more", text)[1].replace(",", "")) == len(KINDS.read_text().splitlines()) - 1
+    assert int(re.search(r"holds ([\d,]+) true", text)[1]) == len(TRUTHS.read_text().splitlines())
     rows = cases()
     assert len(rows) >= 600 and len({row[0] for row in rows}) >= 15
     assert len({row[1:3] for row in rows}) == len(rows), "no case stands there twice"
