@@ -17,6 +17,7 @@ _TURNED = {">": "<", r"\ge": r"\le", r"\supset": r"\subset", r"\supseteq": r"\su
 ORDERS = {"<": (True, False), r"\le": (False, True)}  # strict, with its end
 _INTERVALS = {"()": (True, True), "(]": (True, False), "[)": (False, True), "[]": (False, False)}
 _NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals}
+_NUMBER_SETS["R^+"] = sympy.Interval.open(0, sympy.oo)
 _MOST_PARTS = 80  # of an equation that is factored, or an inequality that is solved
 
 

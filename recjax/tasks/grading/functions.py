@@ -1,12 +1,14 @@
 """The functions of mathematics at one argument: exact where the arguments are fractions, else by mpmath."""
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import mpmath
 
-MOST_TERMS = 3000
+MOST_TERMS = 3000  # of a sum or product
+_LARGEST = 20_000  # whole number whose factorial is computed exactly
 
 
 class Undefined(ArithmeticError):
@@ -30,33 +32,20 @@ def undefined(*values: Any) -> Any:
 
 
 def _factorial(value: Any) -> Any:
-    if isinstance(value, Fraction):
-        if value.denominator != 1 or not 0 <= value <= MOST_TERMS:
-            return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
-        return Fraction(int(mpmath.fac(0)) if value < 2 else _product(range(2, int(value) + 1)))
-    return mpmath.factorial(value) if abs(value) < 10**8 else undefined()
-
-
-def _product(values: range) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total
+    if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
+        return Fraction(math.factorial(int(value)))
+    return mpmath.factorial(floating(value)) if abs(value) < 10**8 else undefined()
 
 
 def _double_factorial(value: Fraction) -> Fraction:
     if value.denominator != 1 or not 0 <= value <= MOST_TERMS:
         raise Undefined
-    return Fraction(_product(range(int(value) % 2 or 2, int(value) + 1, 2)))
+    return Fraction(math.prod(range(int(value) % 2 or 2, int(value) + 1, 2)))
 
 
 def _binomial(n: Any, k: Any) -> Any:
-    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 2 * MOST_TERMS for each in (n, k)):
-        return (
-            Fraction(_product(range(int(n - k) + 1, int(n) + 1)), _product(range(2, int(k) + 1)))
-            if k <= n
-            else Fraction(0)
-        )
+    if all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST for each in (n, k)):
+        return Fraction(math.comb(int(n), int(k)))
     return mpmath.binomial(floating(n), floating(k))
 
 
@@ -93,12 +82,6 @@ def _whole(function: Callable) -> Callable:
     return of
 
 
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return abs(a)
-
-
 EXACT: dict[str, Callable] = {
     "factorial": _factorial,
     "factorial2": _double_factorial,
@@ -108,8 +91,8 @@ EXACT: dict[str, Callable] = {
     "ceil": lambda value: Fraction(value.__ceil__()),
     "max": max,
     "min": min,
-    "gcd": _whole(_gcd),
-    "lcm": _whole(lambda a, b: a * b // _gcd(a, b) if a and b else 0),
+    "gcd": _whole(math.gcd),
+    "lcm": _whole(math.lcm),
     "sign": lambda value: Fraction((value > 0) - (value < 0)),
 }
 FUNCTIONS: dict[str, Callable] = {

@@ -56,7 +56,13 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     if squeezed(truth) == squeezed(given):
         return True
     given = _SAID.sub("", given, count=1) if _SAID.match(given) else given
-    truth, given = (_BUILDER.sub(r"\g<condition>", text.strip()) for text in (truth, given))
+    truth, given = truth.strip(), given.strip()
+    if bool(_BUILDER.fullmatch(truth)) is not bool(_BUILDER.fullmatch(given)):
+        truth, given = (
+            re.sub(r"^\\{([^{},]*)\\}$", r"\1", text) if not _BUILDER.fullmatch(text) else text
+            for text in (truth, given)
+        )
+    truth, given = (_BUILDER.sub(r"\g<condition>", text) for text in (truth, given))
     truth, given = (_REAL.sub("", text) for text in (truth, given))
     if bool(_COUNTING.search(truth)) is not bool(_COUNTING.search(given)):
         truth, given = (_COUNTING.sub(r"\g<before>", text) for text in (truth, given))

@@ -89,7 +89,7 @@ def _sum(first: str, second: str) -> Quantity | None:
 
 def _quantity(text: str) -> Quantity | None:
     text = _without_parentheses(text)
-    if re.match(r"\\text ?\{ ?[-+]", text):
+    if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
         text = _without_text(text)  # a sign within the text
     sign, money = 1, ""
     for _ in range(2):

@@ -145,6 +145,7 @@ _COMPOUND = [  # names, factor, powers
     ("psi", "6894757.293168", _PRESSURE),
     ("hp horsepower", "745699.87158227022", ("mass", "length^2", "time^-3")),
     ("btu", "1055055.85262", ("mass", "length^2", "time^-2")),
+    ("Nm", "1000", ("mass", "length^2", "time^-2")),
     ("knot kn kt", "463/900", ("length", "time^-1")),
     ("cycle", "1", ("cycle",)),
 ]
