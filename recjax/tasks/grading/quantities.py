@@ -126,7 +126,7 @@ def _without_parentheses(text: str) -> str:
 
 
 def _without_text(text: str) -> str:
-    return re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text).replace("  ", " ").strip()
+    return " ".join(re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text).split())
 
 
 def _leading_number(text: str) -> tuple[Quantity | None, str]:
