@@ -55,20 +55,7 @@ def _same(truth: str, given: str, finished: bool) -> bool:
         return False
     if squeezed(truth) == squeezed(given):
         return True
-    given = _SAID.sub("", given, count=1) if _SAID.match(given) else given
-    truth, given = truth.strip(), given.strip()
-    if bool(_BUILDER.fullmatch(truth)) is not bool(_BUILDER.fullmatch(given)):
-        truth, given = (
-            re.sub(r"^\\{([^{},]*)\\}$", r"\1", text) if not _BUILDER.fullmatch(text) else text
-            for text in (truth, given)
-        )
-    truth, given = (_BUILDER.sub(r"\g<condition>", text) for text in (truth, given))
-    truth, given = (_REAL.sub("", text) for text in (truth, given))
-    if bool(_COUNTING.search(truth)) is not bool(_COUNTING.search(given)):
-        truth, given = (_COUNTING.sub(r"\g<before>", text) for text in (truth, given))
-    if "=" in given and _TUPLE.fullmatch(truth):
-        truth, given = (_spelled_out(text) for text in (truth, given))
-    truth, given = _without_thousands(truth, given)
+    truth, given = _in_one_form(truth.strip(), given.strip())
     if (decided := literal.decided(truth, given)) is not None:
         return decided
     if (decided := _as_named(truth, given, finished)) is not None:
@@ -92,6 +79,26 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     if _RELATION.match(given) and not _RELATION.match(truth):
         return False
     return expressions.same(truth, given, quantity(unnamed(given)))
+
+
+def _in_one_form(truth: str, given: str) -> tuple[str, str]:
+    """Both without what one of them may leave out: "the answer is", set builders, domains, separators of thousands."""
+    given = _SAID.sub("", given, count=1).strip() if _SAID.match(given) else given
+    texts = [truth, given]
+    if any(map(_BUILDER.fullmatch, texts)):
+        # {x | x = 3} is {3}; any other set keeps its braces beside one that lists its members.
+        single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
+        braces = r"^\\\{|\\\}$" if single else "(?!)"
+        texts = [
+            _BUILDER.sub(r"\g<condition>", text) if _BUILDER.fullmatch(text) else re.sub(braces, "", text)
+            for text in texts
+        ]
+    texts = [_REAL.sub("", text) for text in texts]
+    if len({bool(_COUNTING.search(text)) for text in texts}) == 2:
+        texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
+    if "=" in texts[1] and _TUPLE.fullmatch(truth):
+        texts = [_spelled_out(text) for text in texts]
+    return _without_thousands(*texts)
 
 
 def _without_thousands(truth: str, given: str) -> tuple[str, str]:
