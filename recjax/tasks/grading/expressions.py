@@ -155,6 +155,10 @@ def _is_name(node: Node) -> bool:
 def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:
     """The same but for the name of a constant of integration, or of the whole number that counts periods."""
     old, new = names(said) - names(wanted), names(wanted) - names(said)
+    if old and all(re.fullmatch(r"[cC]_\d", name) for name in old) and {name.swapcase() for name in old} == new:
+        for name in old:
+            said = _renamed(said, name, name.swapcase())
+        return values.equal(wanted, said)
     if len(old) != 1 or len(new) != 1:
         return False
     pair = {*old, *new}

@@ -94,7 +94,7 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
             for text in texts
         ]
     texts = [_REAL.sub("", text) for text in texts]
-    if len({bool(_COUNTING.search(text)) for text in texts}) == 2:
+    if any(map(_COUNTING.search, texts)):
         texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):
         texts = [_spelled_out(text) for text in texts]

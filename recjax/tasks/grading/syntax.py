@@ -258,7 +258,9 @@ class _Reader:
                 name += f"^{power}"
             else:
                 self.place = start
-        if self.token == "(" and (token in APPLIED or name[-1] == "'" or "^" in name):
+        # v(t) = … is a function, whatever its letter.
+        defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
+        if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
         return Node("name", (name,))
 
