@@ -13,7 +13,7 @@ from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import ROWS, TURNS, load_reward
+from recjax.tasks.grading.reward import ROWS, TURNS, imported, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -45,6 +45,10 @@ def load_task(config: Config) -> Task:
         require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
     train, evaluation = _problems(config)
+    if reward.name in ("math", "guru_math"):
+        check = imported("recjax.tasks.grading.math_answers:check_answer")
+        for problem in (*train, *evaluation):
+            check(problem.answer)
     held_out = set().union(*map(_origins, evaluation))
     evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]

@@ -270,6 +270,7 @@ USER = [{"role": "user", "content": "q"}]
         (gsm8k.problems, {"question": " ", "answer": "#### 1"}, ["'question'", "' '"]),
         (gsm8k.problems, {"question": "q", "answer": "72"}, ["'answer'", "'####'", "'72'"]),
         (gsm8k.problems, {"question": "q", "answer": "#### six"}, ["'answer'", "six"]),
+        (gsm8k.problems, {"question": "q", "answer": "#### ７２"}, ["'answer'", "７２"]),
         (gsm8k.problems, {"question": "q", "answer": 72}, ["'answer'", "72"]),
         (competition_math.problems, {"problem": "p", "solution": "no box"}, ["'solution'", "boxed"]),
         (competition_math.problems, {"problem": "p"}, ["'solution'"]),

@@ -194,6 +194,14 @@ def test_evaluation_problems_are_held_out(tmp_path):
         load_task(load_config(config, ["rollout.prompts_per_step=28"]))
 
 
+@pytest.mark.parametrize("answer", ["$ $", r"\boxed{}", "1" * 2001, "(" * 17 + "x" + ")" * 17])
+def test_an_answer_that_no_completion_can_equal_is_refused(tmp_path, answer):
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(9)]
+    config = file_config(tmp_path, [*rows, {"prompt": "question", "answer": answer}], "task.reward=math")
+    with pytest.raises(ValueError, match=r"the answer '.* or no completion is right; correct or remove its row"):
+        load_task(load_config(*config))
+
+
 def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_the_task():
     path = "experiments/quickstart.yaml"
     with pytest.raises(ValueError, match="task.reward_weights.scor: the reward recjax.*has the parts score, length"):

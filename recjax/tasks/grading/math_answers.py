@@ -44,6 +44,18 @@ def guru_math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[
     return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=False))}
 
 
+def check_answer(answer: str) -> None:
+    """Refuses a true answer that no completion can equal.
+
+    Raises:
+        ValueError: the answer says nothing, or is too long or too deeply nested to be one.
+    """
+    stated = _short(_truth(answer))
+    if stated is None or re.fullmatch(r"(?:\\boxed|[\s${}])*", stated):
+        limits = f"must hold 1 to {LONGEST} characters and brackets at most {DEEPEST} deep"
+        raise ValueError(f"the answer {answer!r:.80} {limits}, or no completion is right; correct or remove its row")
+
+
 def parse_boxed(completion: str) -> str | None:
     r"""The last \boxed in one spelling; numbers of equal value are the same text."""
     return _spelling(boxed(completion))
