@@ -121,8 +121,9 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
                 rows = _remote_rows(
                     config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
                 )
-                rows = _graded(rows, asked, grading, policy)
-                store.append(folder, rows)
+                rows = _graded(rows, asked.take(np.repeat(np.arange(count), [*map(len, answers)])), grading, policy)
+                if rows:
+                    store.append(folder, rows)
                 rewards = [row.reward for row in rows if row.reward is not None]
                 bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
                 bar.update()
@@ -161,9 +162,14 @@ def _remote_rows(
     return rows
 
 
-def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
-    """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
-    own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
+def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
+    """The rows, with the task's rewards.
+
+    Args:
+        own: the prompt of each row.
+    """
+    if not rows:
+        return []
     asked = [
         Answered(text, row.completion, problem.answer, problem.columns, _length(row, policy))
         for text, problem, row in zip(own.texts, own.problems, rows, strict=True)

@@ -1,6 +1,8 @@
 """Chats through a model's template: somebody else's program, which gets a fork, its time, its memory, and no more."""
 
 import contextlib
+import functools
+import json
 import os
 import pickle
 import resource
@@ -8,7 +10,7 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -50,7 +52,8 @@ class ChatRenderer:
         """Each list of messages as the text that asks the model for its next turn.
 
         Args:
-            chats: {"role": …, "content": …} in order.
+            chats: {"role": …, "content": …} in order. Arguments of tool calls may be an object or its JSON text; the
+                template gets what it takes.
             tools: JSON schemas of functions that the template tells the model of.
         Raises:
             ValueError: there is no template; or it refuses messages, takes too long or too much memory.
@@ -139,7 +142,8 @@ def _rendered(
     texts = []
     for chat in chats:
         try:
-            texts.append(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True))
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+            texts.append(_applied(functools.partial(tokenizer.apply_chat_template, **options), chat))
         except MemoryError:
             return None, f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"
         except Exception as error:  # what a template's own operations raise is anything
@@ -150,6 +154,51 @@ def _rendered(
         if len(texts[-1]) > _LONGEST:
             return None, f"makes a prompt of {len(texts[-1])} characters; correct the model's chat_template"
     return texts, ""
+
+
+def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
+    """The text of a chat. Most templates encode the arguments of calls, and need objects; some print JSON text."""
+    objects = []
+
+    def as_object(arguments: Any) -> Any:
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON stays as it is
+            found = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+            arguments = found if isinstance(found, dict) else arguments
+        objects.append(arguments)
+        return arguments
+
+    def as_text(arguments: Any) -> Any:
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+    with_objects = [_with_arguments(message, as_object) for message in chat]
+    try:
+        text = template(with_objects)
+        # As Python writes objects, which no model does.
+        printed = [str(one) for one in objects if str(one) != as_text(one) and str(one) in text]
+    except MemoryError:
+        raise
+    except Exception:
+        if not objects:
+            raise
+        text, printed = None, [None]
+    if printed:
+        other = template([_with_arguments(message, as_text) for message in chat])
+        text = other if text is None or any(one not in other for one in printed) else text
+    return text
+
+
+def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """A message with another form of its calls' arguments."""
+
+    def changed(call: Any) -> Any:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        function = {**function, "arguments": form(function["arguments"])}
+        return {**call, "function": function} if "function" in call else function
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(changed, calls)]} if isinstance(calls, list) else message
 
 
 def _write(pipe: int, content: bytes) -> None:

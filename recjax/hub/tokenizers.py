@@ -1,6 +1,8 @@
 """Tokenizers: Hugging Face's from a folder or the hub, and a small built-in one; prompts in, token ids out."""
 
+import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,6 +136,30 @@ def _listed_eos(folder: Path) -> list[int]:
             raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
         return eos if isinstance(eos, list) else [] if eos is None else [eos]
     return []
+
+
+@functools.lru_cache(maxsize=2**18)
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """The UTF-8 bytes that a token adds to a text; several tokens may share the bytes of one character."""
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if "\ufffd" not in text:
+        if token in tokenizer.all_special_ids:
+            return text.encode()
+        # After itself: some tokenizers drop the space before a text's first token.
+        return tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(text) :].encode()
+    name = tokenizer.convert_ids_to_tokens(token) or ""
+    if number := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
+        return bytes.fromhex(number[1])
+    known = _byte_characters()
+    return bytes(map(known.get, name)) if known.keys() >= {*name} else text.encode()
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """The bytes that characters stand for in the tokens of byte-level tokenizers: most stand for themselves."""
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    plain = [ord(character) for character in characters if ord(character) < 256]
+    return dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:

@@ -73,6 +73,10 @@ def made(serving: Serving, when_ready: str) -> Server:
                 "Prompts and sessions that are not in the store yet.",
                 lambda: len(recorder.book.units) if recorder else 0,
             ),
+            "late_rewards": (
+                "Rewards of the store's rows that are not in the store yet.",
+                lambda: len(recorder.book.late) if recorder else 0,
+            ),
         }
     )
 

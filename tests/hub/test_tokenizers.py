@@ -14,6 +14,7 @@ from recjax.hub.tokenizers import (
     encode_prompts,
     load_tokenizer,
     stop_token_ids,
+    token_bytes,
 )
 
 ALPHABET = " 0123456789+=\n<>.'"
@@ -140,3 +141,42 @@ def test_load_errors(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="is no local folder, and the Hugging Face hub did not serve it .* give a"):
         load_tokenizer(tmp_path / "absent")
+
+
+def sentencepiece_like():
+    """Words with their space in front, and single bytes for other characters, as in Llama 2's tokenizer."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hi", "Hi", "a", "é"]
+    pieces = [(name, -float(place)) for place, name in enumerate(names)]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, byte_fallback=True))
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("text", ["aé", "a😀b", "\U0001f468\u200d\U0001f469 ñ", " a b", "\ufffd", "\x00\n"])
+def test_the_bytes_of_tokens_join_into_the_texts(text):
+    tokenizer = llama_like()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == text.encode()
+    assert [token_bytes(tokenizer, token) for token in ids] == [
+        b"ab" if token == len(tokenizer) - 1 else bytes([byte]) for token, byte in zip(ids, text.encode(), strict=True)
+    ]
+    other, fallback = sentencepiece_like(), [3 + byte for byte in text.encode()]
+    assert b"".join(token_bytes(other, token) for token in fallback) == text.encode()
+
+
+def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names():
+    tokenizer = sentencepiece_like()
+    names = {
+        "▁Hi": b" Hi",
+        "Hi": b"Hi",
+        "▁": b" ",
+        "é": "é".encode(),
+        "</s>": b"</s>",
+        "<0xE9>": b"\xe9",
+        "<0x41>": b"A",
+    }
+    for name, expected in names.items():
+        assert token_bytes(tokenizer, tokenizer.convert_tokens_to_ids(name)) == expected, name
+    assert token_bytes(llama_like(), 1) == b"</s>"

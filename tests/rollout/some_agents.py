@@ -182,3 +182,33 @@ class Countdown:
     def step(self, action):
         self.left -= 1
         return str(self.left), float(len(action)), self.left == 0, False, {}
+
+
+opened: list[str] = []
+closed: list[str] = []
+
+
+class Closing(Countdown):
+    """A countdown with something to close, which goes wrong as the problem's column `do` says."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.does = problem.columns["do"]
+        opened.append(self.does)
+
+    def reset(self, *, seed=None, options=None):
+        if self.does == "raise at first":
+            raise KeyError("a mistake")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self.does == "raise":
+            raise KeyError("a mistake")
+        told, *others = super().step(action)
+        return told * 100 if self.does == "long" else told, *others
+
+    def close(self):
+        closed.append(self.does)
+        if self.does == "break at the end":
+            raise KeyError("a mistake")
+        return asyncio.sleep(0) if self.does == "end later" else None

@@ -23,6 +23,7 @@ from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
+from recjax.rollout.environments import environment_agent
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
@@ -354,6 +355,41 @@ def test_an_environment_is_played_to_its_end(made):
         said = [turn[:-1] if turn[-1] in parts[1].stop_ids else turn for turn in turns]
         assert grade.reward == sum(len(tokenizer.decode(turn)) for turn in said)
         assert [turn.reward for turn in one.turns] == [len(tokenizer.decode(turn)) for turn in said]
+
+
+def test_environments_are_closed_whatever_comes_of_them(made):
+    does = {
+        "fine": "none", "end later": "none", "break at the end": "none",
+        "raise": "raised", "raise at first": "raised", "long": "context",
+    }  # fmt: skip
+    some_agents.opened.clear()
+    some_agents.closed.clear()
+    parts = made("environment", f"task.environment={HERE}Closing")
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in does]
+    _, grades = sampled(*parts, asked, group_size=2)
+    assert [grade.failure for grade in grades] == [end for end in does.values() for _ in range(2)]
+    assert sorted(some_agents.opened) == sorted(some_agents.closed) == sorted([*does] * 2)
+
+
+@pytest.mark.parametrize("does", ["fine", "break at the end", "end later"])
+def test_an_environment_is_closed_when_its_agent_is_cancelled(does):
+    async def main():
+        waits = asyncio.Event()
+
+        class Policy:
+            async def complete(self, told):
+                waits.set()
+                await asyncio.Event().wait()
+
+        play = environment_agent(some_agents.Closing, 3)
+        task = asyncio.ensure_future(play(Problem("1+2=", "3", columns={"do": does}), Policy()))
+        await waits.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    some_agents.closed.clear()
+    assert asyncio.run(main()) and some_agents.closed == [does]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,16 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recjax.experience import store
+from recjax.experience.feedback import give_rewards
 from recjax.experience.sources import load_groups
 from recjax.experience.tokenise import tokenised
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.serving import recorder as recording
 from recjax.serving.journal import Journal
 from recjax.serving.recorder import Recorder, Recording, delete_before
+from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback
 from tests.experience.rows import same
 from tests.serving.some_server import POLICY, TOKENIZER, post, serve
@@ -259,6 +262,85 @@ def test_rewarded_rows_go_to_the_store_and_others_when_they_have_waited(tmp_path
                 recorder_of(tmp_path / "twice")
 
     asyncio.run(later())
+
+
+def test_a_late_reward_that_conflicts_is_refused_and_holds_up_no_other(tmp_path):
+    with serve(tmp_path) as client:
+        a, b, c = (post(client, TEXT, prompt="a", max_tokens=2)["id"] + "/0" for _ in range(3))
+        post(client, "/sessions/s" + TEXT, prompt="a", max_tokens=2)
+    with serve(tmp_path) as client:
+        give_rewards(tmp_path, [{"id": a, "reward": 0.0}, {"group_id": "session/s", "reward": 0.0}])
+        assert post(client, FEEDBACK, status=409, id=a, reward=1.0)["error"]["code"] == "reward_given"
+        post(client, "/sessions/s/reward", status=409, reward=1.0)
+        post(client, FEEDBACK, id=b, reward=1.0)
+        post(client, FEEDBACK, id=c, reward=0.5)
+        assert client.get("/health").json() == {"status": "ok", "late_rewards": 2}
+        assert "recjax_late_rewards 2.0" in client.get("/metrics").text
+        assert not post(client, FEEDBACK, id=a, reward=0.0)["new"], "the very same one is no error, whoever gave it"
+    rows = by_id(tmp_path)
+    assert [rows[name].reward for name in (a, b, c, "session/s")] == [0.0, 1.0, 0.5, 0.0]
+    assert not (tmp_path / ".served.jsonl").read_bytes()
+
+
+def test_rewards_that_were_taken_and_that_the_store_refuses_are_kept(tmp_path, caplog):
+    """Somebody else gives a row its reward, or deletes it, when the server has told its client that it is taken."""
+    names = []
+    for _ in range(2):
+        with serve(tmp_path) as client:
+            names += [post(client, TEXT, prompt="a", max_tokens=2)["id"] + "/0" for _ in range(2)]
+            post(client, f"/sessions/{len(names)}{TEXT}", prompt="a", max_tokens=2)
+    (a, b, gone, _), session = names, "session/2"
+
+    async def conflict():
+        async with recorder_of(tmp_path) as recorder:
+            for row, reward in ((a, 1.0), (b, 1.0), (gone, 0.5), (session, 2.0)):
+                assert await recorder.reward(row, Feedback(reward))
+            give_rewards(tmp_path, [{"id": a, "reward": 0.0}, {"id": session, "reward": 0.25}])
+            store.keep_parts(tmp_path, lambda first: first != gone)
+            for _ in range(2):
+                await recorder.flush(recorder.options.reward_seconds)
+            assert "3 rewards are not in the store" in recorder.trouble
+            waiting = recorder.waiting()
+            assert waiting["late_rewards"] == 3 and waiting["refused_rewards"].keys() == {a, gone, session}
+            for row, given in ((a, Feedback(1.0)), (session, Feedback(2.0))):
+                with pytest.raises(Refused, match="another reward"):
+                    await recorder.reward(row, given)
+            assert not await recorder.reward(a, Feedback(0.0))
+
+    asyncio.run(conflict())
+    assert len([record for record in caplog.records if "stays in .served.jsonl" in record.message]) == 3, "said once"
+    for _ in range(2):
+        rows = by_id(tmp_path)
+        assert [rows[name].reward for name in (a, b, session)] == [0.0, 1.0, 0.25] and gone not in rows
+        kept = [line.partition(b" ")[2] for line in (tmp_path / ".served.jsonl").read_bytes().splitlines()]
+        kept = {entry["feedback"]: entry["given"]["reward"] for entry in map(json.loads, kept)}
+        assert kept == {a: 1.0, gone: 0.5, session: 2.0}
+        with serve(tmp_path) as client:
+            reply = client.get("/health")
+            assert reply.status_code == 200 and a in reply.json()["status"] and reply.json()["late_rewards"] == 3
+            assert {a, session} <= reply.json()["refused_rewards"].keys()
+            post(client, FEEDBACK, status=409, id=a, reward=1.0)
+
+
+def test_health_says_when_the_store_cannot_be_written(tmp_path, monkeypatch):
+    with serve(tmp_path) as client:
+        row = post(client, TEXT, prompt="a", max_tokens=2)["id"] + "/0"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    async def main():
+        async with recorder_of(tmp_path) as recorder:
+            await recorder.reward(row, Feedback(1.0))
+            monkeypatch.setattr(recording, "give_rewards", full)
+            await recorder.flush(recorder.options.reward_seconds)
+            assert "late rewards cannot be written" in recorder.trouble and recorder.waiting() == {"late_rewards": 1}
+            monkeypatch.setattr(recording, "give_rewards", give_rewards)
+            await recorder.flush(recorder.options.reward_seconds)
+            assert recorder.trouble is None and recorder.waiting() == {}
+
+    asyncio.run(main())
+    assert by_id(tmp_path)[row].reward == 1.0
 
 
 def test_prompts_can_be_left_out(tmp_path):
