@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.experience.store import PROMPT_LEFT_OUT, Experience
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
-from recjax.hub.tokenizers import encode_prompts
+from recjax.hub.tokenizers import encode_after, encode_prompts
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -66,9 +66,8 @@ def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experienc
 
 def _completion_tokens(row: Experience, policy: Policy) -> np.ndarray:
     try:
-        tokens = policy.tokenizer.encode(row.completion, add_special_tokens=False)
-    except Exception as error:
-        # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+        tokens = encode_after(policy.tokenizer, row.prompt_tokens, row.completion)
+    except ValueError as error:
         raise ValueError(
             f"row {row.id!r} of source {row.source!r}: completion {row.completion!r:.80} has text outside the policy's"
             " vocabulary; leave the row out, or train a model that knows it"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.hub.tokenizers import decode_after, token_texts
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tool_agent import CALL, parsed_calls
 from recjax.serving.asked import Asked
@@ -77,7 +78,7 @@ def usage(prompts: Sequence[np.ndarray], pieces: Sequence[Piece], n: int) -> dic
 def _choice(form: Form, index: int, prompt: np.ndarray, piece: Piece) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": None}
     if form.asked.logprobs:
-        choice["logprobs"] = logprobs(form, piece.sampled, 0)
+        choice["logprobs"] = logprobs(form, prompt, piece.sampled, 0)
     if form.asked.token_ids:
         choice |= _token_lists(piece.sampled)
     if form.kind == "text":
@@ -101,9 +102,10 @@ def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
     }
 
 
-def logprobs(form: Form, sampled: Sampled, start: int) -> dict[str, Any]:
+def logprobs(form: Form, prompt: np.ndarray, sampled: Sampled, start: int) -> dict[str, Any]:
     """Log-probabilities of a completion's tokens from number `start` on, under the distribution that sampled them."""
-    texts = form.tokenizer.batch_decode([[token] for token in sampled.tokens.tolist()])
+    tokens = sampled.tokens.tolist()
+    texts = [decode_after(form.tokenizer, prompt, tokens[:1]), *token_texts(form.tokenizer, tokens[1:])]
     values = [min(value, 0.0) for value in sampled.logprobs.tolist()]
     if form.kind == "text":
         offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
@@ -182,7 +184,7 @@ class Chunks:
             delta["delta"]["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         extra: dict[str, Any] = {"finish_reason": finish}
         if self._form.asked.logprobs:
-            extra["logprobs"] = logprobs(self._form, piece.sampled, self._tokens)
+            extra["logprobs"] = logprobs(self._form, self._prompt, piece.sampled, self._tokens)
         if self._form.asked.token_ids:
             extra |= _token_lists(piece.sampled, self._tokens)
         self._tokens = len(piece.sampled.tokens)
