@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import tokenizers
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 _CONTEXT = 32  # tokens before a text that may change how it is read
 _PARTS = 3  # tokens at most that are a character without its last byte
 _BEFORE = ("\n", "a", "0", ".", "(")  # texts that a text is encoded after; few tokens reach from one of them into it
+Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 
 
@@ -155,7 +157,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[in
 # take one away from a text that they decode. Both are right at the beginning of a text and wrong in the middle.
 
 
-def decode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]) -> str:
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tokens) -> str:
     """The text that tokens add to the text of the tokens before them, special tokens as they are written.
 
     Args:
@@ -164,20 +166,20 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], toke
     """
     if _begins(tokenizer, before) or _changes_nothing(tokenizer, int(before[-1])):
         return _decode(tokenizer, tokens)
-    start = max(len(before) - _CONTEXT, 0)
+    context = [int(token) for token in before[-_CONTEXT:]]
+    head = _decode(tokenizer, context)
     # A context that begins in the middle of a character could make the characters behind it unreadable.
-    head = _decode(tokenizer, before[start:])
-    for _ in range(_PARTS if start else 0):
+    for _ in range(_PARTS if len(before) > _CONTEXT else 0):
         if not head.startswith("\ufffd"):
             break
-        start += 1
-        head = _decode(tokenizer, before[start:])
-    whole = _decode(tokenizer, [*before[start:], *tokens])
+        context = context[1:]
+        head = _decode(tokenizer, context)
+    whole = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
     # The tokens may complete a character that the context ends in.
     return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
 
 
-def encode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str, what: str = "text") -> list[int]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, what: str = "text") -> list[int]:
     """Token ids of a text that follows tokens, with no special tokens added.
 
     Args:
@@ -199,7 +201,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text
     return alone
 
 
-def _begins(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> bool:
+def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
     """Whether what follows these tokens is the beginning of a text."""
     return len(before) == 0 or (len(before) == 1 and before[0] == tokenizer.bos_token_id)
 
@@ -223,7 +225,7 @@ def _reads_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
     return backend is not None and isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse | None)
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]:
     """The text of each token in the middle of a text; half a character is U+FFFD."""
     texts = {token: _decode(tokenizer, [token]) for token in tokens}
     if not _reads_alike(tokenizer):
@@ -234,7 +236,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
     return [texts[token] for token in tokens]
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids, options = [int(token) for token in tokens], {"clean_up_tokenization_spaces": False}
     text = tokenizer.decode(ids, **options)
     # Some tokenizers cannot read any of several characters in a row when the last one is not complete.

@@ -47,14 +47,14 @@ def llama_like(adds=("<s>",), template=TEMPLATE):
     )
 
 
-def sentencepiece_like(kind="prepend", characters="42Yesx=+.:é", template=None):
+def sentencepiece_like(kind="prepend", characters="42Yesx=+.:é", template=None, codes=range(256)):
     """Pieces with "▁" for a space, which begins every text, and bytes for characters that are no pieces.
 
     Args:
         kind: prepend, as Llama 2's tokenizer; first, as that of later Mistral models; always; or unigram.
     """
     merged = ["42", "▁4", "▁42", "Ye", "Yes", "▁Yes", "▁▁", "▁x", "=4"]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters, *merged]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in codes), "▁", *characters, *merged]
     if kind == "unigram":
         scores = [(piece, -1.0 - place / 1000) for place, piece in enumerate(pieces)]
         model = tokenizers.models.Unigram(scores, unk_id=0, byte_fallback=True)
