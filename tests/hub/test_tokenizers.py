@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from recjax.experience.tokenise import tokenised
 from recjax.hub.chat_rendering import render_chats
+from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import (
     character_tokenizer,
     decode_after,
@@ -18,6 +20,9 @@ from recjax.hub.tokenizers import (
     stop_token_ids,
     token_texts,
 )
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
+from tests.experience.rows import text_row
 
 ALPHABET = " 0123456789+=\n<>.'"
 TEMPLATE = (
@@ -187,6 +192,19 @@ def test_what_a_tokenizer_does_at_the_beginning_of_a_text(name):
         after = encode_after(tokenizer, [*ids, *end], "Yes")
         assert [*ids, *end, *after] == encode_prompts(tokenizer, ["x</s>Yes"])[0]
         assert decode_after(tokenizer, [*ids, *end], after) == "Yes"
+
+
+def test_completions_of_a_store_go_on_where_their_prompts_end():
+    """Whether a space stands between them is for the text to say, or the chat template."""
+    chat = "{% for m in messages %}{{ '4 ' + m.content + '.' if m.role == 'user' else ' ' + m.content }}{% endfor %}"
+    for template, first in ((chat, "▁42"), (chat.replace("' ' + ", ""), "42")):
+        tokenizer = sentencepiece_like(template=template)
+        policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (2,))
+        messages = [{"role": "user", "content": "x="}]
+        rows = [text_row(0, prompt="x=", completion=text) for text in ("42", " 42")]
+        rows += [text_row(0, prompt=None, messages=messages, completion="42")]
+        pieces = [tokenizer.convert_ids_to_tokens(row.completion_tokens) for row in tokenised(rows, policy)]
+        assert pieces == [["42", "</s>"], ["▁42", "</s>"], [first, "</s>"]]
 
 
 @pytest.mark.parametrize("name", ["prepend", "unigram", "bytes"])
