@@ -35,6 +35,7 @@ from recjax.experience.store import Experience
 from recjax.experience.tokenise import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, policy_alone
+from recjax.hub.tokenizers import encode_after
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.collecting import Grades, with_grades
@@ -188,8 +189,8 @@ def _length(row: Experience, policy: Policy) -> int:
     if row.completion_tokens is not None:
         return len(row.completion_tokens)
     try:
-        return len(policy.tokenizer.encode(row.completion, add_special_tokens=False))
-    except Exception:  # a vocabulary without an unknown token makes the tokenizer raise a bare Exception
+        return len(encode_after(policy.tokenizer, (), row.completion))
+    except ValueError:
         return len(row.completion)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.experience.store import PROMPT_LEFT_OUT, Experience
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
-from recjax.hub.tokenizers import encode_prompts
+from recjax.hub.tokenizers import encode_after, encode_prompts
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -30,6 +30,8 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             or a completion without tokens, with the row's id; or a chat that the tokenizer's template refuses.
     """
     name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
+    writes_chats = any(row.completion_tokens is None and row.messages is not None for row in rows)
+    begin = _turn_begin(policy.tokenizer) if writes_chats else ""
     # A group shares its prompt: each chat is rendered once.
     asked = {json.dumps(row.messages): row.messages for row in rows if row.prompt_tokens is None and row.messages}
     rendered = dict(zip(asked, render_chats(policy.tokenizer, list(asked.values())) if asked else [], strict=True))
@@ -51,7 +53,8 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
                 prompts[text] = _prompt_tokens(policy.tokenizer, text, row)
             row = row._replace(prompt_tokens=prompts[text])
         if row.completion_tokens is None:
-            tokens = _completion_tokens(row, policy)
+            is_whole = row.messages is None or row.completion.startswith(begin)
+            tokens = _completion_tokens(row, policy, row.completion if is_whole else begin + row.completion)
             row = row._replace(completion_tokens=tokens, completion_mask=np.ones(len(tokens), bool))
         done.append(row._replace(tokenizer=name))
     return done
@@ -64,11 +67,21 @@ def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experienc
         raise ValueError(f"row {row.id!r} of source {row.source!r}: {error}") from error
 
 
-def _completion_tokens(row: Experience, policy: Policy) -> np.ndarray:
+def _turn_begin(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The blanks that the chat template writes between a rendered prompt and the answer, as Llama 2's does."""
+    asked, reply = [{"role": "user", "content": "hello"}], "recjax-reply"
     try:
-        tokens = policy.tokenizer.encode(row.completion, add_special_tokens=False)
-    except Exception as error:
-        # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+        prompt, chat = render_chats(tokenizer, [asked, [*asked, {"role": "assistant", "content": reply}, *asked]])
+    except ValueError:
+        return ""
+    begin, found, _ = chat.removeprefix(prompt).partition(reply)
+    return begin if found and chat.startswith(prompt) and not begin.strip() else ""
+
+
+def _completion_tokens(row: Experience, policy: Policy, text: str) -> np.ndarray:
+    try:
+        tokens = encode_after(policy.tokenizer, row.prompt_tokens, text)
+    except ValueError as error:
         raise ValueError(
             f"row {row.id!r} of source {row.source!r}: completion {row.completion!r:.80} has text outside the policy's"
             " vocabulary; leave the row out, or train a model that knows it"

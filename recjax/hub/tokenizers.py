@@ -2,14 +2,21 @@
 
 import functools
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import tokenizers
+from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+_CONTEXT = 32  # tokens before a text that may change how it is read
+_PARTS = 3  # tokens at most that are a character without its last byte
+_BEFORE = ("\n", "a", "0", ".", "(")  # texts that a text is encoded after; few tokens reach from one of them into it
+Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 
 
@@ -114,9 +121,9 @@ def stop_token_ids(
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else _listed_eos(model_folder(folder))
     for text in stop:
-        tokens = _encode(tokenizer, text, "stop string")
+        tokens = encode_after(tokenizer, (), text, "stop string")
         # The second test refuses text that the tokenizer only knows as its unknown token.
-        if len(tokens) != 1 or tokenizer.decode(tokens) != text:
+        if len(tokens) != 1 or token_texts(tokenizer, tokens) != [text]:
             raise ValueError(
                 f"stop string {text!r} must be exactly one token, but this tokenizer reads it as "
                 f"{tokenizer.convert_ids_to_tokens(tokens)}; choose a single token"
@@ -169,6 +176,100 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[in
     except Exception as error:
         # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
+
+
+# --- Text that follows other text. Tokenizers of the SentencePiece kind put a space before a text that they encode, and
+# take one away from a text that they decode. Both are right at the beginning of a text and wrong in the middle.
+
+
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tokens) -> str:
+    """The text that tokens add to the text of the tokens before them, special tokens as they are written.
+
+    Args:
+        before: all tokens that precede, such as a prompt; none, or the begin-of-sequence token alone, is the beginning
+            of a text.
+    """
+    if _begins(tokenizer, before) or _changes_nothing(tokenizer, int(before[-1])):
+        return _decode(tokenizer, tokens)
+    context = [int(token) for token in before[-_CONTEXT:]]
+    head = _decode(tokenizer, context)
+    # A context that begins in the middle of a character could make the characters behind it unreadable.
+    for _ in range(_PARTS if len(before) > _CONTEXT else 0):
+        if not head.startswith("\ufffd"):
+            break
+        context = context[1:]
+        head = _decode(tokenizer, context)
+    whole = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
+    # The tokens may complete a character that the context ends in.
+    return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
+
+
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, what: str = "text") -> list[int]:
+    """Token ids of a text that follows tokens, with no special tokens added.
+
+    Args:
+        before: all tokens that precede; none: some text that is not known.
+        what: names the text in an error.
+    Raises:
+        ValueError: text that the tokenizer does not know.
+    """
+    alone = _encode(tokenizer, text, what)
+    once, twice = _decode(tokenizer, alone), _decode(tokenizer, alone * 2)
+    is_same_everywhere = twice == 2 * once and (once[:1] == " ") == (text[:1] == " ")
+    if is_same_everywhere or (len(before) and _begins(tokenizer, before)):
+        return alone
+    last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
+    for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
+        head, whole = (tokenizer.encode(each, add_special_tokens=False) for each in (earlier, earlier + text))
+        if head and whole[: len(head)] == head and len(whole) > len(head) and tokenizer.unk_token_id not in head:
+            return whole[len(head) :]
+    return alone
+
+
+def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
+    """Whether what follows these tokens is the beginning of a text."""
+    return len(before) == 0 or (len(before) == 1 and before[0] == tokenizer.bos_token_id)
+
+
+@functools.lru_cache(maxsize=256)
+def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
+    """Whether tokens have the same text after this token as at the beginning."""
+    if _reads_alike(tokenizer):
+        return not _decode(tokenizer, [last]).endswith("\ufffd")
+    # Some tokenizers put a space before the text behind each added token.
+    added = tokenizer.added_tokens_decoder.get(last)
+    if added is None:
+        return False
+    alone, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
+    return after == [last, *alone]
+
+
+def _reads_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether whole characters have the same text at the beginning and in the middle, as the tokenizer's kind says."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse | None)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]:
+    """The text of each token in the middle of a text; half a character is U+FFFD."""
+    texts = {token: _decode(tokenizer, [token]) for token in tokens}
+    if not _reads_alike(tokenizer):
+        for token, once in texts.items():
+            twice = _decode(tokenizer, [token, token])
+            if twice != 2 * once and "\ufffd" not in once and token not in tokenizer.all_special_ids:
+                texts[token] = twice[len(once) :]
+    return [texts[token] for token in tokens]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
+    ids, options = [int(token) for token in tokens], {"clean_up_tokenization_spaces": False}
+    text = tokenizer.decode(ids, **options)
+    # Some tokenizers cannot read any of several characters in a row when the last one is not complete.
+    for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
+        whole = tokenizer.decode(ids[:-count], **options)
+        if not whole.endswith("\ufffd"):
+            return text if text.startswith(whole) else whole + "\ufffd" * count
+    return text
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], first: int = 0) -> list[list[int]]:

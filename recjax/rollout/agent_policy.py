@@ -149,7 +149,7 @@ class AgentPolicy:
         finally:
             self._waiting.discard(task)
             self._at_work(False)
-        sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer)
+        sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
         return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)

@@ -152,7 +152,7 @@ class Sampler:
         tokenizer = self.policy.tokenizer
         async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as rounds:
             async for sampled in rounds:
-                kept, text, stopped = up_to_stop(sampled, stop, tokenizer)
+                kept, text, stopped = up_to_stop(sampled, stop, tokenizer, prompt)
                 ended = stopped or not sampled.truncated or len(sampled.tokens) == limit
                 if ended:
                     yield Piece(kept, text, "length" if kept.truncated else "stop")

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import SamplesConfig
 from recjax.experience.group import Completion, Group
+from recjax.hub.tokenizers import token_texts
 from recjax.tasks.problems import question_of
 from recjax.training.update import Learned
 from recjax.whole_files import write_whole, writing
@@ -77,7 +78,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "accurate": grade.accurate,
         "truncated": completion.truncated,
         "version": completion.policy_version,
-        "tokens": tokenizer.batch_decode([[token] for token in completion.tokens]),
+        "tokens": token_texts(tokenizer, completion.tokens.tolist()),
         "chosen": completion.mask.astype(int).tolist(),
         "probability": None if known is None else _short(np.exp(known)),
     }

@@ -20,6 +20,7 @@ from recjax import __version__
 from recjax.cache import cache_folder
 from recjax.config import Config, WarmStartConfig
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import encode_after
 from recjax.manifest import check_manifest, write_manifest
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
@@ -119,7 +120,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
 
 def _demonstrations(policy: Policy, answers: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask of the answers, each with the token that ends it."""
-    encoded = policy.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    encoded = [encode_after(policy.tokenizer, (), answer, "answer") for answer in answers]
     lengths = np.array([len(ids) + 1 for ids in encoded])
     mask = np.arange(lengths.max()) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)

@@ -8,14 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from recjax.experience.tokenise import tokenised
 from recjax.hub.chat_rendering import render_chats
+from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import (
     character_tokenizer,
+    decode_after,
+    encode_after,
     encode_prompts,
     load_tokenizer,
     stop_token_ids,
     token_bytes,
+    token_texts,
 )
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
+from tests.experience.rows import text_row
 
 ALPHABET = " 0123456789+=\n<>.'"
 TEMPLATE = (
@@ -45,7 +53,39 @@ def llama_like(adds=("<s>",), template=TEMPLATE):
     )
 
 
+def sentencepiece_like(kind="prepend", characters="42Yesx=+.:é", template=None, codes=range(256)):
+    """Pieces with "▁" for a space, which begins every text, and bytes for characters that are no pieces.
+
+    Args:
+        kind: prepend, as Llama 2's tokenizer; first, as that of later Mistral models; always; or unigram.
+    """
+    merged = ["42", "▁4", "▁42", "Ye", "Yes", "▁Yes", "▁▁", "▁x", "=4"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in codes), "▁", *characters, *merged]
+    if kind == "unigram":
+        scores = [(piece, -1.0 - place / 1000) for place, piece in enumerate(pieces)]
+        model = tokenizers.models.Unigram(scores, unk_id=0, byte_fallback=True)
+    else:
+        pairs = [("4", "2"), ("▁", "42"), ("▁", "4"), ("Y", "e"), ("Ye", "s"), ("▁", "Yes"), ("▁", "▁")]
+        pairs += [("▁", "x"), ("=", "4")]
+        pairs += [(one, other) for one, other in [("s", "s")] if one + other in pieces]
+        vocabulary = {piece: place for place, piece in enumerate(pieces)} | {"e": pieces.index("e")}
+        model = tokenizers.models.BPE(vocabulary, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    made, normalizers = tokenizers.Tokenizer(model), tokenizers.normalizers
+    if kind == "prepend":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        scheme = "always" if kind == "unigram" else kind
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = tokenizers.decoders
+    made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
+
+
+SENTENCEPIECES = {kind: sentencepiece_like(kind) for kind in ("prepend", "first", "always", "unigram")}
 TOKENIZER = character_tokenizer(ALPHABET)
+IN_CONTEXT = SENTENCEPIECES | {"bytes": llama_like(), "characters": character_tokenizer("42Yesx=+.: \né€")}
 
 
 @given(st.text(alphabet=ALPHABET.replace("<", "").replace(">", ""), min_size=1))
@@ -105,6 +145,80 @@ def test_stop_tokens(tmp_path):
         (tmp_path / "generation_config.json").write_text(damaged)
         with pytest.raises(ValueError, match="generation_config.json cannot be read .*fetch the file again"):
             stop_token_ids(tokenizer, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECES)
+def test_stop_tokens_in_the_middle_of_a_text(name):
+    tokenizer = SENTENCEPIECES[name]
+    ids = tokenizer.convert_tokens_to_ids(["</s>", "<0x0A>", "42", "▁42", "<0x09>", "▁"])
+    assert [*stop_token_ids(tokenizer, ["\n", "42", " 42", "</s>", "\t", " "])] == ids
+    with pytest.raises(ValueError, match=r"stop string '4x' must be exactly one token, but .* \['4', 'x'\]"):
+        stop_token_ids(tokenizer, ["4x"])
+    with pytest.raises(ValueError, match="stop string '€' must be exactly one token"):
+        stop_token_ids(tokenizer, ["€"])
+
+
+WORDS = st.lists(st.sampled_from(["42", " ", "Yes", "\n", "x=", "é", "€", "4", "..", "  "]), max_size=6).map("".join)
+
+
+@pytest.mark.parametrize("name", IN_CONTEXT)
+@given(st.data())
+def test_a_text_goes_on_where_another_ends(name, data):
+    tokenizer = IN_CONTEXT[name]
+    first, *texts = data.draw(st.lists(WORDS.filter(bool), min_size=2, max_size=5))
+    first = first.lstrip() or "x"  # a space at the beginning of a text is lost by some
+    (ids,) = encode_prompts(tokenizer, [first])
+    for text in texts:
+        more = encode_after(tokenizer, ids, text)
+        assert decode_after(tokenizer, ids, more) == text
+        assert text.isascii() <= ("".join(token_texts(tokenizer, more)) == text)
+        ids = [*ids, *more]
+    read = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert read == first + "".join(texts)
+
+
+@pytest.mark.parametrize("name", IN_CONTEXT)
+def test_what_a_tokenizer_does_at_the_beginning_of_a_text(name):
+    tokenizer = IN_CONTEXT[name]
+    (alone,) = encode_prompts(tokenizer, ["Yes"])
+    words = tokenizer.encode("Yes", add_special_tokens=False)
+    begin = alone[: len(alone) - len(words)]
+    assert encode_after(tokenizer, begin or [], "Yes") in (words, words[-1:])
+    assert decode_after(tokenizer, begin, words) == "Yes"
+    if name in SENTENCEPIECES:
+        assert tokenizer.convert_ids_to_tokens(words) == ["▁Yes"]
+        assert encode_after(tokenizer, [1], "Yes") == words, "after <s> alone a text begins"
+        # Behind a special token in the middle, texts are read as the tokenizer reads the whole text.
+        ids, end = encode_prompts(tokenizer, ["x"])[0], [2]
+        after = encode_after(tokenizer, [*ids, *end], "Yes")
+        assert [*ids, *end, *after] == encode_prompts(tokenizer, ["x</s>Yes"])[0]
+        assert decode_after(tokenizer, [*ids, *end], after) == "Yes"
+
+
+def test_completions_of_a_store_go_on_where_their_prompts_end():
+    """Whether a space stands between them is for the text to say, or the chat template."""
+    chat = "{% for m in messages %}{{ '4 ' + m.content + '.' if m.role == 'user' else ' ' + m.content }}{% endfor %}"
+    for template, first in ((chat, "▁42"), (chat.replace("' ' + ", ""), "42")):
+        tokenizer = sentencepiece_like(template=template)
+        policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (2,))
+        messages = [{"role": "user", "content": "x="}]
+        rows = [text_row(0, prompt="x=", completion=text) for text in ("42", " 42")]
+        rows += [text_row(0, prompt=None, messages=messages, completion="42")]
+        pieces = [tokenizer.convert_ids_to_tokens(row.completion_tokens) for row in tokenised(rows, policy)]
+        assert pieces == [["42", "</s>"], ["▁42", "</s>"], [first, "</s>"]]
+
+
+@pytest.mark.parametrize("name", ["prepend", "unigram", "bytes"])
+def test_a_character_may_come_in_parts(name):
+    tokenizer = IN_CONTEXT[name]
+    ids = encode_prompts(tokenizer, ["x" * 40 + "€" * 40])[0]
+    assert decode_after(tokenizer, ids[:-1], ids[-1:]) == "€"
+    more = encode_after(tokenizer, ids, "€4")
+    for count in range(1, 4):
+        text = decode_after(tokenizer, ids, more[:count])
+        assert text.strip("\ufffd") == ("€" if count == 3 else "") and (count == 3) == ("\ufffd" not in text)
+    # The context may begin within a character.
+    assert decode_after(tokenizer, ids, more) == "€4"
 
 
 @pytest.mark.parametrize("text, tokens", [("abc", r"\['ab', 'c'\]"), ("", r"\[\]")])

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Coroutine
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
 
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.tasks.problems import Problem
@@ -82,12 +86,16 @@ async def by_column(problem: Problem, policy: AgentPolicy):
     what = problem.columns["do"]
     if what == "silent":
         return 1.0
+    if what == "silent raise":
+        raise KeyError("a mistake")
     reply = await policy.complete(problem.prompt)
     match what:
         case "raise":
             raise KeyError("a mistake")
         case "exit":
             raise SystemExit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
         case "cancel":
             raise asyncio.CancelledError
         case "hang":
@@ -143,6 +151,47 @@ async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
 
 
 background: list[asyncio.Task] = []
+LOCK, SEMAPHORE, CLIENT = asyncio.Lock(), asyncio.Semaphore(2), httpx.AsyncClient(timeout=60)
+
+
+async def status_of(url: str) -> int:
+    """What a server says, as a judge would, by way of what this module holds."""
+    async with SEMAPHORE, LOCK:
+        await asyncio.sleep(0.001)
+    return (await CLIENT.get(url)).status_code
+
+
+async def of_a_module(problem: Problem, policy: AgentPolicy) -> None:
+    """Two turns, and between them something of the module's."""
+    await policy.complete("1+2=")
+    assert await status_of(problem.prompt) == 200
+    await policy.complete("1+2=")
+
+
+async def of_a_module_too(prompts, completions, answers):
+    """A reward by the same means."""
+    return list(await asyncio.gather(*map(status_of, prompts)))
+
+
+@contextlib.contextmanager
+def answering():
+    """The address of a server that keeps its connections."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+class _Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Says nothing."""
 
 
 async def waits_for_others(problem: Problem, policy: AgentPolicy) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import time
 import weakref
 
@@ -30,6 +31,7 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
+from recjax.training.evaluation import evaluate
 from recjax.training.packing import RowShape, pack_trajectories
 from recjax.training.scoring import batch_logprobs
 from tests.rollout import some_agents, some_tools
@@ -294,6 +296,52 @@ def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
     assert cut
 
 
+def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
+    """asyncio's locks, and connections, work in the event loop that first used them."""
+    parts = made("of_a_module", f"task.reward={HERE}of_a_module_too")
+    with some_agents.answering() as url:
+        for _ in range(2):
+            groups, grades = sampled(*parts, [Problem(url, "3")], group_size=4)
+            assert [(grade.failure, grade.reward) for grade in grades] == [("none", 200.0)] * 4
+            assert all(len(one.turns) == 2 for one in completions_of(groups))
+
+
+@pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
+def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
+    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
+    asked = [
+        Problem("1+2=", "3", columns={"do": what}) for what in ["nonsense", *["raise"] * bad, *["fine"] * (5 - bad)]
+    ]
+    sampled(*made("by_column"), asked, group_size=1)
+    (record,) = [record for record in caplog.records if "agents failed" in record.getMessage()]
+    assert record.levelname == level
+    assert f"{bad + 1} of 6 agents failed: invalid 1, raised {bad}" in record.getMessage()
+    if level == "ERROR":
+        assert "for the same reason" in record.getMessage() and "KeyError: 'a mistake'" in record.getMessage()
+        assert record.getMessage().endswith("correct the agent")
+
+
+@pytest.mark.parametrize("fails", ["raise", "silent raise", "interrupt"])
+def test_an_agent_that_fails_in_an_evaluation_counts_as_wrong(made, fails):
+    options = ["rollout.prompts_per_step=4", "evaluation.samples=1", "task.success=0.4"]
+    config, policy, params = made("by_column", *options)
+
+    def evaluated(*does):
+        asked = [Problem("1+2=", "3", columns={"do": what}) for what in does]
+        prompts = encode_problems(asked, policy.tokenizer, None)
+        with Grading(config, load_reward(config.task.reward_name())) as grading, Agents(config, policy) as opened:
+            return evaluate(config, policy, params, prompts, grading, 0, params, opened)
+
+    found = evaluated(*["fine"] * 4, fails)
+    assert found.accuracy == 0.8 and [row["ungraded"] for row in found.samples] == [None] * 4 + ["raised"]
+    assert abs(found.initial_kl) < 1e-5
+    found = evaluated(*[fails] * 4, "fine")
+    assert found.accuracy == 0.2 and [row["problem"] for row in found.samples] == [0, 1, 2, 3, 4]
+    assert evaluated(fails).accuracy == 0.0
+    with pytest.raises(ValueError, match="all agents of the evaluation failed, the last with raised: [^;]*; corr"):
+        evaluated(*[fails] * 5)
+
+
 def test_a_slow_agent_holds_up_nobody(made):
     some_agents.events.clear()
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("slow", *["fast"] * 5)]
@@ -440,6 +488,43 @@ def test_tools_run_in_processes_of_their_own():
     assert (slept, added) == ("error: it took too long", "5")
     assert died == "error: it crashed" and failed == "error: ValueError: so it is"
     assert "got an unexpected keyword argument 'c'" in wrong and "there is no tool 'multiply'; there are add" in unknown
+
+
+def test_what_cannot_be_sent_costs_no_other_call_and_coroutines_are_awaited():
+    names = ["add", "sleep", "refuse", "give", "wait", "refuse_later"]
+    functions = {f"{TOOLS}{name}": getattr(some_tools, name) for name in names}
+    given = {
+        "lock": "<unlocked _thread.lock object", "circle": "[[...]]", "keys": "{(1, 2): 3}", "surrogate": "a?b",
+        "long": "x" * 20_000, "exit": "error: SystemExit: 3", "local": '"a local"', "fish": '{"given": "fish"}',
+        "unprintable": "error: Unprintable: its message cannot be printed",
+    }  # fmt: skip
+
+    async def main(tools):
+        await tools.call("add", {"a": 0, "b": 0})  # the workers have started
+        began = time.monotonic()
+        calls = [
+            tools.call("sleep", {"seconds": 1.0}),
+            *(tools.call("give", {"what": what}) for what in given),
+            tools.call("refuse", {"text": "no"}),
+            tools.call("refuse_later", {"text": "not now"}),
+            *(tools.call("wait", {"seconds": 0.01}) for _ in range(4)),
+            tools.call("add", {"a": 2, "b": 3}),
+        ]
+        return await asyncio.gather(*calls), time.monotonic() - began
+
+    with Tools(functions, workers=2, seconds=20.0) as tools:
+        (slept, *told, refused, later, w0, w1, w2, w3, added), seconds = asyncio.run(main(tools))
+    assert (slept, added) == ("slept", "5") and seconds < 15
+    assert [w0, w1, w2, w3] == ["2"] * 4
+    assert (refused, later) == ("error: Refused: no", "error: Refused: not now")
+    for text, expected in zip(told, given.values(), strict=True):
+        assert text.strip('"').startswith(expected.strip('"'))
+
+
+@pytest.mark.parametrize("name", ["yields", "yields_later"])
+def test_a_tool_that_yields_is_refused(name):
+    with pytest.raises(ValueError, match=f"task.tools: {TOOLS}{name} yields; write a function"):
+        Tools({f"{TOOLS}{name}": getattr(some_tools, name)}, workers=1, seconds=1.0)
 
 
 def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):

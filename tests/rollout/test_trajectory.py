@@ -17,6 +17,7 @@ from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
 from tests.experience.rows import TIME
+from tests.hub.test_tokenizers import SENTENCEPIECES
 
 
 def tokenizer():
@@ -53,6 +54,23 @@ def test_a_row_grows_and_its_tokens_are_those_that_were_sampled():
     assert row.mask.tolist() == [True, True, True, False, False, True]
     assert row.behaviour_logprobs.tolist() == [-1, -1, -1, 0, 0, -2]
     assert made.oldest_version == 2 and not made.truncated
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECES)
+def test_a_number_over_two_turns_stays_a_number(name):
+    """Pieces begin with a space at the beginning of a text, and not where a text goes on."""
+    tokenizer = SENTENCEPIECES[name]
+    made, ids = Trajectory(tokenizer), tokenizer.convert_tokens_to_ids
+    prompt = made.tokens_of("x=")
+    assert made.add(prompt, turn(ids("4")), "x=") == "4"
+    assert made.add(made.tokens_of("x=42"), turn(ids("▁42"), ids("</s>")), "x=42") == " 42</s>"
+    made.add(made.tokens_of("x=42 42</s>Yes"), turn(ids("<0x0A>"), ids("▁Yes")), "x=42 42</s>Yes")
+    (row,) = made.rows
+    pieces = tokenizer.convert_ids_to_tokens(whole(row))
+    after = "Yes" if name == "first" else "▁Yes"  # behind a special token, texts are what the tokenizer says they are
+    assert pieces == ["<s>", "▁x", "=", "4", "2", "▁42", "</s>", after, "<0x0A>", "▁Yes"]
+    assert row.mask.tolist() == [True, False, True, True, False, True, True]
+    assert made.tokens_of("x=42 42</s>Yes\n Yes2").tolist() == [*whole(row), ids("2")]
 
 
 def test_what_does_not_go_on_from_a_row_begins_another():

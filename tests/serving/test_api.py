@@ -1,5 +1,6 @@
 """The server's API: the engine's completions, in OpenAI's words."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import decode_after
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
@@ -19,7 +21,8 @@ from recjax.rollout.requests import Request, Sampled
 from recjax.serving.asked import chat
 from recjax.serving.replies import Chunks, Form, message_parts, place_of, whole
 from recjax.serving.sampler import Piece, Sampler, certain
-from tests.serving.some_server import LIMITS, PARAMS, POLICY, TOKENIZER, chunks, post, serve
+from tests.hub.test_tokenizers import sentencepiece_like
+from tests.serving.some_server import LIMITS, PARAMS, POLICY, SHAPE, TOKENIZER, chunks, post, serve
 
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -210,6 +213,43 @@ def test_a_stream_says_what_the_whole_reply_says(client):
         logprobs = sum((one["logprobs"]["content"] for one in own if one["logprobs"]), [])
         assert logprobs == choice["logprobs"]["content"]
         assert [one["finish_reason"] for one in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+
+
+@pytest.fixture(scope="module")
+def pieces_client():
+    """A client of a server of a policy whose tokens are pieces of a text, a space at the beginning of some."""
+    tokenizer = sentencepiece_like(template="{{ messages[0].content }}", codes=[10])
+    shape = dataclasses.replace(SHAPE, vocab_size=len(tokenizer))
+    params = init_params(shape, jax.random.key(0))
+    with serve(None, policy=Policy(Decoder(shape), tokenizer, (2,)), params=params) as client:
+        yield tokenizer, client
+
+
+@pytest.mark.parametrize("kind", [TEXT, CHAT])
+def test_spaces_between_a_prompt_and_its_completion_are_kept(pieces_client, kind):
+    tokenizer, client = pieces_client
+    prompt = {"prompt": "x="} if kind == TEXT else {"messages": [{"role": "user", "content": "x="}]}
+    options = prompt | {"n": 8, "max_tokens": 30, "seed": 5, "return_token_ids": True, "logprobs": 1}
+    if kind == CHAT:
+        options["logprobs"] = True
+    reply = post(client, kind, **options)
+    head = reply["prompt_token_ids"]
+    streamed = [chunk["choices"][0] for chunk in chunks(client, kind, **options) if chunk["choices"]]
+    spaces = 0
+    for index, choice in enumerate(reply["choices"]):
+        ids = choice["token_ids"][: -1 if choice["finish_reason"] == "stop" else None]
+        text = choice["text"] if kind == TEXT else choice["message"]["content"]
+        assert text == decode_after(tokenizer, head, ids)
+        spaces += text.startswith(" ")
+        assert text.startswith(" ") == tokenizer.convert_ids_to_tokens(ids[:1])[0].startswith("▁")
+        deltas = [one for one in streamed if one["index"] == index]
+        whole = "".join(one["text"] if kind == TEXT else one["delta"].get("content", "") for one in deltas)
+        assert whole == text
+        logprobs = choice["logprobs"]
+        tokens = logprobs["tokens"] if kind == TEXT else [one["token"] for one in logprobs["content"]]
+        pieces = tokenizer.convert_ids_to_tokens(choice["token_ids"])
+        assert tokens == [piece.replace("▁", " ").replace("<0x0A>", "\n") for piece in pieces]
+    assert spaces
 
 
 def test_what_is_certain_of_a_text():

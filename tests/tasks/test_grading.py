@@ -67,6 +67,9 @@ def test_a_failure_costs_its_own_completion_and_is_counted(faulty):
         "memory": "error",
         "deep": "error",
         "raise": "error",
+        "refuse": "error",
+        "unsent": "error",
+        "leave": "error",
         "print": "none",
         "x" * 5_001: "too_long",
         "b": "none",
@@ -214,6 +217,44 @@ def test_functions_of_the_users_own():
     assert scores_of(custom(with_columns), ["a", "b"], columns=rows).rewards.tolist() == [3, 0]
     assert scores_of(custom(with_options), ["a"]).rewards.tolist() == [2]
     assert scores_of(custom(shares), ["ab"]).failures.tolist() == [0]
+
+
+LOCK, SEMAPHORE = asyncio.Lock(), asyncio.Semaphore(1)
+
+
+async def judged_in_turn(prompts, completions, answers):
+    """One completion after another, by means of what the module holds."""
+
+    async def one(text):
+        async with LOCK, SEMAPHORE:
+            await asyncio.sleep(0.001)
+            return len(text) if text != "leave" else sys.exit(3)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def test_what_a_module_holds_works_in_every_batch_and_every_run():
+    own_rewards.check_weights(custom(judged_in_turn), ("", "", "", {}))
+    for _ in range(2):
+        with Grading(CONFIG, custom(judged_in_turn)) as grading:
+            for _ in range(2):
+                assert submitted(grading, ["a", "ab", "abc"]).result().rewards.tolist() == [1, 2, 3]
+            # A task that would end the event loop ends its own batch.
+            with pytest.raises(ValueError, match=r"failed with SystemExit: 3[\s\S]* in one: "):
+                submitted(grading, ["a", "leave", "abc"]).result(timeout=60)
+
+
+class Judge:
+    """A reward that is no function."""
+
+    async def __call__(self, prompts, completions, answers):
+        async with LOCK:
+            return [1.0] * len(completions)
+
+
+def test_an_object_may_judge():
+    reward = Reward("judge", Judge(), False, {"length": 0.0})
+    assert scores_of(reward, ["a"]).rewards.tolist() == [1]
 
 
 def none_for_b(prompts, completions, answers):
