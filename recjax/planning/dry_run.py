@@ -72,7 +72,8 @@ def resolve(config: Config) -> DryRun:
         except ValueError as error:
             notes.append(f"length of prompts not known: {error}")
         else:
-            prompt_tokens = encode_problems([*task.train, *task.evaluation], tokenizer, None).tokens.shape[1]
+            problems, vocabulary = [*task.train, *task.evaluation], model.decoder.config.vocab_size
+            prompt_tokens = encode_problems(problems, tokenizer, None, vocabulary).tokens.shape[1]
     return DryRun(model, task, prompt_tokens, notes)
 
 
