@@ -80,16 +80,18 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
     check_no_code(folder)
     _check_readable(folder)
     # A folder may ask for clean_up_tokenization_spaces, which removes spaces before punctuation when it decodes.
-    options: dict = {"clean_up_tokenization_spaces": False}
-    if reads_clock(folder):
-        options[CHAT_DATE] = chat_date or date.today().isoformat()
+    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise bare Exceptions, so nothing narrower would catch a damaged file.
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
         ) from error
+    tokenizer.init_kwargs.pop(CHAT_DATE, None)  # of a folder that a dated tokenizer was saved to
+    if reads_clock(folder):
+        tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
+    return tokenizer
 
 
 def reads_clock(path: str | Path) -> bool:

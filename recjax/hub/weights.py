@@ -69,6 +69,10 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     """
     folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
     _check_unchanged(folder)
+    if adapters := sorted(file.name for file in folder.glob("adapter_model.*")):
+        logger.warning(
+            "%s: %s is not read; merge the adapter into the weights to have it in the model", folder, adapters[0]
+        )
     config = read_config(folder)
     return config, read_params(folder, config)
 

@@ -120,7 +120,7 @@ def _model(config: Config, task: Task | None) -> Model:
 
 def _tokenizer(config: Config, task: Task) -> PreTrainedTokenizerBase:
     if config.model.path:
-        return load_tokenizer(config.model.path)
+        return load_tokenizer(config.model.path, config.model.chat_date)
     return character_tokenizer(characters([*task.train, *task.evaluation]))
 
 

@@ -32,11 +32,11 @@ from tests.training.tiny_run import train, train_until_killed
 CONFIG = """
 output: unset
 model: {{path: {model}}}
-task: {{file: {{train: {problems}, evaluation: {problems}}}, reward: "tests.training.tiny_run:digit_share"}}
+task: {{file: {{train: {problems}}}, reward: "tests.training.tiny_run:digit_share"}}
 rollout: {{prompts_per_step: 2, group_size: 2, max_completion_tokens: 3}}
 training: {{steps: 3, checkpoint_every: 1}}
 experience: {{record: true}}
-evaluation: {{every: 0, problems: 4, samples: 1}}
+evaluation: {{every: 0, problems: 2, samples: 1}}
 """
 TEMPLATE = "{{ strftime_now('%Y-%m-%d') }} {% for m in messages %}[{{ m.content }}]{% endfor %}"
 FIRST, SECOND, THIRD = "2024-02-29", "2024-03-01", "2025-01-01"
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
     write_base(folder / "base", decoder, tokenizer, (0,))
     params = jax.device_get(init_params(decoder, jax.random.key(0)))
     export_model(folder / "model", decoder, params, folder / "base")
-    asked = [{"prompt": [{"role": "user", "content": f"{number}+1"}], "answer": number + 1} for number in range(4)]
+    asked = [{"prompt": [{"role": "user", "content": f"{number}+1"}], "answer": number + 1} for number in range(9)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     (folder / "tiny.yaml").write_text(CONFIG.format(model=folder / "model", problems=folder / "problems.jsonl"))
     return folder
