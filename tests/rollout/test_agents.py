@@ -26,6 +26,7 @@ from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
+from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
@@ -76,7 +77,7 @@ def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
         return groups, grades.result()
 
 
-class Talkative:
+class Talkative(LiveEngine):
     """An engine's front that says "ok" to everything, and keeps what it was asked."""
 
     def __init__(self):
