@@ -1,9 +1,13 @@
-"""A chat template that reads the clock gets the day of a run's first start, whatever reads the run and whenever."""
+"""A run and its model's folder: a template that reads the clock gets one day; tokens without an embedding are refused.
+
+The day is that of the run's first start, whatever reads the run and whenever.
+"""
 
 import dataclasses
 import datetime
 import json
 import logging
+import shutil
 
 import jax
 import numpy as np
@@ -20,11 +24,14 @@ from recjax.experience.prepared import prepared_rows
 from recjax.generate_experience import generate
 from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import policy_alone
-from recjax.hub.tokenizers import character_tokenizer
+from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.import_experience import import_files
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.planning.dry_run import dry_run
+from recjax.tasks.loading import load_task
 from recjax.training.followed_run import FollowedRun
+from recjax.training.run import prepare
 from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.trained import subject
 from tests.training.tiny_run import train, train_until_killed
@@ -152,6 +159,46 @@ def test_a_run_from_before_there_was_a_date_goes_on_with_that_of_its_first_start
     assert with_chat_date(config, overwrite=False).model.chat_date == FIRST
     (tmp_path / "environment.json").unlink()
     assert with_chat_date(config, overwrite=False).model.chat_date == SECOND
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_the_start(folder, tmp_path):
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<extra_a>", "<extra_b>"])
+    tokenizer.save_pretrained(model)
+    (model / "manifest.json").unlink()
+    asked = [
+        {"prompt": f"{number}+1= <extra_b>" if number == 7 else f"{number}+1=", "answer": "1"} for number in range(9)
+    ]
+    (tmp_path / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}", f"model.path={model}", "experience=null"])
+    assert prepare(config)[0].policy.vocabulary == size, "tokens that no text has are no harm"
+    wrong = load_config(
+        folder / "tiny.yaml",
+        [f"output={tmp_path / 'run'}", f"model.path={model}", f"task.file.train={tmp_path / 'wrong.jsonl'}"],
+    )
+    message = (
+        rf"prompt \d, '7\+1= <extra_b>': token '<extra_b>' has id {size + 1}, but the model in {model} has an"
+        rf" embedding of {size} tokens and a tokenizer of {size + 2}; take the tokenizer"
+    )
+    starts = [
+        lambda: train(wrong),
+        lambda: generate(wrong, tmp_path / "store", 1, None, None, "initial"),
+        lambda: dry_run(wrong),
+    ]
+    for start in starts:
+        with pytest.raises(ValueError, match=message):
+            start()
+    # An evaluation asks the problems that are held out, and the wrong one may be none of them.
+    everything = dataclasses.replace(wrong.evaluation, problems=3)
+    for seed in range(20):
+        held_out = dataclasses.replace(wrong, seed=seed, evaluation=everything)
+        if any("extra" in problem.prompt for problem in load_task(held_out).evaluation):
+            break
+    for checkpoint in (None, str(model)):
+        with pytest.raises(ValueError, match=message):
+            evaluate(held_out, checkpoint, str(tmp_path / "evaluation"))
 
 
 @pytest.mark.parametrize("day", ["'26.11.2026'", "2026-02-30", "'2026-1-1'", "today"])
