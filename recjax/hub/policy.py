@@ -33,8 +33,8 @@ class Policy(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the decoder has an embedding of; its tokenizer may have more or fewer."""
-        return self.decoder.config.vocab_size
+        """Tokens that the decoder has an embedding of, as its tokenizer may have more or fewer; without one, all."""
+        return len(self.tokenizer) if self.decoder is None else self.decoder.config.vocab_size
 
 
 def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
