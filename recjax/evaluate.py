@@ -32,6 +32,7 @@ from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.console import command, define_process_flags, progress_bar
 from recjax.host_memory import prepare_host_memory
+from recjax.hub.chat_rendering import CHAT_DATE
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
@@ -89,9 +90,13 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
         ValueError: bad data, no such checkpoint, or a folder that holds something else.
     """
     task, evaluated, label = load_task(config), subject(checkpoint, config), task_label(config.task)
-    task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
-    prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, config.rollout.max_prompt_tokens)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
+    if begun := _begun_on(folder, evaluated, config):
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, chat_date=begun))
+        evaluated = subject(checkpoint, config)
+    task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
+    limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
+    prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
     open_folder(folder, what_decides(config, evaluated))
     if not hosts.any_says((folder / "samples.parquet").is_file()):
         sample_rounds(config, evaluated, prompts, task, folder)
@@ -106,6 +111,18 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     (folder / "results.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     draw_evaluation(rows, numbers, f"{evaluated.name} on {label}", folder / "evaluation.png")
     return folder, numbers
+
+
+def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
+    """The date that the prompts of an evaluation which is resumed got at its first start; None: they have it already.
+
+    A run's prompts have the run's date, and those of the config may have one that is set.
+    """
+    ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
+    if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
+        return None
+    theirs = (yaml.safe_load(stored.read_text(encoding="utf-8")) or {}).get(CHAT_DATE)
+    return theirs if theirs != ours else None
 
 
 def task_label(task: TaskConfig) -> str:
@@ -130,7 +147,9 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
     # Evaluations of one turn are what they were before there were agents.
     agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
     unread = () if config.task.agent else agent
+    date = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE)
     return {
+        **({} if date is None else {CHAT_DATE: date}),
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),

@@ -15,7 +15,8 @@ rows. Several processes sample together if each gets the same command; see docs/
 import dataclasses
 import hashlib
 import json
-from datetime import UTC, datetime
+from collections.abc import Collection
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from recjax.experience.store import Experience
 from recjax.experience.tokenise import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, policy_alone
-from recjax.hub.tokenizers import encode_after
+from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.collecting import Grades, with_grades
@@ -67,8 +68,9 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         ValueError: no such checkpoint, or a task or a store that cannot be read.
     """
     known = store.ids(folder)
+    config, begun = (config, None) if run else _with_chat_date(config, known)
     sampler, params, version = _sampler(config, run, step)
-    name = _name(config, run, version)
+    name = begun or _name(config, run, version)
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
@@ -108,7 +110,7 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
+    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config.rollout) as engine, Grading(config, task.reward) as grading:
         name = _name(config, f"{engine.model} of a server", 0)
         done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
@@ -213,10 +215,23 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
-        train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
+        train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), None, PhaseSeconds())
         params = put_params(params)
     return sampler, in_compute_dtype(sampler.policy.decoder, params, copy=False), version
+
+
+def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str | None]:
+    """The config with the date that its chat template gets, and the name of its rows, which ends with that date.
+
+    The date is that of rows in the store, else today. A config that sets a date or needs none stays without a name.
+    """
+    model, digest = config.model, _name(config, None, 0)
+    if not model.path or model.chat_date or not reads_clock(model.path):
+        return config, None
+    dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
+    chat_date = min(dates, default=date.today().isoformat())
+    return dataclasses.replace(config, model=dataclasses.replace(model, chat_date=chat_date)), f"{digest}-{chat_date}"
 
 
 def _name(config: Config, run: str | None, version: int) -> str:
@@ -225,6 +240,8 @@ def _name(config: Config, run: str | None, version: int) -> str:
     held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
+    if config.model.chat_date is None:
+        del depends_on["model"]["chat_date"]  # names are what they were before there was this key
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run

@@ -11,14 +11,18 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 SECONDS = 30.0  # for all chats of a request together, and a hundredth more for each
 _MEMORY_BYTES = 2**30  # beyond what this process has
 _LONGEST = 10_000_000  # characters of one rendered chat
+CHAT_DATE = "chat_date"  # among a tokenizer's init_kwargs: the date, YYYY-MM-DD, that its template is given
+_REPLY = "recjax-reply"  # what an assistant says where the text behind it is looked for
 Chat = Sequence[Mapping[str, Any]]
 
 
@@ -48,13 +52,16 @@ class ChatRenderer:
             os.waitpid(self._child, 0)
             self._child, self._pipes = None, ()
 
-    def render(self, chats: Sequence[Chat], tools: Sequence[Mapping[str, Any]] | None = None) -> list[str]:
+    def render(
+        self, chats: Sequence[Chat], tools: Sequence[Mapping[str, Any]] | None = None, asks: bool = True
+    ) -> list[str]:
         """Each list of messages as the text that asks the model for its next turn.
 
         Args:
             chats: {"role": …, "content": …} in order. Arguments of tool calls may be an object or its JSON text; the
                 template gets what it takes.
             tools: JSON schemas of functions that the template tells the model of.
+            asks: False: the text ends with the last message.
         Raises:
             ValueError: there is no template; or it refuses messages, takes too long or too much memory.
         """
@@ -65,7 +72,7 @@ class ChatRenderer:
         if self._child is None:
             self._start()
         limit, (reader, writer) = self._seconds + len(chats) / 100, self._pipes
-        asked = [[dict(message) for message in chat] for chat in chats], tools and list(tools), limit
+        asked = [[dict(message) for message in chat] for chat in chats], tools and list(tools), asks, limit
         deadline = time.monotonic() + limit
         with contextlib.suppress(BrokenPipeError):  # an answer that does not come says so
             _write(writer, pickle.dumps(asked))
@@ -100,6 +107,32 @@ class ChatRenderer:
         self._pipes = reader, writer
 
 
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the chat template writes after an assistant's turn.
+
+    It may differ from the tokenizer's end-of-sequence token: Gemma's is <end_of_turn>, ChatML's <|im_end|>.
+
+    Returns:
+        None where there is no template, where it refuses a chat of two turns, or writes no such token.
+    """
+    return _turn_end(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else None
+
+
+@functools.lru_cache(maxsize=8)
+def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
+    del template  # a part of the cache's key, as a tokenizer may get another
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _REPLY}]
+    try:
+        with ChatRenderer(tokenizer) as renderer:
+            (text,) = renderer.render([chat], asks=False)
+    except ValueError:
+        return None
+    _, found, behind = text.rpartition(_REPLY)
+    ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if found else []
+    is_special = ids and (ids[0] in tokenizer.added_tokens_decoder or ids[0] in tokenizer.all_special_ids)
+    return ids[0] if is_special else None
+
+
 def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], seconds: float = SECONDS) -> list[str]:
     """`ChatRenderer.render` of chats that are all there at once."""
     with ChatRenderer(tokenizer, seconds) as renderer:
@@ -112,12 +145,27 @@ def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _limit_memory()
+        _stop_clock(tokenizer.init_kwargs.get(CHAT_DATE))
         while (request := _read(asked, None)) is not None:
-            chats, tools, seconds = pickle.loads(request)
+            chats, tools, asks, seconds = pickle.loads(request)
             _limit_seconds(seconds)
-            _write(answers, pickle.dumps(_rendered(tokenizer, chats, tools)))
+            _write(answers, pickle.dumps(_rendered(tokenizer, chats, tools, asks)))
     finally:
         os._exit(0)
+
+
+def _stop_clock(date: str | None) -> None:
+    """Gives templates the beginning of a day as the current time; in the fork, which renders and does nothing else."""
+    if date is None:
+        return
+    day = datetime.fromisoformat(date)
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return day
+
+    chat_template_utils.datetime = Stopped
 
 
 def _limit_seconds(seconds: float) -> None:
@@ -136,13 +184,13 @@ def _limit_memory() -> None:
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], tools: Sequence[dict] | None
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], tools: Sequence[dict] | None, asks: bool
 ) -> tuple[list[str] | None, str]:
     """In the fork: the texts; or None, and what the template refuses."""
     texts = []
     for chat in chats:
         try:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": asks}
             texts.append(_applied(functools.partial(tokenizer.apply_chat_template, **options), chat))
         except MemoryError:
             return None, f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"

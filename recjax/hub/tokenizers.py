@@ -1,10 +1,12 @@
 """Tokenizers: Hugging Face's from a folder or the hub, and a small built-in one; prompts in, token ids out."""
 
 import functools
+import importlib.util
 import json
 import os
 import re
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 import huggingface_hub
@@ -12,6 +14,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
 _CONTEXT = 32  # tokens before a text that may change how it is read
 _PARTS = 3  # tokens at most that are a character without its last byte
@@ -67,9 +71,12 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name.
+def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name, which decodes every token to its own text, spaces included.
 
+    Args:
+        chat_date: YYYY-MM-DD, the date that a chat template which reads the clock gets; None: today. It stays the same
+            as long as the tokenizer is used.
     Raises:
         ValueError: the folder or hub has none, or it cannot be read.
     """
@@ -78,13 +85,41 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
     check_no_code(folder)
+    _check_readable(folder)
+    # A folder may ask for clean_up_tokenization_spaces, which removes spaces before punctuation when it decodes.
+    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise bare Exceptions, so nothing narrower would catch a damaged file.
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
         ) from error
+    tokenizer.init_kwargs.pop(CHAT_DATE, None)  # of a folder that a dated tokenizer was saved to
+    if reads_clock(folder):
+        tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
+    return tokenizer
+
+
+def reads_clock(path: str | Path) -> bool:
+    """Whether a chat template of a folder or hub name writes the current date or time into prompts."""
+    files = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
+    found = (file for pattern in files for file in model_folder(path).glob(pattern))
+    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in found)
+
+
+def _check_readable(folder: Path) -> None:
+    """Refuses a tokenizer.model without the package that reads it, which transformers may not name."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return
+    with (folder / "tokenizer.model").open("rb") as file:
+        is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", file.readline(1000)) is not None
+    package, install = ("tiktoken", "tiktoken") if is_tiktoken else ("sentencepiece", '"recjax[sentencepiece]"')
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"{folder} holds its tokenizer as tokenizer.model alone, and the package {package} that reads it is not"
+            f" installed; pip install {install}, or put the model's tokenizer.json there"
+        )
 
 
 def check_no_code(folder: Path) -> None:
@@ -108,10 +143,10 @@ def check_no_code(folder: Path) -> None:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), folder: str | Path | None = None
 ) -> tuple[int, ...]:
-    """Ids that end a completion: the end-of-sequence token's, then each stop string's.
+    """Ids that end a completion: the end-of-sequence token's, the chat template's, then each stop string's.
 
     Args:
-        tokenizer: gives the end-of-sequence id.
+        tokenizer: gives the end-of-sequence id, and the token that its chat template writes after an assistant's turn.
         stop: strings that are one token each; only that very token stops, not a longer one that begins alike.
         folder: the model's folder or hub name, whose generation_config.json (where there is none, config.json) may
             list more end-of-sequence ids: chat models often have several. None reads no file.
@@ -120,6 +155,7 @@ def stop_token_ids(
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else _listed_eos(model_folder(folder))
+    ids += [] if (end := turn_end(tokenizer)) is None else [end]
     for text in stop:
         tokens = encode_after(tokenizer, (), text, "stop string")
         # The second test refuses text that the tokenizer only knows as its unknown token.
@@ -138,10 +174,13 @@ def _listed_eos(folder: Path) -> list[int]:
     """The end-of-sequence ids in a model's files, read as transformers does."""
     for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
         try:
-            eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+            eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
-        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            raise ValueError(f"{file}: eos_token_id = {eos!r:.200}: takes a token id or a list of them; correct it")
+        return ids
     return []
 
 
@@ -272,22 +311,57 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     return text
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], first: int = 0) -> list[list[int]]:
-    """Token ids of each prompt, with the tokenizer's begin-of-sequence token once if it uses one.
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    first: int = 0,
+    *,
+    rendered: bool | Sequence[bool] = False,
+    vocabulary: int | None = None,
+) -> list[list[int]]:
+    """Token ids of each prompt; plain text begins with the tokenizer's begin-of-sequence token if it uses one.
 
-    Text from a chat template may hold that token already; it is then not added again. No end-of-sequence is added.
+    A chat template writes all of its special tokens itself, so a rendered chat gets none, as in transformers'
+    `apply_chat_template`. Plain text that begins with the token already does not get it again. No end-of-sequence is
+    added.
 
     Args:
         first: number of the first prompt in errors, where there are others before it.
+        rendered: whether prompts, or each of them, come from a chat template.
+        vocabulary: rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
+        ValueError: a prompt has no tokens, characters that the tokenizer does not know, or a token that the model has
+            no embedding of.
     """
     begin = [tokenizer.bos_token_id]
     prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
+    are_rendered = [rendered] * len(prompts) if isinstance(rendered, bool) else rendered
     encoded = []
-    for index, prompt in enumerate(prompts, first):
+    for index, (prompt, is_rendered) in enumerate(zip(prompts, are_rendered, strict=True), first):
         ids = _encode(tokenizer, prompt, f"prompt {index},")
-        encoded.append(ids if ids[:1] == prefix else prefix + ids)
+        encoded.append(ids if is_rendered or ids[:1] == prefix else prefix + ids)
         if not encoded[-1]:
             raise ValueError(f"prompt {index}, {prompt!r}, has no tokens; a prompt needs at least one")
+        check_embedded(tokenizer, encoded[-1], vocabulary, f"prompt {index}, {prompt!r:.80}")
     return encoded
+
+
+def check_embedded(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, place: str
+) -> None:
+    """Refuses tokens that the model has no embedding of: its tokenizer may have more of them than it has rows.
+
+    Args:
+        vocabulary: rows of the model's embedding; None checks nothing.
+        place: where the tokens are, for the error.
+    Raises:
+        ValueError: with the place, the token, the model's folder and both sizes.
+    """
+    if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
+        return
+    raise ValueError(
+        f"{place}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
+        f" {tokenizer.name_or_path or 'memory'} has an embedding of {vocabulary} tokens and a tokenizer of"
+        f" {len(tokenizer)}; take the tokenizer that belongs to the weights, resize the embedding"
+        " (transformers' resize_token_embeddings), or remove the token from the text"
+    )

@@ -72,7 +72,8 @@ def resolve(config: Config) -> DryRun:
         except ValueError as error:
             notes.append(f"length of prompts not known: {error}")
         else:
-            prompt_tokens = encode_problems([*task.train, *task.evaluation], tokenizer, None).tokens.shape[1]
+            problems, vocabulary = [*task.train, *task.evaluation], model.decoder.config.vocab_size
+            prompt_tokens = encode_problems(problems, tokenizer, None, vocabulary).tokens.shape[1]
     return DryRun(model, task, prompt_tokens, notes)
 
 
@@ -119,7 +120,7 @@ def _model(config: Config, task: Task | None) -> Model:
 
 def _tokenizer(config: Config, task: Task) -> PreTrainedTokenizerBase:
     if config.model.path:
-        return load_tokenizer(config.model.path)
+        return load_tokenizer(config.model.path, config.model.chat_date)
     return character_tokenizer(characters([*task.train, *task.evaluation]))
 
 

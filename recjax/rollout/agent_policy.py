@@ -9,6 +9,7 @@ from jaxtyping import Int, UInt32
 
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
@@ -106,7 +107,8 @@ class AgentPolicy:
             ContextFull: no room is left for a reply.
             TurnsSpent: too many replies.
         """
-        return await self.complete(self._chats.render([messages], tools)[0], max_tokens=max_tokens, stop=stop)
+        text = self._chats.render([messages], tools)[0]
+        return await self.complete(text, max_tokens=max_tokens, stop=stop, rendered=True)
 
     async def complete(
         self,
@@ -114,6 +116,7 @@ class AgentPolicy:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        rendered: bool = False,
     ) -> Reply:
         """The completion of a text, or of token ids.
 
@@ -122,8 +125,9 @@ class AgentPolicy:
         Args:
             max_tokens: as of `chat`.
             stop: likewise.
+            rendered: the text comes from a chat template, so it gets no begin-of-sequence token.
         Raises:
-            ValueError: a prompt that the tokenizer does not know.
+            ValueError: a prompt that the tokenizer does not know, or a token that the model has no embedding of.
             ContextFull: no room is left for a completion.
             TurnsSpent: too many completions.
         """
@@ -131,7 +135,8 @@ class AgentPolicy:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: takes 1 or more, or None for rollout.max_completion_tokens")
         text = prompt if isinstance(prompt, str) else None
-        ids = self.trajectory.tokens_of(text) if text is not None else np.asarray(prompt, np.int32)
+        ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
+        check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
         room = self._limits.context - len(ids)
         if room < 1:
             raise ContextFull(

@@ -45,15 +45,17 @@ class Trajectory:
         """Whether the last turn ran into a limit."""
         return self.turns[-1].truncated
 
-    def tokens_of(self, text: str) -> Int[np.ndarray, " time"]:
+    def tokens_of(self, text: str, rendered: bool = False) -> Int[np.ndarray, " time"]:
         """The tokens of a prompt: where it begins with the text of a row, that row's own, and only the rest is made.
 
+        Args:
+            rendered: the text comes from a chat template, so it gets no begin-of-sequence token.
         Raises:
             ValueError: text that the tokenizer does not know, or none.
         """
         places = [place for place, before in enumerate(self._texts) if before and text.startswith(before)]
         if not places:
-            return np.array(encode_prompts(self._tokenizer, [text])[0], np.int32)
+            return np.array(encode_prompts(self._tokenizer, [text], rendered=rendered)[0], np.int32)
         place = max(places, key=lambda place: len(self._texts[place]))
         rest = text[len(self._texts[place]) :]
         before = np.concatenate(_parts(self._rows[place]))

@@ -36,7 +36,7 @@ from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_by
 from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
-from recjax.training.run_folder import check_run_folder
+from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
@@ -70,6 +70,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_run_folder(config, overwrite)
+    config = with_chat_date(config, overwrite)
     output, last = Path(config.output), config.training.steps
     trackers = contextlib.closing(Tracking(config))
     with trackers as tracking, run_lock.held(output) as lock, contextlib.ExitStack() as stack:

@@ -146,7 +146,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     train = everything.take(np.arange(len(task.train)))
     held_out = everything.take(np.arange(len(task.train), len(problems)))
     experience = config.experience

@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 from collections.abc import Set
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from flax.traverse_util import flatten_dict
 from recjax import hosts
 from recjax.config import KEYS, Config
 from recjax.config_loading import to_yaml, unknown_keys
+from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
-from recjax.training.environment import record_start
+from recjax.training.environment import record_start, starts
 from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,32 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
                 f"output = {config.output!r} holds a finished run of {config.training.steps} steps or more; give"
                 f" another output=…,{longer} or --overwrite to delete that run"
             )
+
+
+def with_chat_date(config: Config, overwrite: bool) -> Config:
+    """The config with the date that its chat template gets: of the run's first start, where the template reads one.
+
+    Raises:
+        ValueError: the model's folder, or the run's config.yaml, cannot be read.
+    """
+    model = config.model
+    if not model.path or model.chat_date:
+        return config
+    found = hosts.from_first(lambda: _chat_date(config, overwrite))
+    return config if found is None else dataclasses.replace(config, model=dataclasses.replace(model, chat_date=found))
+
+
+def _chat_date(config: Config, overwrite: bool) -> str | None:
+    if not reads_clock(config.model.path):
+        return None
+    output = Path(config.output)
+    if overwrite or not (output / "config.yaml").is_file():
+        return date.today().isoformat()
+    if stored := (_stored_config(output).get("model") or {}).get("chat_date"):
+        return stored
+    # Begun by a recjax that kept no date.
+    first = next(iter(starts(output)), {}).get("started")
+    return (datetime.fromisoformat(first).astimezone().date() if first else date.today()).isoformat()
 
 
 def is_finished(config: Config) -> bool:
@@ -149,7 +177,10 @@ def _empty(output: Path) -> None:
 def _check_same_config(config: Config, output: Path) -> None:
     ours, theirs = dataclasses.asdict(config), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
-    if changed := differences(ours, theirs, fixed | _new_defaults(ours, theirs)):
+    fixed = fixed | _new_defaults(ours, theirs)
+    if None in (config.model.chat_date, (theirs.get("model") or {}).get("chat_date")):
+        fixed = fixed | {"model.chat_date"}  # `with_chat_date` gives a run the date of its first start
+    if changed := differences(ours, theirs, fixed):
         raise ValueError(
             f"output = {config.output!r} holds a run of another config ({changed});"
             " give another output=…, or --overwrite to delete that run"

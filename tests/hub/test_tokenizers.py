@@ -1,6 +1,8 @@
 """Tokenizers: exact round trips, stop tokens that are one token, a begin-of-sequence token never doubled."""
 
+import datetime
 import json
+import pickle
 
 import pytest
 import tokenizers
@@ -17,6 +19,7 @@ from recjax.hub.tokenizers import (
     encode_after,
     encode_prompts,
     load_tokenizer,
+    reads_clock,
     stop_token_ids,
     token_bytes,
     token_texts,
@@ -114,7 +117,9 @@ def test_character_tokenizer_refuses(characters):
 @pytest.mark.parametrize("adds", [(), ("<s>",), ("<s>", "</s>")])
 def test_prompts_begin_once_and_never_end(adds):
     tokenizer = llama_like(adds)
-    plain, chat = encode_prompts(tokenizer, ["abc", render_chat(tokenizer, [{"role": "user", "content": "abc"}])])
+    texts = ["abc", render_chat(tokenizer, [{"role": "user", "content": "abc"}])]
+    plain, chat = encode_prompts(tokenizer, texts, rendered=[False, True])
+    assert encode_prompts(tokenizer, texts[1:]) == [chat], "text that begins with it does not get it twice"
     assert (plain.count(0), plain[:1] == [0]) == (("<s>" in adds), ("<s>" in adds))
     assert chat[0] == 0 and chat.count(0) == 1, "the template's own <s> stays the only one"
     assert 1 not in plain + chat
@@ -141,6 +146,8 @@ def test_stop_tokens(tmp_path):
     assert stop_token_ids(tokenizer, folder=tmp_path) == (1,), "generation_config.json comes first"
     (tmp_path / "generation_config.json").unlink()
     assert stop_token_ids(tokenizer, folder=tmp_path) == (1, 5, 6)
+    (tmp_path / "generation_config.json").write_text('\ufeff{"eos_token_id": 9}')
+    assert stop_token_ids(tokenizer, folder=tmp_path) == (1, 9), "a byte order mark is no damage"
     for damaged in ("{", "[]"):
         (tmp_path / "generation_config.json").write_text(damaged)
         with pytest.raises(ValueError, match="generation_config.json cannot be read .*fetch the file again"):
@@ -221,6 +228,14 @@ def test_a_character_may_come_in_parts(name):
     assert decode_after(tokenizer, ids, more) == "€4"
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("eos", [[[1, 2]], [1, [2]], "</s>", ["1"], 1.5, True, [None], {"id": 1}, -1, [2**40]])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, file, eos):
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ValueError, match=rf"{file}: eos_token_id = .*: takes a token id or a list of them; correct it"):
+        stop_token_ids(llama_like(), folder=tmp_path)
+
+
 @pytest.mark.parametrize("text, tokens", [("abc", r"\['ab', 'c'\]"), ("", r"\[\]")])
 def test_a_stop_string_must_be_one_token(text, tokens):
     with pytest.raises(ValueError, match=f"stop string '{text}' must be exactly one token, but .* {tokens}"):
@@ -235,6 +250,80 @@ def test_unknown_text_is_no_stop_string():
     with pytest.raises(ValueError, match="no end-of-sequence token; name at least one stop string"):
         stop_token_ids(tokenizer)
     assert stop_token_ids(tokenizer, ["a"]) == (1,)
+
+
+def test_a_token_that_the_model_has_no_embedding_of_is_refused(tmp_path):
+    llama_like().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<extra_a>", "<extra_b>"])
+    assert encode_prompts(tokenizer, ["hi", "hi <extra_b>"])[1][-1] == size + 1
+    assert len(encode_prompts(tokenizer, ["hi", "hi <extra_a>"], vocabulary=size + 1)) == 2
+    message = (
+        rf"prompt 8, 'hi <extra_b>': token '<extra_b>' has id {size + 1}, but the model in {tmp_path} has an embedding"
+        rf" of {size} tokens and a tokenizer of {size + 2}; take the tokenizer that belongs to the weights"
+    )
+    for rendered in (False, True):
+        with pytest.raises(ValueError, match=message):
+            encode_prompts(tokenizer, ["hi", "hi <extra_b>"], 7, rendered=rendered, vocabulary=size)
+
+
+def word_level(tokens):
+    """A tokenizer that knows a few words and puts spaces between them, as WordPiece's do."""
+    words = {word: index for index, word in enumerate(["<unk>", *tokens])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", clean_up_tokenization_spaces=True)
+
+
+def test_no_version_of_transformers_cleans_up_spaces(tmp_path):
+    for name, made in {"bpe": llama_like(), "words": word_level(["a", ".", "do", "n't", "?"])}.items():
+        made.clean_up_tokenization_spaces = True
+        made.init_kwargs["clean_up_tokenization_spaces"] = True
+        made.save_pretrained(tmp_path / name)
+        assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["clean_up_tokenization_spaces"]
+        tokenizer, text = load_tokenizer(tmp_path / name), "do n't . a ?"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.batch_decode([ids]) == [text]
+
+
+CLOCK = "{{ strftime_now('%d %b %Y, %H:%M') }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+BRANCHES = (
+    "{% if date is not defined %}{% set date = strftime_now('%A') if strftime_now is defined else '?' %}{% endif %}"
+    "{% macro head() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}{{ head() }} {{ date }}"
+)
+
+
+def test_a_template_that_reads_the_clock_gets_one_day(tmp_path, monkeypatch):
+    for name, template in {"clock": CLOCK, "branches": BRANCHES, "plain": TEMPLATE}.items():
+        llama_like(template=template).save_pretrained(tmp_path / name)
+        assert reads_clock(tmp_path / name) == (name != "plain")
+    # As transformers 4 wrote it.
+    llama_like(template=None).save_pretrained(tmp_path / "old")
+    fields = json.loads((tmp_path / "old" / "tokenizer_config.json").read_text()) | {"chat_template": CLOCK}
+    (tmp_path / "old" / "tokenizer_config.json").write_text(json.dumps(fields))
+
+    chat = [{"role": "user", "content": "hi"}]
+    for name, text in {"clock": "05 Feb 2025, 00:00[hi]", "branches": "2025-02-05 Wednesday"}.items():
+        assert render_chat(load_tokenizer(tmp_path / name, "2025-02-05"), chat) == text
+    assert render_chat(load_tokenizer(tmp_path / "old", "2025-02-05"), chat) == "05 Feb 2025, 00:00[hi]"
+    assert "chat_date" not in load_tokenizer(tmp_path / "plain", "2025-02-05").init_kwargs
+
+    class Today(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2024, 7, 1)
+
+    monkeypatch.setattr("recjax.hub.tokenizers.date", Today)
+    tokenizer = load_tokenizer(tmp_path / "clock")
+    monkeypatch.undo()  # the day goes by, and what this tokenizer renders stays
+    assert (
+        render_chat(tokenizer, chat)
+        == "01 Jul 2024, 00:00[hi]"
+        == render_chat(pickle.loads(pickle.dumps(tokenizer)), chat)
+    )
+    assert render_chat(load_tokenizer(tmp_path / "clock"), chat)[:11] == datetime.date.today().strftime("%d %b %Y")
 
 
 def test_chat():
@@ -257,7 +346,7 @@ def test_load_errors(tmp_path):
         load_tokenizer(tmp_path / "absent")
 
 
-def sentencepiece_like():
+def byte_fallback_like():
     """Words with their space in front, and single bytes for other characters, as in Llama 2's tokenizer."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hi", "Hi", "a", "é"]
     pieces = [(name, -float(place)) for place, name in enumerate(names)]
@@ -276,12 +365,12 @@ def test_the_bytes_of_tokens_join_into_the_texts(text):
     assert [token_bytes(tokenizer, token) for token in ids] == [
         b"ab" if token == len(tokenizer) - 1 else bytes([byte]) for token, byte in zip(ids, text.encode(), strict=True)
     ]
-    other, fallback = sentencepiece_like(), [3 + byte for byte in text.encode()]
+    other, fallback = byte_fallback_like(), [3 + byte for byte in text.encode()]
     assert b"".join(token_bytes(other, token) for token in fallback) == text.encode()
 
 
 def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names():
-    tokenizer = sentencepiece_like()
+    tokenizer = byte_fallback_like()
     names = {
         "▁Hi": b" Hi",
         "Hi": b"Hi",
@@ -294,3 +383,23 @@ def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names(
     for name, expected in names.items():
         assert token_bytes(tokenizer, tokenizer.convert_tokens_to_ids(name)) == expected, name
     assert token_bytes(llama_like(), 1) == b"</s>"
+
+
+@pytest.mark.parametrize(
+    "content, package, install",
+    [
+        (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "sentencepiece", r'"recjax\[sentencepiece\]"'),
+        (b"IQ== 0\nIg== 1\n", "tiktoken", "tiktoken"),
+        (b"", "sentencepiece", r'"recjax\[sentencepiece\]"'),
+    ],
+)
+def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monkeypatch, content, package, install):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=rf"tokenizer.model alone, and the package {package} .*; pip install {install},"
+    ):
+        load_tokenizer(tmp_path)
+    llama_like().save_pretrained(tmp_path)
+    assert len(load_tokenizer(tmp_path)) == len(llama_like()), "with a tokenizer.json it is not needed"

@@ -10,21 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from recjax.config_loading import load_config
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories
+from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
+from recjax.rollout.agent_policy import AgentPolicy, Limits
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
 from recjax.rollout.environments import environment_agent
+from recjax.rollout.live import LiveEngine
+from recjax.rollout.requests import Sampled
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
@@ -73,6 +78,44 @@ def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
         options = jax.random.key(seed), group_size, Sampling(), grading
         groups, grades = opened.sample_groups(policy, params, prompts, *options, **names)
         return groups, grades.result()
+
+
+class Talkative(LiveEngine):
+    """An engine's front that says "ok" to everything, and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def sample(self, request):
+        self.asked.append(request.prefix.tolist())
+        ids = np.array([1, 2], np.int32)
+        return Sampled(ids, np.zeros(2, np.float32), np.zeros(2, np.int32), False)
+
+
+def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(made):
+    config, policy, _ = made("one_turn")
+    tokenizer, live = policy.tokenizer, Talkative()
+    tokenizer.bos_token = "~"
+    begin = [("~", tokenizer.bos_token_id)]
+    post = tokenizers.processors.TemplateProcessing(single="~ $A", special_tokens=begin)
+    tokenizer.backend_tokenizer.post_processor = post
+    chat = [{"role": "user", "content": "hi"}]
+    with ChatRenderer(tokenizer) as chats:
+        key = np.zeros(2, np.uint32)
+        asker = AgentPolicy(live, policy, chats, Sampling(), Limits(5, 90, 9), lambda turn: key, lambda waits: None)
+        reply = asyncio.run(asker.chat(chat))
+        asyncio.run(asker.chat([*chat, reply.message, *chat]))
+        asyncio.run(asker.complete("hi"))
+        asyncio.run(asker.complete("[user:ho[assistant:", rendered=True))
+        tokenizer.add_tokens(["<extra>"])
+        for ask in (asker.chat([{"role": "user", "content": "<extra>"}]), asker.complete("<extra>")):
+            with pytest.raises(ValueError, match="the prompt: token '<extra>' has id .* has an embedding of 97 tokens"):
+                asyncio.run(ask)
+    rendered = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert live.asked[0] == rendered and rendered[0] != tokenizer.bos_token_id
+    assert live.asked[1][: len(rendered)] == rendered and tokenizer.bos_token_id not in live.asked[1]
+    assert live.asked[2] == tokenizer("hi")["input_ids"] == [tokenizer.bos_token_id, *live.asked[2][1:]]
+    assert live.asked[3][0] == rendered[0]
 
 
 def completions_of(groups):

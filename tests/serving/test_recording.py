@@ -17,6 +17,7 @@ from recjax.experience.feedback import give_rewards
 from recjax.experience.sources import load_groups
 from recjax.experience.tokenise import tokenised
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.serving import recorder as recording
@@ -132,6 +133,25 @@ def test_tokens_are_never_made_twice(tmp_path):
             pytest.fail("no seed samples tokens that the tokenizer would join")
         more = post(client, url, prompt="a" + choice["text"] + "b", **options)
         assert more["prompt_token_ids"] == [1, *choice["token_ids"], 2]
+
+
+def test_a_rendered_chat_gets_no_special_tokens_and_plain_text_does(tmp_path):
+    tokenizer = character_tokenizer("~[]:abcdefghijklmnopqrstuvwxyz")
+    tokenizer.bos_token, tokenizer.chat_template = "~", "{% for m in messages %}[{{ m.content }}{% endfor %}[a:"
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="~ $A", special_tokens=[("~", 1)]
+    )
+    shape = DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)
+    policy, params = Policy(Decoder(shape), tokenizer, (0,)), init_params(shape, jax.random.key(0))
+    options, chat = {"max_tokens": 1, "return_token_ids": True}, [{"role": "user", "content": "hi"}]
+    with serve(tmp_path, policy=policy, params=params) as client:
+        for session in ("", "/sessions/one", "/sessions/two"):
+            asked = post(client, f"{session}{CHAT}", messages=chat, **options)["prompt_token_ids"]
+            assert asked == tokenizer.apply_chat_template(chat, return_dict=False) and 1 not in asked
+        asked = post(client, TEXT, prompt="hi", **options)["choices"][0]["prompt_token_ids"]
+        assert asked == tokenizer("hi")["input_ids"] and asked[0] == 1
+        tokenizer.add_tokens(["<extra>"])
+        assert post(client, TEXT, status=400, prompt="hi <extra>")["error"]["param"] == "prompt"
 
 
 def test_a_reward_is_given_once(tmp_path):
