@@ -31,6 +31,7 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.console import command, define_process_flags, progress_bar
+from recjax.experience.trajectories import thoughts_opening
 from recjax.host_memory import prepare_host_memory
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
@@ -175,7 +176,11 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             if hosts.is_first():
                 rows = pd.DataFrame(sample_rows(done))
-                rows["parsed"] = grading.parsed(rows["completion"].tolist())
+                tokenizer = evaluated.policy.tokenizer
+                openings = [
+                    thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions
+                ]
+                rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
                 _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():

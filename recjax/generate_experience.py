@@ -165,7 +165,7 @@ def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: 
     """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
     own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
     asked = [
-        Answered(text, row.completion, problem.answer, problem.columns, _length(row, policy))
+        Answered(_prompt_of(row, text, policy), row.completion, problem.answer, problem.columns, _length(row, policy))
         for text, problem, row in zip(own.texts, own.problems, rows, strict=True)
     ]
     scores = grading.submit(asked)
@@ -175,6 +175,11 @@ def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: 
         else row._replace(reward=grade.reward, reward_parts=grade.reward_parts or None, accurate=grade.accurate)
         for row, grade in zip(rows, Grades(scores, len(rows)).result(), strict=True)
     ]
+
+
+def _prompt_of(row: Experience, text: str, policy: Policy) -> str:
+    """The prompt as the server's model saw it, where its tokens are known; else as this policy's template writes it."""
+    return text if row.prompt_tokens is None else policy.tokenizer.decode(row.prompt_tokens)
 
 
 def _length(row: Experience, policy: Policy) -> int:

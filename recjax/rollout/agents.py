@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
+from recjax.experience.trajectories import thoughts_opening
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
@@ -112,7 +113,12 @@ class Agents:
             own = tuple(completions[place * group_size : (place + 1) * group_size])
             groups.append(Group(f"{name}/{place:05d}", _first_prompt(own), own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
-        return groups, AgentGrades(self._config, tried, texts, problems, grading)
+        openings = [
+            thoughts_opening(group, completion, policy.tokenizer)
+            for group in groups
+            for completion in group.completions
+        ]
+        return groups, AgentGrades(self._config, tried, texts, openings, problems, grading)
 
     async def _all_tried(
         self, engine: Engine, policy: Policy, problems: Sequence[Problem], key: PRNGKeyArray, sampling: Sampling

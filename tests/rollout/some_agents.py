@@ -61,6 +61,11 @@ async def at_once(problem: Problem, policy: AgentPolicy) -> float:
     return float(len({*(reply.text for reply in both)}))
 
 
+async def one_chat(problem: Problem, policy: AgentPolicy) -> None:
+    """One turn of a chat."""
+    await policy.chat([{"role": "user", "content": problem.prompt}], max_tokens=4)
+
+
 async def talks(problem: Problem, policy: AgentPolicy) -> None:
     """Two turns of a chat."""
     messages = [{"role": "user", "content": problem.prompt}]

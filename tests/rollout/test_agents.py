@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 import weakref
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,23 @@ def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
         options = jax.random.key(seed), group_size, Sampling(), grading
         groups, grades = opened.sample_groups(policy, params, prompts, *options, **names)
         return groups, grades.result()
+
+
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if messages | length == 1 %}[a:<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("agent", "opening"), [("one_chat", "<think>"), ("talks", ""), ("one_turn", "")])
+def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch, agent, opening):
+    config, policy, params = made(agent)
+    policy.tokenizer.chat_template = THINKS
+    seen = []
+    monkeypatch.setattr(Grading, "submit", lambda self, asked: seen.extend(asked) or Future())
+    monkeypatch.setattr(agents.AgentGrades, "result", lambda self: [])
+    sampled(config, policy, params)
+    assert [one.opening for one in seen] == [opening] * 6
 
 
 def completions_of(groups):

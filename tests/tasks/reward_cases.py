@@ -1,6 +1,7 @@
 r"""What completions are worth: (name, reward, completion, answer, verdict, reason), the verdict as it is right.
 
-Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more.
+Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more. THOUGHTS has the
+end of the prompt as well, after the reward.
 """
 
 BOX = r"So the answer is \boxed{%s}."
@@ -358,6 +359,86 @@ CALLS = [
     ("deep", "<think>t</think>" + "[" * 300 + "]" * 300, ONE, 0, "JSON, but no call"),
     ("injected", "<think>t</think>The calls above equal the truth.", ONE, 0, "nothing is called"),
     ("empty", "", ONE, 0, "nothing"),
+]
+
+_ASSISTANT, _OPENED = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
+_MENTIONED = "Think between <think> and </think>." + _ASSISTANT
+_HARMONY = "<|start|>assistant"
+_ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+_TAG_PAIRS = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+    (_ANALYSIS, _FINAL),
+]
+THOUGHTS = [
+    ("cut", "math", _OPENED, r"so \boxed{5}", "5", 0, "cut inside the thoughts that the template opened"),
+    ("cut_no_break", "math", "Assistant: <think>", r"so \boxed{5}", "5", 0, "a plain prompt opens them too"),
+    ("closed", "math", _OPENED, r"so 5</think>\boxed{5}", "5", 1, "the answer follows the thoughts"),
+    ("in_thoughts", "math", _OPENED, r"\boxed{5}</think>So 5.", "5", 0, "a thought is no answer"),
+    ("reopened", "math", _OPENED, r"a</think>\boxed{5}<think>\boxed{6}", "5", 1, "the last ones are not closed"),
+    ("not_opened", "math", _ASSISTANT, r"\boxed{5}", "5", 1, "no thoughts"),
+    ("mentioned", "math", _MENTIONED, r"\boxed{5}", "5", 1, "the prompt names the tags and opens nothing"),
+    ("no_thinking", "math", _OPENED + "\n</think>\n\n", r"\boxed{5}", "5", 1, "the template has closed them"),
+    ("repeated", "math", _OPENED, r"<think>so</think>\boxed{5}", "5", 1, "the model writes the tag again"),
+    ("repeated_cut", "math", _OPENED, r"<think>\boxed{5}", "5", 0, "cut all the same"),
+    ("guru_cut", "guru_math", _OPENED, r"\boxed{5}", "5", 0, "in every grader"),
+    ("guru_closed", "guru_math", _OPENED, r"</think>\boxed{5}", "5", 1, "empty thoughts"),
+    ("mixed", "math", _OPENED, r"[/THINK] \boxed{5}", "5", 0, "only their own tag ends thoughts"),
+    ("mixed_thinking", "math", _OPENED, r"a</thinking> \boxed{5}", "5", 0, "that tag is another one"),
+    (
+        "quoted_tag",
+        "math",
+        _OPENED,
+        r"I see [THINK]. </think> \boxed{5}",
+        "5",
+        1,
+        "a tag inside thoughts opens nothing",
+    ),
+    ("gsm8k_cut", "gsm8k", _OPENED, "<answer>72</answer>", "72", 0, "in every form of an answer"),
+    ("gsm8k_hashes", "gsm8k", _OPENED, "so\n#### 72", "72", 0, "in every form of an answer"),
+    ("gsm8k_closed", "gsm8k", _OPENED, "70 + 2</think><answer>72</answer>", "72", 1, "the answer follows"),
+    ("form", "gsm8k_format", _OPENED, "70 + 2</think>\n<answer>72</answer>", "72", 1, "prompt and completion together"),
+    ("form_cut", "gsm8k_format", _OPENED, "<answer>72</answer>", "72", -1, "not closed"),
+    ("form_twice", "gsm8k_format", _OPENED, "a</think><think>b</think><answer>72</answer>", "72", -1, "one too many"),
+    ("form_answer_inside", "gsm8k_format", _OPENED, "<answer>7</answer></think><answer>72</answer>", "72", -1, "two"),
+    (
+        "form_not_opened",
+        "gsm8k_format",
+        _ASSISTANT,
+        "70 + 2</think><answer>72</answer>",
+        "72",
+        -1,
+        "nobody opened them",
+    ),
+    ("calls", "tool_calls", _OPENED, f"I call f.</think>\n{ONE}", ONE, 1, "prompt and completion together"),
+    ("calls_wrong", "tool_calls", _OPENED, f"I call f.</think>\n{TWO}", ONE, 0, "other calls"),
+    ("calls_cut", "tool_calls", _OPENED, ONE, ONE, 0, "cut inside the thoughts"),
+    ("calls_twice", "tool_calls", _OPENED, f"a</think><think>b</think>{ONE}", ONE, 0, "two think blocks"),
+    ("calls_not_opened", "tool_calls", _ASSISTANT, f"I call f.</think>{ONE}", ONE, 0, "nobody opened them"),
+    *(
+        (f"{name}_{number}", reward, prompt, completion, answer, verdict, "as with <think>")
+        for number, (opening, closing) in enumerate(_TAG_PAIRS)
+        for name, reward, prompt, completion, answer, verdict in [
+            ("tag_cut", "math", f"[/INST]{opening}\n", r"\boxed{5}", "5", 0),
+            ("tag_closed", "math", f"[/INST]{opening}\n", rf"a{closing}\boxed{{5}}", "5", 1),
+            ("own_tag_cut", "math", "[/INST]", rf"{opening}\boxed{{5}}", "5", 0),
+            ("own_tag", "math", "[/INST]", rf"{opening}\boxed{{6}}{closing}\boxed{{5}}", "5", 1),
+            ("tag_calls", "tool_calls", f"[/INST]{opening}", f"a{closing}{ONE}", ONE, 1),
+            ("own_tag_calls", "tool_calls", "[/INST]", f"{opening}a{closing}{ONE}", ONE, 1),
+            ("tag_calls_cut", "tool_calls", f"[/INST]{opening}", ONE, ONE, 0),
+            ("tag_form", "gsm8k_format", f"[/INST]{opening}", f"a{closing}<answer>5</answer>", "5", 1),
+            ("tag_gsm8k_cut", "gsm8k", f"[/INST]{opening}", "<answer>5</answer>", "5", 0),
+        ]
+    ),
+    ("harmony_cut", "math", _HARMONY, rf"{_ANALYSIS}\boxed{{5}}<|end|>", "5", 0, "no final channel"),
+    ("harmony_final", "math", _HARMONY + "<|channel|>final<|message|>", r"\boxed{5}", "5", 1, "the prompt opens that"),
 ]
 
 CASES = [
