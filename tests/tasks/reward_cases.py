@@ -279,6 +279,41 @@ ONE = '[{"name": "f", "arguments": {"a": 1}}]'
 TWO = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
 NESTED = '[{"name": "f", "arguments": {"a": {"b": [1, 2], "c": null}}}]'
 
+DAPO = [
+    ("line", "So it is.\nAnswer: 34", "34", 1, "the form that is asked for"),
+    ("full_stop", "Answer: 34.", "34", 1, "a sentence's end"),
+    ("next_line", "Answer:\n34", "34", 1, "the line after it"),
+    ("displayed", "Answer:\n\\[\n34\n\\]", "34", 1, "in display style"),
+    ("displayed_dollars", "Answer:\n$$\n34\n$$", "34", 1, "in display style"),
+    ("inline", r"Answer: \(34\).", "34", 1, "in TeX's brackets"),
+    ("dollars", "Answer: $34$", "34", 1, "in dollars"),
+    ("open_dollar", "Answer: $34", "34", 1, "as the prompt of DAPO's data writes it"),
+    ("boxed", r"Answer: $\boxed{34}$.", "34", 1, "in a box"),
+    ("code", "Answer: `34`", "34", 1, "in code"),
+    ("bold_word", "**Answer:** 34", "34", 1, "Markdown"),
+    ("bold_line", "**Answer: 34**", "34", 1, "Markdown"),
+    ("heading", "### Final answer: 34", "34", 1, "Markdown, small letters"),
+    ("full_width", "Answer：34", "34", 1, "a full-width colon"),
+    ("spaced", "Answer : 34", "34", 1, "a space before the colon"),
+    ("last_line", "Answer: 33\nNo.\nAnswer: 34", "34", 1, "the last one counts"),
+    ("words_after", "Answer: 34\n\nI hope this helps.", "34", 1, "the answer's line is over"),
+    ("fraction", r"Answer: \frac{1}{2}", "0.5", 1, "equality as in math"),
+    ("truth_boxed", "Answer: 34", r"\boxed{34}", 1, "the truth may stand in a box"),
+    ("thought", "<think>Answer: 33</think>Answer: 34", "34", 1, "after the thoughts"),
+    ("cut_thought", "<think>Answer: 34", "34", 0, "a thought is no answer"),
+    ("wrong", "Answer: 33", "34", 0, "another number"),
+    ("later_wrong", "Answer: 34\nAnswer: 33", "34", 0, "the last one counts"),
+    ("two", "Answer: 34 or 35", "34", 0, "two answers"),
+    ("more_words", "Answer: 34, I think", "34", 0, "read whole"),
+    ("line_below", "Answer: 33\n34", "34", 0, "that is another line"),
+    ("computation", "Answer: 30+4", "34", 0, "as in math"),
+    ("prose", "The answer is 34", "34", 0, "no colon, no answer"),
+    ("bare", "34", "34", 0, "no mark"),
+    ("box_alone", r"\boxed{34}", "34", 0, "another mark"),
+    ("nothing", "Answer:", "34", 0, "no answer"),
+    ("other_word", "Reanswer: 34", "34", 0, "another word"),
+]
+
 
 def _call(arguments, name="f"):
     return f'<think>t</think>[{{"name": "{name}", "arguments": {arguments}}}]'
@@ -389,6 +424,7 @@ THOUGHTS = [
     ("repeated", "math", _OPENED, r"<think>so</think>\boxed{5}", "5", 1, "the model writes the tag again"),
     ("repeated_cut", "math", _OPENED, r"<think>\boxed{5}", "5", 0, "cut all the same"),
     ("guru_cut", "guru_math", _OPENED, r"\boxed{5}", "5", 0, "in every grader"),
+    ("dapo_cut", "math_dapo", _OPENED, "Answer: 5", "5", 0, "in every grader"),
     ("guru_closed", "guru_math", _OPENED, r"</think>\boxed{5}", "5", 1, "empty thoughts"),
     ("mixed", "math", _OPENED, r"[/THINK] \boxed{5}", "5", 0, "only their own tag ends thoughts"),
     ("mixed_thinking", "math", _OPENED, r"a</thinking> \boxed{5}", "5", 0, "that tag is another one"),
@@ -449,5 +485,6 @@ CASES = [
     *_boxed("guru_math", [row for row in STRUCTURES + EXPRESSIONS if row[0] != "twice"]),
     *((name, "gsm8k", *rest) for name, *rest in GSM8K),
     *((name, "gsm8k_format", completion, "72", *rest) for name, completion, *rest in GSM8K_FORMAT),
+    *((name, "math_dapo", *rest) for name, *rest in DAPO),
     *((name, "tool_calls", *rest) for name, *rest in CALLS),
 ]

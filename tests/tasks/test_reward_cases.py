@@ -45,6 +45,8 @@ def test_the_verdict_is_the_right_one(reward, completion, answer, verdict):
         ("gsm8k", r"<answer>It is \boxed{72}</answer>", "72"),
         ("gsm8k", "#### 72", "72"),
         ("gsm8k", "72", None),
+        ("math_dapo", "Answer: 72.0", "72"),
+        ("math_dapo", "72", None),
         ("tool_calls", f"<think>t</think>{TWO}", '[["f", {"a": 1}], ["g", {}]]'),
         ("tool_calls", TWO, None),
     ],
@@ -75,14 +77,20 @@ def test_an_answer_that_holds_no_calls_is_refused(answer):
             for text in ("9" * 5_000, " " * 49_000, "5" + "." * 1_990, "*" * 49_000, "1/" + "9" * 1_900)
         ),
         *(r"\boxed{" + opening * 900 + "5" + closing * 900 + "}" for opening, closing in ("()", "[]", "{}")),
-        *("<think></think><answer>" + "a" * 49_000, "<answer>" * 6_000, "#### " + " " * 49_000, r"\boxed" * 8_000),
+        *(
+            "<think></think><answer>" + "a" * 49_000,
+            "<answer>" * 6_000,
+            "Answer: \\[" * 5_000,
+            "#### " + " " * 49_000,
+            r"\boxed" * 8_000,
+        ),
         *("<think>t</think>```json\n" + "\n" * 49_000, "<think>t</think>" + "[" * 49_000, "9" * 49_000, "1," * 24_000),
     ],
     ids=lambda text: f"{text[:20]!r}-{len(text)}",
 )
 def test_hostile_completions_are_read_at_once_and_raise_nothing(completion):
     started = time.monotonic()
-    for reward in ("math", "gsm8k", "tool_calls"):
+    for reward in ("math", "gsm8k", "math_dapo", "tool_calls"):
         answer_parser(reward)(completion)
         assert imported(GRADERS[reward].grade)(completion, "[]", {})["accuracy"] == 0
     assert number_match([""], [completion], ["5"]) == last_number_match([""], [completion], ["7"]) == [0]

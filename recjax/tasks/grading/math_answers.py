@@ -20,6 +20,9 @@ LONGEST, DEEPEST = 2000, 16  # characters of an answer, and brackets within brac
 _TAGGED = re.compile(r"\s*<answer>\s*[^<>\s][^<>]*</answer>", re.S)
 _ANSWER_TAG = re.compile("</?answer>")
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
+_DISPLAYED = rf"\\\[(?s:.{{0,{LONGEST}}}?)\\\]|\$\$(?s:.{{0,{LONGEST}}}?)\$\$"
+_LINE = re.compile(rf"\banswer[*_]*[ \t]*[:：][*_]*\s*({_DISPLAYED}|\S.*)", re.I)
+_BRACKETS = re.compile(r"\\\[(.*)\\\]|\\\((.*)\\\)|`(.*)`", re.S)
 _HASHES = re.compile(r"^#### *(.+)$", re.M)
 
 
@@ -46,6 +49,19 @@ def math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, 
 def guru_math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
     r"""accuracy: 1 where the last \boxed is symbolically equal to the true answer, computed to the end or not."""
     return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=False))}
+
+
+def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
+    """accuracy: 1 where the last line of the form `Answer: …` equals the true answer, with equality as in `math`.
+
+    Reference: arXiv 2503.14476 (DAPO); verl's math_dapo, whose reward of a wrong answer is −1.
+    """
+    return {"accuracy": float(is_right(answer_line(completion), _truth(answer), finished=True))}
+
+
+def parse_line(completion: str) -> str | None:
+    """The last line `Answer: …` in one spelling; numbers of equal value are the same text."""
+    return _spelling(answer_line(completion))
 
 
 def parse_boxed(completion: str) -> str | None:
@@ -77,6 +93,24 @@ def tagged(completion: str) -> str | None:
         return boxed(text)
     hashes = _HASHES.findall(text)
     return _short(hashes[-1]) if hashes else None
+
+
+def answer_line(completion: str) -> str | None:
+    r"""The text after the last `Answer:` on its line, or on the next one; the content of a \boxed in it.
+
+    The answer is without the marks of Markdown and the brackets of TeX around it.
+    """
+    lines = _LINE.findall(after_thoughts(completion))
+    if not lines:
+        return None
+    line = lines[-1].strip()
+    marks = len(line) - len(line.rstrip("*_"))
+    if marks and line.count(line[-1]) == marks:  # the end of **Answer: 5**
+        line = line[:-marks].rstrip()
+    if "\\boxed" in line:
+        return boxed(line)
+    brackets = _BRACKETS.fullmatch(line.removesuffix("."))
+    return _short(brackets[brackets.lastindex] if brackets else line)
 
 
 def _truth(answer: str) -> str:
