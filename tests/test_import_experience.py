@@ -1,6 +1,7 @@
 """Imported experience: every format says the same, and a bad row is refused before anything is written."""
 
 import csv
+import gzip
 import json
 import subprocess
 import sys
@@ -183,6 +184,13 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
         ("a.csv", "prompt,completion\na,b,c\n", "line 2: more or fewer cells than the 2 columns"),
         ("a.csv", "prompt,completion,reward\na,b\n", "line 2: more or fewer cells"),
         ("a.csv", "prompt,completion,reward\na,b,high\n", "line 2: reward: 'high' is neither"),
+        ("a.csv", "prompt,completion,prompt\na,b,c\n", "a.csv: line 1: the column 'prompt' is given twice"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": "b", "completion": "c"}',
+            "line 1: the key 'completion' is given twice",
+        ),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "answer": NaN}', "line 1: answer: nan: takes text or a number"),
         ("a.csv", 'prompt,completion\na,"b\n', "a.csv: line 1: unexpected end"),
     ],
 )
@@ -192,6 +200,27 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
         imported([tmp_path / name], Columns(), TIME)
     with pytest.raises(ValueError, match="no such file"):
         imported([tmp_path / "none.jsonl"], Columns(), TIME)
+
+
+@pytest.mark.parametrize("size", [131_073, 3_000_000])
+def test_a_cell_may_be_long(tmp_path, size):
+    (tmp_path / "a.csv").write_text(f"prompt,completion\na,{'b' * size}\n")
+    assert len(imported([tmp_path / "a.csv"], Columns(), TIME).rows[0].completion) == size
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.jsonl.gz", "a.JSONL"])
+def test_json_lines_may_have_other_names(tmp_path, name):
+    content = "".join(json.dumps(row) + "\n" for row in PLAIN).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    rows = imported([tmp_path / name], Columns(), TIME).rows
+    assert [row.completion for row in rows] == [row["completion"] for row in PLAIN]
+    assert {row.source for row in rows} == {"a"}
+
+
+@pytest.mark.parametrize(("answer", "text"), [(1e-7, "0.0000001"), (72.0, "72"), (72, "72"), ("72.0", "72.0")])
+def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "answer": answer}])
+    assert imported([path], Columns(), TIME).rows[0].answer == text
 
 
 def test_a_column_that_is_named_must_be_there(tmp_path):

@@ -10,7 +10,7 @@ from fractions import Fraction
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 
 # With its thousands whole: the last number of "1,234" is not 234. More digits than these are no answer.
-_NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?(?:[eE][-+]?\d{1,3}(?![\d.]))?", re.ASCII)
 _MOST_CHARACTERS = 1000
 
 
