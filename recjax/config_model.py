@@ -3,10 +3,10 @@
 import dataclasses
 import re
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config_fields import at_least, number, require_one
+from recjax.config_fields import at_least, number, require_one, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -40,6 +40,8 @@ class ModelConfig:
 
     path: str | None = None  # folder or hub name of a model in Hugging Face format
     decoder: DecoderShape | None = None
+    # Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own come first.
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
     # Dtype of the computation; auto: bfloat16 where the device has it.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -61,6 +63,11 @@ class ModelConfig:
             require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
             remedy = f"must divide model.decoder.num_heads = {heads}"
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
+        if self.chat_template_kwargs:
+            reason = wrong_with_variables(self.chat_template_kwargs)
+            require(reason is None, "model.chat_template_kwargs", self.chat_template_kwargs, reason)
+            remedy = "is not read by model.decoder, whose tokenizer has no chat template; remove it"
+            require(self.decoder is None, "model.chat_template_kwargs", self.chat_template_kwargs, remedy)
         for pattern in self.freeze:
             try:
                 re.compile(pattern)

@@ -33,6 +33,7 @@ from recjax.config_loading import load_config
 from recjax.console import command, define_process_flags, progress_bar
 from recjax.experience.trajectories import thoughts_opening
 from recjax.host_memory import prepare_host_memory
+from recjax.hub.chat_rendering import TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
@@ -130,7 +131,9 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
     # Evaluations of one turn are what they were before there were agents.
     agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
     unread = () if config.task.agent else agent
+    variables = evaluated.policy.tokenizer.init_kwargs.get(TEMPLATE_KWARGS)
     return {
+        **({TEMPLATE_KWARGS: variables} if variables else {}),
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),

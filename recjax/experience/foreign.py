@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recjax.experience.store import Experience, parts_of
+from recjax.experience.store import CHAT_TEMPLATE, Experience, parts_of
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
-from recjax.tasks.reading import ENDING, MORE_ENDINGS, Row, as_text, read_file
+from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, Row, as_text, read_file, template_of
 
 
 class Columns(NamedTuple):
@@ -89,7 +89,8 @@ def imported(
     for column, wanted in columns._asdict().items():
         if wanted not in (*seen, Columns._field_defaults[column]):
             raise ValueError(f"--{column}_column {wanted!r}: no row has it; the columns are {', '.join(seen)}")
-    return Imported(rows, places, [column for column in seen if column not in columns])
+    taken = {*columns, *(TEMPLATE_COLUMNS if any(row.messages for row in rows) else ())}
+    return Imported(rows, places, [column for column in seen if column not in taken])
 
 
 def _read(file: Path, columns: Columns) -> Iterable[Row]:
@@ -156,7 +157,8 @@ def _row(
     row: _Source, name: str, number: int, source: str, time: datetime, tokenizer: str | None, sampling: Sampling | None
 ) -> Experience:
     prompt, messages, completion = _texts(row)
-    asked = prompt if messages is None else json.dumps(messages)
+    template = {} if messages is None else template_of(Row(row.values, row.place))
+    asked = prompt if messages is None else json.dumps([messages, template] if template else messages)
     group = hashlib.sha256(asked.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
     return Experience(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
@@ -170,6 +172,7 @@ def _row(
         reward=None if row.get("reward") is None else _number(row, "reward", row.get("reward")),
         reward_parts=_reward_parts(row),
         truncated=_truncated(row),
+        metadata=json.dumps({CHAT_TEMPLATE: template}) if template else None,
         **_token_columns(row, tokenizer, sampling),
     )
 

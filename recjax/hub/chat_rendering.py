@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 SECONDS = 30.0  # for all chats of a request together, and a hundredth more for each
 _MEMORY_BYTES = 2**30  # beyond what this process has
 _LONGEST = 10_000_000  # characters of one rendered chat
+TEMPLATE_KWARGS = "recjax_chat_template_kwargs"  # among a tokenizer's init_kwargs: variables of all its chats
 Chat = Sequence[Mapping[str, Any]]
 
 
@@ -46,12 +48,18 @@ class ChatRenderer:
             os.waitpid(self._child, 0)
             self._child, self._pipes = None, ()
 
-    def render(self, chats: Sequence[Chat], tools: Sequence[Mapping[str, Any]] | None = None) -> list[str]:
+    def render(
+        self,
+        chats: Sequence[Chat],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[str]:
         """Each list of messages as the text that asks the model for its next turn.
 
         Args:
             chats: {"role": …, "content": …} in order.
             tools: JSON schemas of functions that the template tells the model of.
+            variables: of the template, for each chat, before those of `set_template_kwargs`; `tools` may be among them.
         Raises:
             ValueError: there is no template; or it refuses messages, takes too long or too much memory.
         """
@@ -63,6 +71,7 @@ class ChatRenderer:
             self._start()
         limit, (reader, writer) = self._seconds + len(chats) / 100, self._pipes
         asked = [[dict(message) for message in chat] for chat in chats], tools and list(tools), limit
+        asked = *asked, list(map(dict, variables)) if variables else [{}] * len(chats)
         deadline = time.monotonic() + limit
         with contextlib.suppress(BrokenPipeError):  # an answer that does not come says so
             _write(writer, pickle.dumps(asked))
@@ -97,10 +106,36 @@ class ChatRenderer:
         self._pipes = reader, writer
 
 
-def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], seconds: float = SECONDS) -> list[str]:
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    seconds: float = SECONDS,
+    variables: Sequence[Mapping[str, Any]] | None = None,
+) -> list[str]:
     """`ChatRenderer.render` of chats that are all there at once."""
     with ChatRenderer(tokenizer, seconds) as renderer:
-        return renderer.render(chats)
+        return renderer.render(chats, variables=variables)
+
+
+def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
+    """Gives the chat template variables for all chats of this tokenizer.
+
+    Raises:
+        ValueError: a variable that the template does not read.
+    """
+    for name in variables:
+        if not reads_variable(tokenizer, name):
+            raise ValueError(
+                f"model.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+                " does not read it; correct the name, or remove it"
+            )
+    if variables:
+        tokenizer.init_kwargs[TEMPLATE_KWARGS] = dict(variables)
+
+
+def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the text of a chat template has a variable's name."""
+    return re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is not None
 
 
 def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,9 +145,9 @@ def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _limit_memory()
         while (request := _read(asked, None)) is not None:
-            chats, tools, seconds = pickle.loads(request)
+            chats, tools, seconds, variables = pickle.loads(request)
             _limit_seconds(seconds)
-            _write(answers, pickle.dumps(_rendered(tokenizer, chats, tools)))
+            _write(answers, pickle.dumps(_rendered(tokenizer, chats, tools, variables)))
     finally:
         os._exit(0)
 
@@ -133,13 +168,14 @@ def _limit_memory() -> None:
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], tools: Sequence[dict] | None
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], tools: Sequence[dict] | None, variables: Sequence[dict]
 ) -> tuple[list[str] | None, str]:
     """In the fork: the texts; or None, and what the template refuses."""
-    texts = []
-    for chat in chats:
+    texts, common = [], tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
+    for chat, own in zip(chats, variables, strict=True):
+        options = common | own | ({} if tools is None else {"tools": tools})
         try:
-            texts.append(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True))
+            texts.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
         except MemoryError:
             return None, f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"
         except Exception as error:  # what a template's own operations raise is anything

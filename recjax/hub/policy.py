@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, DecoderShape
+from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
 from recjax.hub.weights import load_pretrained, read_config
 from recjax.models.decoder import Decoder, init_params
@@ -51,6 +52,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
     if config.model.path:
         decoder_config = read_config(model_folder(config.model.path))
         tokenizer = load_tokenizer(config.model.path)
+        set_template_kwargs(tokenizer, config.model.chat_template_kwargs)
     else:
         tokenizer = character_tokenizer(characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))

@@ -133,7 +133,9 @@ class Agents:
                 def key_of(turn: int) -> np.ndarray:
                     return keys[turn][place]
 
-                return AgentPolicy(live, policy, self._chats, sampling, limits, key_of, at_work)
+                return AgentPolicy(
+                    live, policy, self._chats, sampling, limits, key_of, at_work, problems[place].template
+                )
 
             trials = [
                 Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)

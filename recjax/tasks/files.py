@@ -4,13 +4,14 @@ from pathlib import Path
 
 from recjax.config import FileTask
 from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import Row, read_file
+from recjax.tasks.reading import Row, read_file, template_of
 
 
 def file_problems(path: str, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
     """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
 
-    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers.
+    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The columns `tools` and
+    `chat_template_kwargs` go to the chat template, and to the reward as all others do.
 
     Args:
         system_prompt: goes before every prompt, each of which must then be a chat without a system message.
@@ -54,4 +55,5 @@ def _problem(row: Row, config: FileTask, system_prompt: str | None) -> Problem:
     columns = {name: value for name, value in row.values.items() if name not in names.values()}
     label = config.difficulty_column and row.values[config.difficulty_column]
     difficulty = None if label is None else row.answer(config.difficulty_column, label)
-    return Problem(prompt, answer, columns=columns, difficulty=difficulty)
+    template = {} if isinstance(prompt, str) else template_of(row)
+    return Problem(prompt, answer, columns=columns, difficulty=difficulty, template=template)

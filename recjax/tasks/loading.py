@@ -105,7 +105,8 @@ def _origins(problem: Problem) -> set[str]:
 
 
 def _prompt_of(problem: Problem) -> str:
-    return json.dumps(problem.prompt, sort_keys=True)
+    asked = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
+    return json.dumps(asked, sort_keys=True)
 
 
 def _hold_out(problems: list[Problem], asked: int) -> tuple[list[Problem], list[Problem]]:

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import datasets
 import huggingface_hub
 
+from recjax.config_fields import wrong_with_variables
+
 ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
 MORE_ENDINGS = "(.ndjson, .json, .jsonl.gz, .ndjson.gz and .json.gz are read as well)"
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
 class Row(NamedTuple):
@@ -71,6 +74,41 @@ def as_text(value: Any) -> str | None:
     return "0" if digits == "-0" else digits
 
 
+def template_of(row: Row) -> dict[str, Any]:
+    """Variables that a row gives the chat template: those of `chat_template_kwargs`, and `tools`.
+
+    Both columns hold objects or their JSON text.
+
+    Raises:
+        ValueError: one of them holds something else; the message names the row.
+    """
+    found = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
+    for name, value in found.items():
+        if isinstance(value, str) and value.strip():
+            try:
+                found[name] = json.loads(value)
+            except ValueError as error:
+                raise row.error(name, f"must hold JSON; got {value!r:.80} ({error})") from error
+    tools, variables = found["tools"] or None, found["chat_template_kwargs"] or {}
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
+        reason = "must hold a list of JSON schemas of functions, which the chat template reads"
+        raise row.error("tools", f"{reason}; got {tools!r:.80}. Name the column otherwise if it holds something else")
+    if reason := wrong_with_variables(variables):
+        raise row.error("chat_template_kwargs", f"{reason}; got {variables!r:.80}")
+    return {**variables, **({"tools": tools} if tools else {})}
+
+
+def _of_parquet(row: dict[str, Any]) -> dict[str, Any]:
+    """The row; in a column of objects Parquet gives each one the names of all others, with nulls under them."""
+    return row | {name: _without_nulls(row[name]) for name in TEMPLATE_COLUMNS if name in row}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def read_file(file: Path, key: str) -> list[Row]:
     """The rows of a file, in file order.
 
@@ -89,7 +127,7 @@ def read_file(file: Path, key: str) -> list[Row]:
     if not ending:
         raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
     if ending[2]:
-        rows = [Row(value, f"{where}: row {index}") for index, value in enumerate(_parquet(file, where))]
+        rows = [Row(_of_parquet(value), f"{where}: row {index}") for index, value in enumerate(_parquet(file, where))]
     else:
         content = _content(file, where)
         is_list = ending[1].lower() == "json" and not _has_lines(content)

@@ -15,6 +15,7 @@ import yaml
 from recjax import __version__
 from recjax.config import Config
 from recjax.config_loading import load_config, unknown_keys
+from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
@@ -41,7 +42,7 @@ class Subject(NamedTuple):
 
 
 def subject(checkpoint: str | None, config: Config) -> Subject:
-    """The policy of a checkpoint, to be sampled with the stop strings of `config`.
+    """The policy of a checkpoint, to be sampled with the stop strings and `model.chat_template_kwargs` of `config`.
 
     Args:
         checkpoint: a run's folder (its newest checkpoint), one of its checkpoints/STEP, or a Hugging Face folder or
@@ -64,6 +65,7 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
         params = put_params(params)
         stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
         name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
+        set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
     else:
         name, described = folder.name, dataclasses.replace(bare, path=checkpoint, decoder=None)
         try:

@@ -45,6 +45,8 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         return supervise(config.warm_start, policy, params, prompts, config.seed)
     depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in ("lora", "freeze")}
+    if not config.model.chat_template_kwargs:
+        del depends_on["model"]["chat_template_kwargs"]  # digests are what they were before there was this key
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder("warm_start") / digest
