@@ -12,9 +12,13 @@ import pytest
 
 from recjax.experience import store
 from recjax.experience.foreign import Columns, imported
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.hub.chat_rendering import set_template_kwargs
+from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.import_experience import import_files
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 
 USER = {"role": "user", "content": "2+2?"}
@@ -200,6 +204,37 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
         imported([tmp_path / name], Columns(), TIME)
     with pytest.raises(ValueError, match="no such file"):
         imported([tmp_path / "none.jsonl"], Columns(), TIME)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [
+        {"messages": messages, "tools": None, "chat_template_kwargs": None},
+        {"messages": messages, "tools": json.dumps(TOOLS), "chat_template_kwargs": None},
+        {"messages": messages, "tools": None, "chat_template_kwargs": json.dumps({"brief": True})},
+        {"messages": messages, "tools": json.dumps(TOOLS), "chat_template_kwargs": None},
+    ]
+    if ending == "csv":
+        rows = [row | {"messages": json.dumps(messages)} for row in rows]
+    if ending == "jsonl":
+        rows[1]["tools"], rows[2]["chat_template_kwargs"] = TOOLS, {"brief": True}
+    found = imported([write(tmp_path / f"a.{ending}", rows)], Columns(), TIME)
+    assert len({row.group_id for row in found.rows}) == 3 and not found.left_aside
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    )
+    policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (0,))
+    store.append(tmp_path / "s", found.rows)
+    texts = [tokenizer.decode(row.prompt_tokens) for row in tokenised(store.read(tmp_path / "s"), policy)]
+    assert texts == ["hi:", "add hi:", "brief hi:", "add hi:"]
+    set_template_kwargs(tokenizer, {"brief": True})
+    assert tokenizer.decode(tokenised(found.rows, policy)[1].prompt_tokens) == "add brief hi:"
 
 
 @pytest.mark.parametrize("size", [131_073, 3_000_000])

@@ -90,6 +90,22 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
     assert [one.opening for one in seen] == [opening] * 6
 
 
+@pytest.mark.parametrize(
+    ("agent", "template", "begin"),
+    [
+        ("one_chat", {}, "[user:"),
+        ("one_chat", {"brief": True}, "brief[user:"),
+        ("one_chat", {"tools": [{}, {}], "brief": False}, "2 tools.[user:"),
+        ("asks_briefly", {"brief": False, "tools": [{}]}, "1 tools.brief[user:"),
+    ],
+)
+def test_chats_of_agents_have_the_variables_of_their_problem(made, agent, template, begin):
+    config, policy, params = made(agent, "task.reward=recjax.tasks.rewards:exact_match")
+    policy.tokenizer.chat_template = CHATS.replace("{% for", "{% if brief %}brief{% endif %}{% for", 1)
+    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=1)
+    assert policy.tokenizer.decode(groups[0].prompt_tokens).startswith(begin)
+
+
 def completions_of(groups):
     return [one for group in groups for one in group.completions]
 

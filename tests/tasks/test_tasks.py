@@ -368,6 +368,66 @@ def chats_of_a_file(tmp_path, rows, *overrides):
     return load_task(load_config(*file_config(tmp_path, rows, "task.file.chat=true", *overrides)))
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}},
+    {"type": "function", "function": {"name": "find", "parameters": {"properties": {"text": {"type": "string"}}}}},
+]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_rows_tools_and_variables_go_to_the_chat_template(tmp_path, name, as_text):
+    chat = [{"role": "user", "content": "1+1?"}]
+    own = [(TOOLS, {"enable_thinking": False}), (TOOLS[:1], {"effort": "low"}), (None, None)]
+    rows = [
+        {"prompt": chat, "answer": "2", "tools": tools, "chat_template_kwargs": variables} for tools, variables in own
+    ]
+    if as_text:
+        rows = [
+            row | {key: row[key] and json.dumps(row[key]) for key in ("tools", "chat_template_kwargs")} for row in rows
+        ]
+    if name.endswith("parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
+    else:
+        write_jsonl(tmp_path / name, rows)
+    found = file_problems(str(tmp_path / name), FileTask())
+    expected = [{"enable_thinking": False, "tools": TOOLS}, {"effort": "low", "tools": TOOLS[:1]}, {}]
+    assert [problem.template for problem in found] == expected
+    assert set(found[0].columns) == {"tools", "chat_template_kwargs"}, "the reward gets them as well"
+
+
+def test_a_plain_prompt_has_no_template(tmp_path):
+    row = {"prompt": "1+1=", "answer": "2", "tools": "a saw"}
+    (problem,) = file_problems(write_jsonl(tmp_path / "a.jsonl", [row]), FileTask())
+    assert problem.template == {} and problem.columns == {"tools": "a saw"}
+
+
+def test_equal_messages_with_other_tools_are_other_problems(tmp_path):
+    tools = [[{"name": f"tool {i}"}] for i in range(12)]
+    rows = [{"prompt": "Which tools?", "answer": i, "tools": own} for i, own in enumerate(tools)]
+    task = chats_of_a_file(tmp_path, rows)
+    assert len(task.train) == 8 and len(task.evaluation) == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("tools", "a saw", "must hold JSON"),
+        ("tools", ["add"], "must hold a list of JSON schemas"),
+        ("tools", {"name": "add"}, "must hold a list of JSON schemas"),
+        ("tools", [{}], "must hold a list of JSON schemas"),
+        ("chat_template_kwargs", [1], "takes variables"),
+        ("chat_template_kwargs", "brief", "must hold JSON"),
+        ("chat_template_kwargs", {"tokenize": True}, "set by recjax"),
+        ("chat_template_kwargs", {"tools": []}, "by themselves"),
+    ],
+)
+def test_a_row_that_gives_the_template_something_else_is_named(tmp_path, column, value, reason):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2", column: value}]
+    with pytest.raises(ValueError, match=f"line 2: column '{column}' .*{reason}"):
+        file_problems(write_jsonl(tmp_path / "a.jsonl", rows), FileTask(chat=True))
+
+
 def test_the_system_prompt_goes_before_every_chat(tmp_path):
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(6)]
     plain = chats_of_a_file(tmp_path, rows)
