@@ -65,7 +65,7 @@ class ModelConfig:
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
         if self.chat_template_kwargs:
             reason = wrong_with_variables(self.chat_template_kwargs)
-            require(reason is None, "model.chat_template_kwargs", self.chat_template_kwargs, reason)
+            require(not reason, "model.chat_template_kwargs", self.chat_template_kwargs, reason or "")
             remedy = "is not read by model.decoder, whose tokenizer has no chat template; remove it"
             require(self.decoder is None, "model.chat_template_kwargs", self.chat_template_kwargs, remedy)
         for pattern in self.freeze:
