@@ -4,10 +4,10 @@ import dataclasses
 import datetime
 import re
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config_fields import at_least, number, require_one
+from recjax.config_fields import at_least, number, require_one, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -44,6 +44,8 @@ class ModelConfig:
     # Day (YYYY-MM-DD) that a chat template which reads the clock (strftime_now) writes into prompts; null: that of the
     # run's first start, which the run's config.yaml keeps.
     chat_date: str | None = None
+    # Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own come first.
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
     # Dtype of the computation; auto: bfloat16 where the device has it.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -71,6 +73,11 @@ class ModelConfig:
             except ValueError:
                 is_day = False
             require(is_day, "model.chat_date", self.chat_date, "takes a day as YYYY-MM-DD, such as 2026-11-26")
+        if self.chat_template_kwargs:
+            reason = wrong_with_variables(self.chat_template_kwargs)
+            require(not reason, "model.chat_template_kwargs", self.chat_template_kwargs, reason or "")
+            remedy = "is not read by model.decoder, whose tokenizer has no chat template; remove it"
+            require(self.decoder is None, "model.chat_template_kwargs", self.chat_template_kwargs, remedy)
         for pattern in self.freeze:
             try:
                 re.compile(pattern)

@@ -31,8 +31,9 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.console import command, define_process_flags, progress_bar
+from recjax.experience.trajectories import thoughts_opening
 from recjax.host_memory import prepare_host_memory
-from recjax.hub.chat_rendering import CHAT_DATE
+from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
@@ -147,9 +148,9 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
     # Evaluations of one turn are what they were before there were agents.
     agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
     unread = () if config.task.agent else agent
-    date = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE)
+    given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
     return {
-        **({} if date is None else {CHAT_DATE: date}),
+        **{name: value for name, value in given.items() if value},
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
@@ -195,7 +196,11 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             if hosts.is_first():
                 rows = pd.DataFrame(sample_rows(done))
-                rows["parsed"] = grading.parsed(rows["completion"].tolist())
+                tokenizer = evaluated.policy.tokenizer
+                openings = [
+                    thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions
+                ]
+                rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
                 _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():

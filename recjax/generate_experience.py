@@ -32,9 +32,10 @@ from recjax.console import command, define_process_flags
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
-from recjax.experience.store import Experience
+from recjax.experience.store import CHAT_TEMPLATE, Experience
 from recjax.experience.tokenise import tokenizer_name
 from recjax.host_memory import prepare_host_memory
+from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
@@ -120,7 +121,9 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
             for number in missing:
                 asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                answers = engine.answers([problem.prompt for problem in asked.problems], seed)
+                common = config.model.chat_template_kwargs
+                templates = [{**common, **problem.template} for problem in asked.problems]
+                answers = engine.answers([problem.prompt for problem in asked.problems], seed, templates)
                 rows = _remote_rows(
                     config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
                 )
@@ -151,6 +154,7 @@ def _remote_rows(
                 messages=None if is_text else list(problem.prompt),
                 answer=problem.answer,
                 truncated=answer.truncated,
+                metadata=json.dumps({CHAT_TEMPLATE: dict(problem.template)}) if problem.template else None,
                 **config.rollout.sampling()._asdict(),
             )
             if answer.tokens is not None:
@@ -174,7 +178,7 @@ def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Poli
     if not rows:
         return []
     asked = [
-        Answered(text, row.completion, problem.answer, problem.columns, _length(row, policy))
+        Answered(_prompt_of(row, text, policy), row.completion, problem.answer, problem.columns, _length(row, policy))
         for text, problem, row in zip(own.texts, own.problems, rows, strict=True)
     ]
     scores = grading.submit(asked)
@@ -184,6 +188,11 @@ def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Poli
         else row._replace(reward=grade.reward, reward_parts=grade.reward_parts or None, accurate=grade.accurate)
         for row, grade in zip(rows, Grades(scores, len(rows)).result(), strict=True)
     ]
+
+
+def _prompt_of(row: Experience, text: str, policy: Policy) -> str:
+    """The prompt as the server's model saw it, where its tokens are known; else as this policy's template writes it."""
+    return text if row.prompt_tokens is None else policy.tokenizer.decode(row.prompt_tokens)
 
 
 def _length(row: Experience, policy: Policy) -> int:
@@ -214,6 +223,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
+        set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), None, PhaseSeconds())
@@ -242,6 +252,8 @@ def _name(config: Config, run: str | None, version: int) -> str:
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
     if config.model.chat_date is None:
         del depends_on["model"]["chat_date"]  # names are what they were before there was this key
+    if not config.model.chat_template_kwargs:
+        del depends_on["model"]["chat_template_kwargs"]  # names are what they were before there was this key
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run

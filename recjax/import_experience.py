@@ -134,7 +134,12 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
-    flags.DEFINE_multi_string("input", None, "File to import: .jsonl, .csv or .parquet.", required=True)
+    flags.DEFINE_multi_string(
+        "input",
+        None,
+        "File to import: .csv, .parquet, .jsonl, .ndjson, .json, or .gz of the last three.",
+        required=True,
+    )
     flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
     flags.DEFINE_string("source", None, "Name of these rows; default: each file's name without its ending.")
     for field, default in Columns._field_defaults.items():

@@ -187,6 +187,13 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("model.lora={alpha: 0}", ["model.lora.alpha = 0", "above 0"]),
         ("model.freeze=['(']", ["model.freeze = '('", "not a regular expression"]),
         ("rollout.group_size=1", ["rollout.group_size = 1", "group_mean is always 0", "raw_reward"]),
+        (
+            "model.chat_template_kwargs={enable_thinking: false}",
+            ["model.chat_template_kwargs", "model.decoder", "remove"],
+        ),
+        ("model.chat_template_kwargs={tools: []}", ["model.chat_template_kwargs", "column or field `tools`"]),
+        ("model.chat_template_kwargs={tokenize: true}", ["model.chat_template_kwargs", "tokenize is set by recjax"]),
+        ("model.chat_template_kwargs={enable-thinking: true}", ["model.chat_template_kwargs", "variables", "by name"]),
         ("model.dtype=float16", ["'float16'", "bfloat16"]),
         ("task.reward=number_match", ["'number_match'", "module:function", "reasoning_gym"]),
         ("task=gms8k", ["override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"]),

@@ -211,6 +211,23 @@ def test_a_batch_without_any_completion_is_none(config, tmp_path):
     assert not store.part_files(tmp_path / "store")
 
 
+def test_a_server_gets_the_variables_of_each_chats_template(config):
+    asked = []
+
+    def answer(path, body):
+        asked.append(body)
+        return 200, {"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}] * body["n"]}
+
+    chats = [[{"role": "user", "content": text}] for text in "ab"]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    templates = [{}, {"enable_thinking": False, "tools": tools}]
+    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine:
+        engine.answers(chats, 7, templates)
+    first, second = sorted(asked, key=lambda body: body["seed"])
+    assert not {"tools", "chat_template_kwargs"} & first.keys()
+    assert second["tools"] == tools and second["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatch):
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
 

@@ -30,6 +30,7 @@ _READABLE = (*_CAME_LATER, VERSION)
 _VERSION_KEY = b"recjax.experience.version"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
+CHAT_TEMPLATE = "chat_template"  # in a row's metadata: variables that its messages give the chat template
 PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # the prompt of rows that do not say what was asked
 SCHEMA = pa.schema(
     [

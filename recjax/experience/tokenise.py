@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.store import PROMPT_LEFT_OUT, Experience
+from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Experience
 from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
@@ -35,8 +36,10 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
     writes_chats = any(row.completion_tokens is None and row.messages is not None for row in rows)
     begin = _turn_begin(policy.tokenizer) if writes_chats else ""
     # A group shares its prompt: each chat is rendered once.
-    asked = {json.dumps(row.messages): row.messages for row in rows if row.prompt_tokens is None and row.messages}
-    rendered = dict(zip(asked, render_chats(policy.tokenizer, list(asked.values())) if asked else [], strict=True))
+    asked = {_chat_of(row): row for row in rows if row.prompt_tokens is None and row.messages}
+    chats, variables = [row.messages for row in asked.values()], [chat_template_of(row) for row in asked.values()]
+    texts = render_chats(policy.tokenizer, chats, variables=variables) if asked else []
+    rendered = dict(zip(asked, texts, strict=True))
     for row in rows:
         if row.tokenizer not in (None, name):
             raise ValueError(
@@ -50,7 +53,7 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             )
         if row.prompt_tokens is None:
             is_chat = row.messages is not None
-            text = rendered[json.dumps(row.messages)] if is_chat else row.prompt
+            text = rendered[_chat_of(row)] if is_chat else row.prompt
             # Each text is encoded once.
             if (text, is_chat) not in prompts:
                 prompts[text, is_chat] = _prompt_tokens(policy.tokenizer, text, row)
@@ -64,6 +67,16 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             check_embedded(policy.tokenizer, getattr(row, column), policy.vocabulary, place)
         done.append(row._replace(tokenizer=name))
     return done
+
+
+def chat_template_of(row: Experience) -> dict[str, Any]:
+    """The variables that a row's metadata gives the chat template; none where somebody else has written it."""
+    found = json.loads(row.metadata).get(CHAT_TEMPLATE) if row.metadata else None
+    return found if isinstance(found, dict) else {}
+
+
+def _chat_of(row: Experience) -> str:
+    return json.dumps([row.messages, chat_template_of(row)])
 
 
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experience) -> np.ndarray:

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -23,6 +24,7 @@ _MEMORY_BYTES = 2**30  # beyond what this process has
 _LONGEST = 10_000_000  # characters of one rendered chat
 CHAT_DATE = "chat_date"  # among a tokenizer's init_kwargs: the date, YYYY-MM-DD, that its template is given
 _REPLY = "recjax-reply"  # what an assistant says where the text behind it is looked for
+TEMPLATE_KWARGS = "recjax_chat_template_kwargs"  # among a tokenizer's init_kwargs: variables of all its chats
 Chat = Sequence[Mapping[str, Any]]
 
 
@@ -53,7 +55,11 @@ class ChatRenderer:
             self._child, self._pipes = None, ()
 
     def render(
-        self, chats: Sequence[Chat], tools: Sequence[Mapping[str, Any]] | None = None, asks: bool = True
+        self,
+        chats: Sequence[Chat],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Sequence[Mapping[str, Any]] | None = None,
+        asks: bool = True,
     ) -> list[str]:
         """Each list of messages as the text that asks the model for its next turn.
 
@@ -61,6 +67,7 @@ class ChatRenderer:
             chats: {"role": …, "content": …} in order. Arguments of tool calls may be an object or its JSON text; the
                 template gets what it takes.
             tools: JSON schemas of functions that the template tells the model of.
+            variables: of the template, for each chat, before those of `set_template_kwargs`; `tools` may be among them.
             asks: False: the text ends with the last message.
         Raises:
             ValueError: there is no template; or it refuses messages, takes too long or too much memory.
@@ -73,6 +80,7 @@ class ChatRenderer:
             self._start()
         limit, (reader, writer) = self._seconds + len(chats) / 100, self._pipes
         asked = [[dict(message) for message in chat] for chat in chats], tools and list(tools), asks, limit
+        asked = *asked, list(map(dict, variables)) if variables else [{}] * len(chats)
         deadline = time.monotonic() + limit
         with contextlib.suppress(BrokenPipeError):  # an answer that does not come says so
             _write(writer, pickle.dumps(asked))
@@ -133,10 +141,36 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     return ids[0] if is_special else None
 
 
-def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], seconds: float = SECONDS) -> list[str]:
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    seconds: float = SECONDS,
+    variables: Sequence[Mapping[str, Any]] | None = None,
+) -> list[str]:
     """`ChatRenderer.render` of chats that are all there at once."""
     with ChatRenderer(tokenizer, seconds) as renderer:
-        return renderer.render(chats)
+        return renderer.render(chats, variables=variables)
+
+
+def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
+    """Gives the chat template variables for all chats of this tokenizer.
+
+    Raises:
+        ValueError: a variable that the template does not read.
+    """
+    for name in variables:
+        if not reads_variable(tokenizer, name):
+            raise ValueError(
+                f"model.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+                " does not read it; correct the name, or remove it"
+            )
+    if variables:
+        tokenizer.init_kwargs[TEMPLATE_KWARGS] = dict(variables)
+
+
+def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the text of a chat template has a variable's name."""
+    return re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is not None
 
 
 def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -147,9 +181,9 @@ def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None
         _limit_memory()
         _stop_clock(tokenizer.init_kwargs.get(CHAT_DATE))
         while (request := _read(asked, None)) is not None:
-            chats, tools, asks, seconds = pickle.loads(request)
+            chats, tools, asks, seconds, variables = pickle.loads(request)
             _limit_seconds(seconds)
-            _write(answers, pickle.dumps(_rendered(tokenizer, chats, tools, asks)))
+            _write(answers, pickle.dumps(_rendered(tokenizer, chats, tools, asks, variables)))
     finally:
         os._exit(0)
 
@@ -184,13 +218,18 @@ def _limit_memory() -> None:
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], tools: Sequence[dict] | None, asks: bool
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    tools: Sequence[dict] | None,
+    asks: bool,
+    variables: Sequence[dict],
 ) -> tuple[list[str] | None, str]:
     """In the fork: the texts; or None, and what the template refuses."""
-    texts = []
-    for chat in chats:
+    texts, common = [], tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
+    for chat, own in zip(chats, variables, strict=True):
+        options = common | own | ({} if tools is None else {"tools": tools})
         try:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": asks}
+            options |= {"tokenize": False, "add_generation_prompt": asks}
             texts.append(_applied(functools.partial(tokenizer.apply_chat_template, **options), chat))
         except MemoryError:
             return None, f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"

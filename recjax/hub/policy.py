@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, DecoderShape
-from recjax.hub.chat_rendering import CHAT_DATE
+from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
 from recjax.hub.weights import load_pretrained, pretrained_config, read_config
 from recjax.models.decoder import Decoder, init_params
@@ -57,6 +57,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
     if config.model.path:
         decoder_config = pretrained_config(config.model.path)
         tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
+        set_template_kwargs(tokenizer, config.model.chat_template_kwargs)
         if date := tokenizer.init_kwargs.get(CHAT_DATE):
             logger.info(
                 "the chat template of %s reads the clock: all prompts get the date %s (model.chat_date)",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,7 @@ class AgentPolicy:
         limits: Limits,
         key: Callable[[int], UInt32[np.ndarray, " words"]],
         at_work: Callable[[bool], None],
+        template: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Takes what it samples with.
 
@@ -80,7 +82,9 @@ class AgentPolicy:
             chats: renders messages.
             key: of a turn, by its number from 0.
             at_work: is told True when the agent begins to wait for the policy, and False when it has its reply.
+            template: variables of the chat template that the problem has, `tools` among them.
         """
+        self._template = template
         self._live, self._policy, self._chats, self._sampling = live, policy, chats, sampling
         self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
@@ -94,20 +98,23 @@ class AgentPolicy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Reply:
         """The reply to messages, put through the model's chat template.
 
         Args:
             messages: each with role and content, as the template takes them.
-            tools: JSON schemas of functions that the template tells the model of.
+            tools: JSON schemas of functions that the template tells the model of; None: the problem's, if it has any.
             max_tokens: of the reply; None, or more: rollout.max_completion_tokens.
             stop: strings that end the reply, which is without them.
+            chat_template_kwargs: variables of the template, before the problem's and those of the config.
         Raises:
             ValueError: messages that the template refuses, or a model without one.
             ContextFull: no room is left for a reply.
             TurnsSpent: too many replies.
         """
-        text = self._chats.render([messages], tools)[0]
+        variables = [{**self._template, **chat_template_kwargs}]
+        text = self._chats.render([messages], tools, variables)[0]
         return await self.complete(text, max_tokens=max_tokens, stop=stop, rendered=True)
 
     async def complete(

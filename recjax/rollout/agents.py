@@ -12,6 +12,7 @@ from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
+from recjax.experience.trajectories import thoughts_opening
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
@@ -115,7 +116,12 @@ class Agents:
             own = tuple(completions[place * group_size : (place + 1) * group_size])
             groups.append(Group(f"{name}/{place:05d}", _first_prompt(own), own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
-        return groups, AgentGrades(self._config, tried, texts, problems, grading)
+        openings = [
+            thoughts_opening(group, completion, policy.tokenizer)
+            for group in groups
+            for completion in group.completions
+        ]
+        return groups, AgentGrades(self._config, tried, texts, openings, problems, grading)
 
     async def _all_tried(
         self, live: LiveEngine, policy: Policy, problems: Sequence[Problem], keys: np.ndarray, sampling: Sampling
@@ -128,7 +134,9 @@ class Agents:
                 def key_of(turn: int) -> np.ndarray:
                     return keys[turn][place]
 
-                return AgentPolicy(live, policy, self._chats, sampling, limits, key_of, at_work)
+                return AgentPolicy(
+                    live, policy, self._chats, sampling, limits, key_of, at_work, problems[place].template
+                )
 
             trials = [
                 Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)

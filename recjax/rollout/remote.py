@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ import httpx
 from recjax.config import RolloutConfig
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
+
+Prompt = str | list[dict[str, str]]
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,9 @@ class RemoteEngine:
             logger.warning(words, self._place, self.left_out.total(), counts, self.missing)
         self._client.close()
 
-    def answers(self, prompts: Sequence[str | list[dict[str, str]]], seed: int) -> list[list[Answer]]:
+    def answers(
+        self, prompts: Sequence[Prompt], seed: int, templates: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[list[Answer]]:
         """`rollout.group_size` answers to each prompt; fewer where the server keeps giving replies that are none.
 
         `left_out` counts those replies by reason, and `missing` the answers that are not there.
@@ -108,10 +112,15 @@ class RemoteEngine:
         Args:
             prompts: texts, or the messages of chats.
             seed: of them; servers that read one repeat their answers.
+            templates: variables of the chat template for each prompt that is a chat, `tools` among them.
         Raises:
             ValueError: the server refuses, or does not answer however often it is asked.
         """
-        asked = [self._threads.submit(self._answers, prompt, seed + place) for place, prompt in enumerate(prompts)]
+        of_prompts = enumerate(zip(prompts, templates or [{}] * len(prompts), strict=True))
+        asked = [
+            self._threads.submit(self._answers, prompt, template, seed + place)
+            for place, (prompt, template) in of_prompts
+        ]
         try:
             return [future.result() for future in asked]
         finally:
@@ -120,12 +129,12 @@ class RemoteEngine:
 
     # --- Requests.
 
-    def _answers(self, prompt: str | list[dict[str, str]], seed: int) -> list[Answer]:
+    def _answers(self, prompt: Prompt, template: Mapping[str, Any], seed: int) -> list[Answer]:
         found: list[Answer] = []
         asked, retries = 0, self._address.retries
         while len(found) < (size := self._rollout.group_size) and retries >= 0:
             # Some servers give one choice, whatever is asked for.
-            reply = self._reply(self._body(prompt, size - len(found), seed + asked))
+            reply = self._reply(self._body(prompt, template, size - len(found), seed + asked))
             choices = reply.get("choices")
             if not choices:
                 raise ValueError(f"{self._place}: a reply has no choices: {json.dumps(reply):.200}")
@@ -141,7 +150,7 @@ class RemoteEngine:
         # Answers to one prompt are of one kind: tokens of some and texts of others have no common prompt.
         return found if all(one.tokens for one in found) else [Answer(one.text, one.truncated) for one in found]
 
-    def _body(self, prompt: str | list[dict[str, str]], count: int, seed: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, template: Mapping[str, Any], count: int, seed: int) -> dict[str, Any]:
         rollout, chat = self._rollout, not isinstance(prompt, str)
         body: dict[str, Any] = {
             "model": self.model,
@@ -153,7 +162,12 @@ class RemoteEngine:
         body |= {"top_k": rollout.top_k} if rollout.top_k else {}
         body |= {"min_p": rollout.min_p} if rollout.min_p else {}
         body |= {"stop": list(rollout.stop)} if rollout.stop else {}
-        return body | ({"messages": prompt} if chat else {"prompt": prompt})
+        if not chat:
+            return body | {"prompt": prompt}
+        variables = {name: value for name, value in template.items() if name != "tools"}
+        body |= {"tools": template["tools"]} if "tools" in template else {}
+        body |= {"chat_template_kwargs": variables} if variables else {}
+        return body | {"messages": prompt}
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request, with token ids and log-probs if the server knows of these."""

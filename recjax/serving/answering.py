@@ -123,8 +123,10 @@ class Answering:
             ]
         messages = [as_written(message, session) for message in asked.messages]
         async with self._rendering:
-            (text,) = await asyncio.to_thread(self._chats.render, [messages], asked.tools)
-        says_it_all = not asked.tools and all(message.keys() == {"role", "content"} for message in messages)
+            (text,) = await asyncio.to_thread(self._chats.render, [messages], asked.tools, [asked.template])
+        says_it_all = not (asked.tools or asked.template) and all(
+            message.keys() == {"role", "content"} for message in messages
+        )
         return [Prompt(self._tokens(text, session, rendered=True), text, messages if says_it_all else None)]
 
     def _tokens(self, text: str, session: Session | None, rendered: bool = False) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
-from recjax.hub.chat_rendering import render_chats
+from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import Problem
 
@@ -44,8 +44,14 @@ def _encoded(
     problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
 ) -> list[Encoded]:
     """Text and token ids of each problem's prompt; the first of them is number `first` of all."""
-    chats = [problem.prompt for problem in problems if not isinstance(problem.prompt, str)]
-    rendered = iter(render_chats(tokenizer, chats) if chats else [])
+    of_chats = [problem for problem in problems if not isinstance(problem.prompt, str)]
+    if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in of_chats):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the task"
+            " have in the column 'tools'; take a model for tools, or remove the column"
+        )
+    chats, variables = [problem.prompt for problem in of_chats], [problem.template for problem in of_chats]
+    rendered = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
     texts = [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
     are_chats = [not isinstance(problem.prompt, str) for problem in problems]
     encoded = encode_prompts(tokenizer, texts, first, rendered=are_chats, vocabulary=vocabulary)

@@ -15,7 +15,7 @@ import yaml
 from recjax import __version__
 from recjax.config import Config
 from recjax.config_loading import load_config, unknown_keys
-from recjax.hub.chat_rendering import CHAT_DATE
+from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
@@ -42,7 +42,7 @@ class Subject(NamedTuple):
 
 
 def subject(checkpoint: str | None, config: Config) -> Subject:
-    """The policy of a checkpoint, to be sampled with the stop strings of `config`, and its `model.chat_date` if set.
+    """The policy of a checkpoint, to be sampled with the stop strings and chat template variables of `config`.
 
     Args:
         checkpoint: a run's folder (its newest checkpoint), one of its checkpoints/STEP, or a Hugging Face folder or
@@ -67,6 +67,7 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
         name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
         if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
             policy.tokenizer.init_kwargs[CHAT_DATE] = config.model.chat_date
+        set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
     else:
         name, described = folder.name, dataclasses.replace(bare, path=checkpoint, decoder=None)
         try:

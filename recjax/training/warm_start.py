@@ -46,7 +46,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     if jax.process_count() > 1:
         return supervise(config.warm_start, policy, params, prompts, config.seed)
     depends_on = {key: dataclasses.asdict(config)[key] for key in ("seed", "model", "task", "warm_start")}
-    unread = ("lora", "freeze", "chat_date")
+    unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
     # Only where a chat template decides them, so that the digests of all other policies stay what they were.
     of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}

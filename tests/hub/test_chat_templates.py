@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.experience.foreign import Columns
 from recjax.experience.prepared import prepared_rows
-from recjax.hub.chat_rendering import render_chats, turn_end
+from recjax.hub.chat_rendering import ChatRenderer, render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
-from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
+from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids
 from recjax.import_experience import import_files
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DecoderConfig
@@ -59,6 +59,39 @@ ZEPHYR = """{% for m in messages %}<|{{ m.role }}|>
 {{ m.content }}{{ eos_token }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
+THINKING = """{% for t in tools or [] %}<{{ t.name }}>{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}:{%
+if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ effort or '' }}"""
+
+
+def test_each_chat_has_its_own_variables_before_those_of_the_tokenizer():
+    tokenizer = character_tokenizer("a")
+    tokenizer.chat_template = THINKING
+    chat, own = [{"role": "user", "content": "hi"}], [{}, {"enable_thinking": False}, {"tools": [{"name": "f"}]}]
+    assert render_chats(tokenizer, [chat] * 3, variables=own) == ["hi:", "hi:<think></think>", "<f>hi:"]
+    set_template_kwargs(tokenizer, {"enable_thinking": False, "effort": "low"})
+    own = [{}, {"enable_thinking": True}, {"effort": None}]
+    expected = ["hi:<think></think>low", "hi:low", "hi:<think></think>"]
+    assert render_chats(tokenizer, [chat] * 3, variables=own) == expected
+    with ChatRenderer(tokenizer) as renderer:
+        assert renderer.render([chat], [{"name": "g"}], [{"tools": [{"name": "f"}]}]) == ["<g>hi:<think></think>low"]
+        assert renderer.render([chat]) == ["hi:<think></think>low"]
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused():
+    tokenizer = character_tokenizer("a")
+    tokenizer.chat_template = THINKING
+    with pytest.raises(ValueError, match="model.chat_template_kwargs.enable_thinkin: .*does not read it"):
+        set_template_kwargs(tokenizer, {"enable_thinkin": False})
+
+
+def test_tools_that_the_template_does_not_read_are_refused():
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    problem = Problem([{"role": "user", "content": "hi"}], "1", template={"tools": [{"name": "f"}], "unread": 1})
+    tokenizer.chat_template = THINKING
+    assert encode_problems([problem], tokenizer, None).texts == ["<f>hi:"]
+    tokenizer.chat_template = CHATML
+    with pytest.raises(ValueError, match="reads no tools, which rows of the task have"):
+        encode_problems([problem], tokenizer, None)
 
 
 @dataclasses.dataclass(frozen=True)

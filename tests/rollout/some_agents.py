@@ -65,6 +65,17 @@ async def at_once(problem: Problem, policy: AgentPolicy) -> float:
     return float(len({*(reply.text for reply in both)}))
 
 
+async def one_chat(problem: Problem, policy: AgentPolicy) -> None:
+    """One turn of a chat."""
+    await policy.chat([{"role": "user", "content": problem.prompt}], max_tokens=4)
+
+
+async def asks_briefly(problem: Problem, policy: AgentPolicy) -> None:
+    """One turn of a chat with a variable of the template."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    await policy.chat(messages, max_tokens=4, chat_template_kwargs={"brief": True})
+
+
 async def talks(problem: Problem, policy: AgentPolicy) -> None:
     """Two turns of a chat."""
     messages = [{"role": "user", "content": problem.prompt}]

@@ -5,6 +5,7 @@ import gc
 import logging
 import time
 import weakref
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,39 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     assert live.asked[1][: len(rendered)] == rendered and tokenizer.bos_token_id not in live.asked[1]
     assert live.asked[2] == tokenizer("hi")["input_ids"] == [tokenizer.bos_token_id, *live.asked[2][1:]]
     assert live.asked[3][0] == rendered[0]
+
+
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if messages | length == 1 %}[a:<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("agent", "opening"), [("one_chat", "<think>"), ("talks", ""), ("one_turn", "")])
+def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch, agent, opening):
+    config, policy, params = made(agent)
+    policy.tokenizer.chat_template = THINKS
+    seen = []
+    monkeypatch.setattr(Grading, "submit", lambda self, asked: seen.extend(asked) or Future())
+    monkeypatch.setattr(agents.AgentGrades, "result", lambda self: [])
+    sampled(config, policy, params)
+    assert [one.opening for one in seen] == [opening] * 6
+
+
+@pytest.mark.parametrize(
+    ("agent", "template", "begin"),
+    [
+        ("one_chat", {}, "[user:"),
+        ("one_chat", {"brief": True}, "brief[user:"),
+        ("one_chat", {"tools": [{}, {}], "brief": False}, "2 tools.[user:"),
+        ("asks_briefly", {"brief": False, "tools": [{}]}, "1 tools.brief[user:"),
+    ],
+)
+def test_chats_of_agents_have_the_variables_of_their_problem(made, agent, template, begin):
+    config, policy, params = made(agent, "task.reward=recjax.tasks.rewards:exact_match")
+    policy.tokenizer.chat_template = CHATS.replace("{% for", "{% if brief %}brief{% endif %}{% for", 1)
+    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=1)
+    assert policy.tokenizer.decode(groups[0].prompt_tokens).startswith(begin)
 
 
 def completions_of(groups):

@@ -90,6 +90,9 @@ def test_a_chat_is_the_templates_text(client):
     tools = [{"type": "function", "function": {"name": "add"}}]
     asked = post(client, CHAT, messages=HELLO, tools=tools, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
     assert TOKENIZER.decode(asked).startswith("1 tools.")
+    for value, begin in ((False, "Brief.["), (True, "["), (None, "[")):
+        options = {"chat_template_kwargs": {"enable_thinking": value}, "max_tokens": 1, "return_token_ids": True}
+        assert TOKENIZER.decode(post(client, CHAT, messages=HELLO, **options)["prompt_token_ids"]).startswith(begin)
 
 
 def test_bytes_of_log_probs_are_those_of_the_tokens():
@@ -338,6 +341,10 @@ BAD = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
+    (TEXT, {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
     (GENERATE, {"token_ids": "a"}, "token_ids"),

@@ -170,6 +170,27 @@ def test_the_reward_is_the_weighted_sum_of_its_parts():
     }
 
 
+def test_thoughts_that_the_prompt_opened_are_no_answer():
+    said = [r"so \boxed{5}", r"so</think>\boxed{5}"]
+    prompts = ["<|assistant|><think>\n", "<|assistant|>"]
+    rows = [Answered(prompt, text, "5", {}, 1) for prompt in prompts for text in said]
+    # An agent's last reply follows another prompt than its first.
+    rows += [Answered(prompts[0], said[0], "5", {}, 1, opening) for opening in ("", "[THINK]")]
+    with Grading(PATIENT, load_reward("math")) as grading:
+        assert grading.submit(rows).result(timeout=60).rewards.tolist() == [0, 1, 1, 1, 1, 0]
+        assert grading.parsed(said * 2, ["<think>"] * 2 + [""] * 2) == [None, "5", "5", "5"]
+    with Grading(PATIENT, load_reward("recjax.tasks.rewards:number_match")) as grading:
+        rows = [Answered(prompts[0], text, "5", {}, 1) for text in ("5", "so</think>5")]
+        assert grading.submit(rows).result(timeout=60).rewards.tolist() == [0, 1]
+        assert grading.parsed(["5", "so</think>5"], ["<think>"] * 2) == [None, "5"]
+
+
+def test_the_tag_of_the_prompt_is_not_counted_as_the_completions():
+    with Grading(PATIENT, load_reward("math")) as grading:
+        rows = [Answered("<think>", "</think>" + " " * 4_983 + r"\boxed{5}", "5", {}, 1)]
+        assert len(rows[0].completion) == 5_000 and grading.submit(rows).result(timeout=60).rewards == [1]
+
+
 def test_a_weight_of_no_part_is_refused_at_the_start():
     with pytest.raises(
         ValueError, match=r"task.reward_weights.fromat: the reward gsm8k has the parts accuracy, format, length"
