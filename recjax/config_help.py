@@ -13,11 +13,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import yaml
 from omegaconf import MISSING
 
 from recjax.config import Config
 from recjax.config_fields import block_of, choices_of
+from recjax.config_yaml import write_yaml
 
 _TYPES = {
     bool: "true or false",
@@ -61,7 +61,7 @@ def blocks(of: type = Config, name: str = "") -> Iterator[Block]:
 
 def _default(field: dataclasses.Field) -> str:
     value: Any = field.default_factory() if callable(field.default_factory) else field.default
-    return "–" if value == MISSING else yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n")[0]
+    return "–" if value == MISSING else write_yaml(value, flow=True)
 
 
 def _takes(annotation: Any) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import pandas as pd
-import yaml
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +29,7 @@ from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
+from recjax.config_yaml import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, progress_bar
 from recjax.host_memory import prepare_host_memory
 from recjax.plots.samples import draw_evaluation
@@ -43,6 +43,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
 from recjax.training.trained import Subject, fingerprint, subject
+from recjax.whole_files import partial_of, write_whole, writing
 
 FLAGS = flags.FLAGS
 
@@ -146,17 +147,23 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     Raises:
         ValueError: it holds another evaluation, or something that is none.
     """
-    stored, found = folder / "config.yaml", folder.exists() and any(folder.iterdir())
+    with writing(folder):
+        stored = folder / "config.yaml"
+        found = folder.exists() and {path.name for path in folder.iterdir()} - {partial_of(stored.name)}
     known = stored.is_file()
     hosts.wait_for_all("looked into the evaluation's folder")
     if known:
-        if changed := differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"}):
+        theirs = read_yaml_file(stored)
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{stored} is damaged (it holds no keys and values); name another folder with --output")
+        if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif found:
         raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
     elif hosts.is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-        stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(stored, write_yaml(decides))
 
 
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import yaml
 
 from recjax import __version__
 from recjax.config import Config
 from recjax.config_loading import load_config, unknown_keys
+from recjax.config_yaml import read_yaml_file
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
@@ -99,8 +99,8 @@ def run_config(run: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
     try:
-        unknown = unknown_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValueError):  # load_config says what is wrong
+        unknown = unknown_keys(read_yaml_file(path))
+    except ValueError:  # load_config says what is wrong
         unknown = []
     try:
         config = load_config(path, without=unknown)
