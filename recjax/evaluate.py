@@ -11,7 +11,6 @@ processes evaluate together if each gets the same command; see docs/devices.md.
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,6 @@ from typing import Any
 import jax
 import pandas as pd
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
@@ -30,7 +28,7 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
 from recjax.config_yaml import read_yaml_file, write_yaml
-from recjax.console import command, define_process_flags, progress_bar
+from recjax.console import command, define_process_flags, plain_console, progress_bar
 from recjax.host_memory import prepare_host_memory
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
@@ -43,7 +41,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
 from recjax.training.trained import Subject, fingerprint, subject
-from recjax.whole_files import partial_of, write_whole, writing
+from recjax.whole_files import json_text, partial_of, write_whole, writing
 
 FLAGS = flags.FLAGS
 
@@ -104,7 +102,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
-    (folder / "results.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")
     draw_evaluation(rows, numbers, f"{evaluated.name} on {label}", folder / "evaluation.png")
     return folder, numbers
 
@@ -215,7 +213,7 @@ def show(numbers: dict[str, Any]) -> None:
         interval = "" if estimate["low"] is None else f"{estimate['low']:.3f} – {estimate['high']:.3f}"
         return f"{estimate['value']:.3f}", interval
 
-    console = Console()
+    console = plain_console()
     title = f"{numbers['model']} on {numbers['task']}: {numbers['problems']} problems × {numbers['samples']} samples"
     table = Table("", "value", "95 % interval", title=title)
     for name, estimate in numbers["metrics"].items():

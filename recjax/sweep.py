@@ -84,6 +84,10 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     return failed
 
 
+def _stop(number: int, _: object) -> None:
+    sys.exit(f"stopped by {signal.Signals(number).name}; the same command goes on")
+
+
 @command
 def main(argv: list[str]) -> None:
     """Reads the file, runs what is not finished, says what failed."""
@@ -97,7 +101,9 @@ def main(argv: list[str]) -> None:
             print(f"{run.config.output}  {' '.join(run.overrides[:-1])}")
         return
     # As Ctrl-C does, so that the runs under way end with the sweep.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; the same command goes on"))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")

@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from recjax.config_help import as_text
 from recjax.config_loading import load_config
-from recjax.console import command, define_process_flags
+from recjax.console import command, define_process_flags, plain_console
 from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of
 
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
 
 def show_result(output: Path, summary: dict) -> None:
     """Prints accuracies before and after, costs, and a few completions of the same problems before and after."""
-    console = Console()
+    console = plain_console()
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
     try:

@@ -2,9 +2,12 @@
 
 import dataclasses
 import importlib
+import inspect
+import json
 import logging
 import queue
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,34 @@ import pandas as pd
 
 from recjax import hosts
 from recjax.config import Config
+from recjax.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
+NAME = "tracking.json"
 MOST_WAITING = 10_000  # rows that a tracker may be behind; then it gets no more
 LAST_SECONDS = 60.0  # that the end of a run waits for a tracker
+
+
+def identity(output: Path) -> tuple[str, str]:
+    """The id and name by which trackers know the run in a folder, however often it is started and wherever it lies.
+
+    They are in the folder's tracking.json, which the first call makes.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    path = output / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return str(content["id"]), str(content["name"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged (%s); trackers get this run as a new one", path, error)
+    content = {"id": uuid.uuid4().hex, "name": output.resolve().name}
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+    return content["id"], content["name"]
 
 
 class Tracking:
@@ -83,9 +109,11 @@ class _Feed(threading.Thread):
         self._module, self._config, self._options = module, config, options
         self._waiting: queue.Queue[Callable | None] = queue.Queue(MOST_WAITING)
         self._name, self._failed = name, False
+        self._id, self._shown = "", ""
 
     def put(self, job: Callable | None) -> None:
         if not self.ident:
+            self._id, self._shown = identity(Path(self._config.output))
             self.start()
         try:
             self._waiting.put_nowait(job)
@@ -94,9 +122,12 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         """In the thread."""
-        name = Path(self._config.output).resolve().name
-        options = {"name": name, "resume": "allow", **self._options}
         try:
+            # trackio knows a run by its name alone.
+            takes = inspect.signature(self._module.init).parameters.values()
+            by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
+            own = {"id": self._id, "name": self._shown} if by_id else {"name": f"{self._shown}-{self._id[:8]}"}
+            options = {"resume": "allow", **own, **self._options}
             run = self._module.init(config=dataclasses.asdict(self._config), **options)
             while (job := self._waiting.get()) is not None:
                 job(self._module, run)
