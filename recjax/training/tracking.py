@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 NAME = "tracking.json"
 MOST_WAITING = 10_000  # rows that a tracker may be behind; then it gets no more
 LAST_SECONDS = 60.0  # that the end of a run waits for a tracker
+_ONE_AT_A_TIME = threading.Lock()  # of several trackers the first makes the run's id
 
 
 def identity(output: Path) -> tuple[str, str]:
@@ -109,11 +110,9 @@ class _Feed(threading.Thread):
         self._module, self._config, self._options = module, config, options
         self._waiting: queue.Queue[Callable | None] = queue.Queue(MOST_WAITING)
         self._name, self._failed = name, False
-        self._id, self._shown = "", ""
 
     def put(self, job: Callable | None) -> None:
         if not self.ident:
-            self._id, self._shown = identity(Path(self._config.output))
             self.start()
         try:
             self._waiting.put_nowait(job)
@@ -123,10 +122,12 @@ class _Feed(threading.Thread):
     def run(self) -> None:
         """In the thread."""
         try:
+            with _ONE_AT_A_TIME:
+                run_id, name = identity(Path(self._config.output))
             # trackio knows a run by its name alone.
             takes = inspect.signature(self._module.init).parameters.values()
             by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
-            own = {"id": self._id, "name": self._shown} if by_id else {"name": f"{self._shown}-{self._id[:8]}"}
+            own = {"id": run_id, "name": name} if by_id else {"name": f"{name}-{run_id[:8]}"}
             options = {"resume": "allow", **own, **self._options}
             run = self._module.init(config=dataclasses.asdict(self._config), **options)
             while (job := self._waiting.get()) is not None:

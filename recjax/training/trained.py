@@ -21,11 +21,12 @@ from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
-from recjax.tasks.loading import load_task
+from recjax.tasks.loading import load_problems
+from recjax.tasks.problems import Task
 from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
 from recjax.training.environment import starts
 from recjax.training.mesh import check_fits
-from recjax.training.run import characters, prepare, untrained
+from recjax.training.run import characters, initial_policy, prepare, prompts_of, untrained
 from recjax.training.run_folder import check_config_file
 
 logger = logging.getLogger(__name__)
@@ -163,21 +164,24 @@ class CheckpointReader(NamedTuple):
 def checkpoint_reader(run: Path, config: Config) -> CheckpointReader:
     """What reads the checkpoints of a run.
 
-    Parameters that the run did not train are in no checkpoint; they are made again as the run made them.
+    Parameters that the run did not train are in no checkpoint; they are made again as the run made them. The run's
+    problems are read where the built-in tokenizer or a warm start was made of them, its reward never.
 
     Args:
         config: the run's own.
     Raises:
-        ValueError: the model or task of the config cannot be read.
+        ValueError: the model of the config, or the problems that it was made of, cannot be read.
     """
     lora, adapted_config = config.model.lora, None
-    if lora or config.model.freeze:
-        prepared, params = prepare(untrained(config))
-        policy, (like, constant) = prepared.policy, split(on_host(params), config.model)
-    else:
-        task = load_task(config) if config.model.decoder else None
-        policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")
-        like, constant = abstract_params(policy.decoder.config), {}
+    partial = lora is not None or bool(config.model.freeze)
+    warm = partial and config.warm_start is not None
+    train, evaluation = load_problems(config) if config.model.decoder or warm else ([], [])
+    policy = policy_alone(config, characters([*train, *evaluation]))
+    like, constant = abstract_params(policy.decoder.config), {}
+    if partial:
+        prompts = prompts_of(config, policy, Task(train, evaluation, None))[0] if warm else None
+        policy, params = initial_policy(config, policy, prompts)
+        like, constant = split(on_host(params), config.model)
     if lora:
         adapted_config = policy.decoder.config
         plain = dataclasses.replace(adapted_config, lora=None)
