@@ -114,9 +114,9 @@ def as_markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override with a",
-        "YAML value, such as `optimizer.learning_rate=1e-6`. A block that is not given, such as `experience` or",
-        "`model.lora`, is off. `python -m recjax.train --help` prints the same list.",
+        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override, such as",
+        "`optimizer.learning_rate=1e-6` ([how values are read](runs.md#overrides)). A block that is not given, such as",
+        "`experience` or `model.lora`, is off. `python -m recjax.train --help` prints the same list.",
     ]
     for block in blocks():
         lines += ["", f"## {block.name or 'The run'}", "", block.meaning, ""]
