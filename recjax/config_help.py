@@ -114,7 +114,7 @@ def as_markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override, such as",
+        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override, as in",
         "`optimizer.learning_rate=1e-6` ([how values are read](runs.md#overrides)). A block that is not given, such as",
         "`experience` or `model.lora`, is off. `python -m recjax.train --help` prints the same list.",
     ]

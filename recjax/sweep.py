@@ -29,7 +29,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
 from recjax.console import command, progress_bar
 from recjax.training.run_folder import is_finished
 
@@ -53,7 +53,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     failed, alive, stopping = {}, set(), threading.Event()
 
     def start(run: SweepRun) -> None:
-        log = Path(run.config.output).parent / "logs" / f"{run.name}.log"
+        log = Path(run.config.output).parent / LOGS / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "recjax.train", "--config", str(base), *run.overrides]
         with log.open("w") as file:

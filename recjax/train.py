@@ -6,7 +6,7 @@ Several processes, on one host or on many, train together if each gets the same 
 
 Overrides are dotted keys of the config with their values, such as optimizer.learning_rate=1e-6 or
 regime.sync_interval=20. The same command goes on with a run that was stopped. On SIGTERM, SIGHUP and Ctrl-C a run
-finishes its step, writes a checkpoint and ends with status 143, 129 or 130. --verbosity=0 also shows what libraries log.
+finishes its step, writes a checkpoint and ends with status 143, 129 or 130. --verbosity=0 shows what libraries log.
 """
 
 import json

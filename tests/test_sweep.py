@@ -112,6 +112,7 @@ def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
         ({"grids": []}, "grids = .*one grid or more"),
         ({"grids": [{"algorithm": "grpo", "seed": "all"}]}, "algorithm = 'grpo': a grid takes a list of names, or all"),
         ({"grids": [3]}, "a grid must name the axes"),
+        ({"settings": {"a": {"logs": {}}}, "grids": [{"a": "all"}]}, "setting logs would be the folder of the logs"),
     ],
 )
 def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message):

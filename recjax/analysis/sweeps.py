@@ -9,6 +9,7 @@ from recjax.config import Config
 from recjax.config_loading import load_config
 from recjax.config_yaml import read_yaml_file, write_override
 
+LOGS = "logs"  # the folder beside those of the runs
 _OPTIONAL = ("overrides", "smoke")  # keys of a file
 
 
@@ -56,6 +57,8 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
+        if name == LOGS:
+            raise ValueError(f"{path}: the setting {name} would be the folder of the logs; rename it")
         if name not in runs:
             blocks = [*shared, *(settings[axis][key] for axis, key in chosen.items()), *last]
             overrides = [write_override(*change) for change in itertools.chain.from_iterable(blocks)]

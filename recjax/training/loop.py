@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.typing import ArrayLike
 
 from recjax import hosts
 from recjax.algorithms.algorithm import Algorithm
@@ -180,7 +181,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
 
 
 @jax.jit
-def _rate_of(learning_rates: np.ndarray, optimizer_state: optax.OptState) -> jax.Array:
+def _rate_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> jax.Array:
     """The learning rate of the latest update; steps without data made none, so their number does not say which."""
     counts = optax.tree.get_all_with_path(optimizer_state, "count")
     return jnp.asarray(learning_rates)[jnp.maximum(counts[0][1] - 1, 0)]
