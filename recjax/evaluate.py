@@ -97,7 +97,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     if not hosts.is_first():
         return folder, {}
     shutil.rmtree(folder / "rounds", ignore_errors=True)
-    rows = pd.read_parquet(folder / "samples.parquet")
+    rows = _read(folder / "samples.parquet")
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
@@ -184,7 +184,14 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
                 _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():
-        _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
+        _write_whole(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it, and the same command makes it again") from error
 
 
 def _write_whole(rows: pd.DataFrame, file: Path) -> None:

@@ -19,6 +19,7 @@ from recjax.analysis.compare import final
 from recjax.console import command, plain_console
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save
+from recjax.whole_files import writing
 
 FLAGS = flags.FLAGS
 
@@ -57,7 +58,8 @@ def main(argv: list[str]) -> None:
     if not metrics:
         raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have none of these yet")
     if FLAGS.table:
-        table.to_parquet(FLAGS.table, index=False, compression="zstd")
+        with writing(FLAGS.table):
+            table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     output = Path(FLAGS.output) / "curves.png"
