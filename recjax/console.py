@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import absl.logging
 from absl import flags
@@ -79,7 +79,7 @@ def plain_console(**options: Any) -> "rich.console.Console":
 class _Lasting:
     """A standard stream that outlasts its reader: what is written after that is lost, and the program continues."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: Any):
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:

@@ -71,9 +71,7 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
             raise ValueError(f"{str(folder)!r} holds no metrics.jsonl; give folders of runs that have begun")
     table = _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
     if table is None:
-        raise ValueError(
-            f"{', '.join(map(str, folders))}: no metrics yet; a run writes its first row before its first step"
-        )
+        raise ValueError(f"{', '.join(map(str, folders))}: no metrics yet; the first row comes before the first step")
     return table
 
 
@@ -91,9 +89,7 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
         except (OSError, ValueError) as error:
             raise ValueError(f"{source}: not a Parquet file ({error}); write it with --table again") from error
         if "step" not in table or not axes_of(table) or not set(COLUMNS) & set(table):
-            raise ValueError(
-                f"{source}: not a table of runs, with their settings, steps and metrics; write one with --table"
-            )
+            raise ValueError(f"{source}: not a table of runs with settings, steps and metrics; write one with --table")
         return table
     return collect(read_sweep(source, smoke)[1])
 
