@@ -62,6 +62,8 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         ValueError: the folder holds a finished run, one of another config, or something that is not a run.
     """
     output = Path(config.output)
+    if "\\" in str(output.absolute()):
+        raise ValueError(f"output = {config.output!r}: a checkpoint cannot be read from a folder with \\ in its path")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
     # A process that was killed before it had written the config leaves these.
