@@ -52,7 +52,7 @@ def test_grids_are_crossed_and_runs_that_two_grids_name_come_once(write, tmp_pat
 
 def test_two_settings_of_one_name_are_refused(write):
     changes = {"a": {"x__y": {}, "x": {}}, "b": {"z": {}, "y__z": {"seed": 1}}}
-    with pytest.raises(ValueError, match="x__y and z, and x and y__z, would both be run x__y__z; rename"):
+    with pytest.raises(ValueError, match="x and y__z, and x__y and z, would both be run x__y__z; rename"):
         read_sweep(write(settings=changes, grids=[{"a": "all", "b": "all"}]))
     # One that collides with nothing may have any name.
     apart = {"a": ["x__y"], "b": ["z"]}

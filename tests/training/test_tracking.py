@@ -86,7 +86,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
 def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, tmp_path):
     config = tiny("run", "training.steps=4", "evaluation.every=0", "evaluation.problems=4", "tracking.wandb={}")
     made = []
-    for start in (train_until_killed, train):
+    for start in (lambda config: train_until_killed(config, at=4), train):
         monkeypatch.setitem(sys.modules, "wandb", module := Fake())
         start(config)
         made.append({name: module.options[name] for name in ("id", "name", "resume")})
