@@ -45,8 +45,9 @@ def _check_texts(value: Any, annotation: Any, place: str) -> None:
     if str in parts and value is not None and not isinstance(value, str):
         require(False, place, value, "takes text; put it in quotes, within others on a command line")
     if isinstance(value, dict):
+        of = next((typing.get_args(part)[1] for part in parts if typing.get_origin(part) is dict), None)
         for key, each in value.items():
-            _check_texts(each, None, f"{place}.{key}")
+            _check_texts(each, of, f"{place}.{key}")
     elif isinstance(value, list):
         of = next((typing.get_args(part)[0] for part in parts if typing.get_origin(part) is list), None)
         for each in value:

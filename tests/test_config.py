@@ -215,6 +215,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("rollout.stop=[1]", ["rollout.stop", "1", "takes text", "quotes"]),
         ("task={system_prompt: 5}", ["task.system_prompt", "5", "takes text", "quotes"]),
         ("seed=0x1f", ["seed = '0x1f'", "int", "decimal digits"]),
+        ("task.reward_weights={length: 1_0}", ["task.reward_weights.length = '1_0'", "float", "decimal digits"]),
         ("seed=0o17", ["seed = '0o17'", "decimal digits"]),
         ("seed=1:30", ["seed = '1:30'", "decimal digits"]),
         ("seed=yes", ["seed = 'yes'", "decimal digits"]),
