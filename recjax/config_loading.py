@@ -55,6 +55,7 @@ def _check_texts(value: Any, annotation: Any, place: str) -> None:
             require(of is None or not isinstance(each, list | dict), place, value, "holds a list in a list; flatten it")
             _check_texts(each, of, place)
     elif isinstance(value, str):
+        require(value != omegaconf.MISSING, place, value, "stands for no value; write the value itself")
         remedy = "write the value itself, or \\${ where these characters are meant"
         require(not re.search(r"(?<!\\)\$\{", value), place, value, f"${{…}} is not replaced; {remedy}")
         if kind := next((part for part in parts if part in (int, float)), None):

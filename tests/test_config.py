@@ -222,6 +222,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("seed=3 # of five", ["seed = '3 # of five'", "decimal digits"]),
         ("optimizer.learning_rate=1:30.5", ["optimizer.learning_rate = '1:30.5'", "float", "decimal digits"]),
         ("rollout.stop=[a] # note", ["rollout.stop=[a] # note", "comment"]),
+        ("output=???", ["output", "???", "write the value itself"]),
         ("output=${seed}", ["output", "${seed}", "not replaced", "\\${"]),
         ("algorithm.clip.name=${seed}", ["algorithm.clip.name", "${seed}", "not replaced"]),
         ("seed=4294967296", ["seed = 4294967296", "at most 4294967295"]),
