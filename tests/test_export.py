@@ -131,7 +131,9 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
     export(str(finished[0]), None, str(tmp_path / "base"), None, "float32")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "passing_reward.py").write_text("def score(prompts, completions, answers): return [0.0, 1.0] * 8\n")
+    (tmp_path / "passing_reward.py").write_text(
+        "def score(prompts, completions, answers): return [float(i % 2) for i in range(len(prompts))]\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
     model = ["model.decoder=null", f"model.path={tmp_path / 'base'}", trained, f"output={tmp_path / 'run'}"]
