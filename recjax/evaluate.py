@@ -11,7 +11,6 @@ processes evaluate together if each gets the same command; see docs/devices.md.
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -20,9 +19,7 @@ from typing import Any
 
 import jax
 import pandas as pd
-import yaml
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
@@ -30,7 +27,8 @@ from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig
 from recjax.config_loading import load_config
-from recjax.console import command, define_process_flags, progress_bar
+from recjax.config_yaml import read_yaml_file, write_yaml
+from recjax.console import command, define_process_flags, plain_console, progress_bar
 from recjax.experience.trajectories import thoughts_opening
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
@@ -45,6 +43,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
 from recjax.training.trained import Subject, fingerprint, subject
+from recjax.whole_files import json_text, partial_of, write_whole, writing
 
 FLAGS = flags.FLAGS
 
@@ -104,12 +103,12 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     if not hosts.is_first():
         return folder, {}
     shutil.rmtree(folder / "rounds", ignore_errors=True)
-    rows = pd.read_parquet(folder / "samples.parquet")
+    rows = _read(folder / "samples.parquet")
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
-    (folder / "results.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")
     draw_evaluation(rows, numbers, f"{evaluated.name} on {label}", folder / "evaluation.png")
     return folder, numbers
 
@@ -167,17 +166,23 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     Raises:
         ValueError: it holds another evaluation, or something that is none.
     """
-    stored, found = folder / "config.yaml", folder.exists() and any(folder.iterdir())
+    with writing(folder):
+        stored = folder / "config.yaml"
+        found = folder.exists() and {path.name for path in folder.iterdir()} - {partial_of(stored.name)}
     known = stored.is_file()
     hosts.wait_for_all("looked into the evaluation's folder")
     if known:
-        if changed := differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"}):
+        theirs = read_yaml_file(stored)
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{stored} is damaged (it holds no keys and values); name another folder with --output")
+        if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif found:
         raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
     elif hosts.is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-        stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(stored, write_yaml(decides))
 
 
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
@@ -204,7 +209,14 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
                 _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():
-        _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
+        _write_whole(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it, and the same command makes it again") from error
 
 
 def _write_whole(rows: pd.DataFrame, file: Path) -> None:
@@ -233,7 +245,7 @@ def show(numbers: dict[str, Any]) -> None:
         interval = "" if estimate["low"] is None else f"{estimate['low']:.3f} – {estimate['high']:.3f}"
         return f"{estimate['value']:.3f}", interval
 
-    console = Console()
+    console = plain_console()
     title = f"{numbers['model']} on {numbers['task']}: {numbers['problems']} problems × {numbers['samples']} samples"
     table = Table("", "value", "95 % interval", title=title)
     for name, estimate in numbers["metrics"].items():

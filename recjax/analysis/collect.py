@@ -69,7 +69,10 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
             raise ValueError(f"{str(folder)!r} holds no metrics.jsonl; give folders of runs that have begun")
-    return _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
+    table = _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
+    if table is None:
+        raise ValueError(f"{', '.join(map(str, folders))}: no metrics yet; the first row comes before the first step")
+    return table
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
@@ -81,7 +84,13 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
     if Path(source).suffix == ".parquet":
         if not Path(source).is_file():
             raise ValueError(f"{str(source)!r}: there is no such table")
-        return pd.read_parquet(source)
+        try:
+            table = pd.read_parquet(source)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{source}: not a Parquet file ({error}); write it with --table again") from error
+        if "step" not in table or not axes_of(table) or not set(COLUMNS) & set(table):
+            raise ValueError(f"{source}: not a table of runs with settings, steps and metrics; write one with --table")
+        return table
     return collect(read_sweep(source, smoke)[1])
 
 

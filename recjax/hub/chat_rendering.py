@@ -177,6 +177,7 @@ def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None
     """In the fork: answers until nobody asks any more; never returns."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _limit_memory()
         _stop_clock(tokenizer.init_kwargs.get(CHAT_DATE))

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RegimeConfig
 from recjax.config_loading import load_config
+from recjax.console import plain_console
 from recjax.hub.policy import compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
@@ -164,7 +165,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
 
 def show(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console(soft_wrap=True, highlight=False)
     print_line, rollout, steps = console.print, config.rollout, config.training.steps
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in config.algorithm.resolved().items():

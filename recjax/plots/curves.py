@@ -47,7 +47,7 @@ def draw_curves(
         of_metric[0].set_ylabel(LABELS.get(metric, metric))
     for column, axes in enumerate(panels[0]):
         if not single:
-            axes.set_title(names.get(across[column], across[column]), fontsize="medium")
+            axes.set_title(names.get(across[column], across[column]), fontsize="medium", parse_math=False)
         panels[-1, column].set_xlabel("optimiser step")
     handles = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
     add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))

@@ -49,7 +49,7 @@ def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> N
     axes.bar(range(len(labels)), values, yerr=reach, color=COLOURS[0], alpha=0.75, capsize=3)
     axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
     long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
-    axes.set_xticks(range(len(labels)), labels, **long)
+    axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
 
 
 def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:

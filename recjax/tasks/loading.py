@@ -45,6 +45,18 @@ def load_task(config: Config) -> Task:
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
+    kept, evaluation = load_problems(config)
+    if weights and not reward.per_row:
+        check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
+    return Task(kept, evaluation, reward)
+
+
+def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """The problems of `load_task`, to train on and held out, without the reward.
+
+    Raises:
+        ValueError: bad data, or too little of it.
+    """
     train, evaluation = _problems(config)
     if reward.name in ("math", "guru_math", "math_dapo"):
         check = imported("recjax.tasks.grading.math_answers:check_answer")
@@ -62,9 +74,7 @@ def load_task(config: Config) -> Task:
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    if weights and not reward.per_row:
-        check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
-    return Task(kept, evaluation, reward)
+    return kept, evaluation
 
 
 def _check_answers(reward: Reward, problems: Sequence[Problem]) -> None:

@@ -1,6 +1,5 @@
 """Sampled accuracy on held-out problems."""
 
-import json
 import logging
 import math
 from collections import Counter
@@ -25,7 +24,7 @@ from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grad
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
-from recjax.whole_files import write_whole, writing
+from recjax.whole_files import json_text, write_whole, writing
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 logger = logging.getLogger(__name__)
@@ -221,4 +220,4 @@ def write_samples(path: Path, evaluation: Evaluation) -> None:
     """One JSON line a completion."""
     with writing(path):
         path.parent.mkdir(exist_ok=True)
-    write_whole(path, "".join(json.dumps(sample) + "\n" for sample in evaluation.samples))
+    write_whole(path, "".join(json_text(sample) + "\n" for sample in evaluation.samples))

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
+from jax.typing import ArrayLike
 
 from recjax import hosts
 from recjax.algorithms.algorithm import Algorithm
@@ -41,7 +44,7 @@ from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
 from recjax.training.update import Learned, learning_rate_schedule, recipe_of, update
-from recjax.whole_files import write_whole, writing
+from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
 _SAMPLED = "sampling the first batch, for which the sampler is compiled"
@@ -66,7 +69,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
             again and again.
-        Preempted: SIGTERM or Ctrl-C came; the step that was under way is done and its checkpoint written.
+        Preempted: SIGTERM, SIGHUP or Ctrl-C came; the step that was under way is done and its checkpoint written.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_run_folder(config, overwrite)
@@ -79,7 +82,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         teacher = run.teacher and run.teacher.decoder
         recipe = recipe_of(config, run.policy.decoder, teacher)
         learning_rates = learning_rate_schedule(config.optimizer, last)(np.arange(last))
-        learning_rates = np.broadcast_to(jax.device_get(learning_rates), last).tolist()
+        learning_rates = np.broadcast_to(jax.device_get(learning_rates), last)
         drop_key = rounds.drop_key(config.seed)
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
@@ -146,7 +149,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups, step),
-                "learning_rate": learning_rates[step - 1],
+                "learning_rate": _rate_of(learning_rates, trained.optimizer_state),
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -177,6 +180,13 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             _finish(run, tracking)
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+
+
+@jax.jit
+def _rate_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> jax.Array:
+    """The learning rate of the latest update; steps without data made none, so their number does not say which."""
+    counts = optax.tree.get_all_with_path(optimizer_state, "count")
+    return jnp.asarray(learning_rates)[jnp.maximum(counts[0][1] - 1, 0)]
 
 
 def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
@@ -276,7 +286,7 @@ def _left_out(run: Run) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """The signals that came: SIGTERM, by which clouds say that a machine will go, and Ctrl-C, whose second one ends."""
+    """The signals that came: SIGTERM of a cloud, SIGHUP of a terminal that closes, Ctrl-C, whose second one ends."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's
@@ -289,9 +299,11 @@ def _stop_requests() -> Iterator[list[int]]:
             logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
         received.append(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] == signal.SIG_IGN:  # as in a shell's background, where Ctrl-C is meant for others
-        before.pop(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # As in a shell's background, where Ctrl-C is meant for others, and under nohup.
+        if before[number] == signal.SIG_IGN:
+            before.pop(number)
     for number in before:
         signal.signal(number, receive)
     try:
@@ -322,6 +334,6 @@ def _finish(run: Run, tracking: Tracking) -> None:
         "peak_memory_bytes": peak_memory_bytes(),
         "seconds": dict(run.phases.totals),
     }
-    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(output / "summary.json", json_text(summary, indent=2) + "\n")
     figures = {f"figures/{path.stem}": path for path in sorted((output / "figures").glob("*.png"))}
     tracking.log_results(figures, output / "samples" / "after.jsonl", config.training.steps)

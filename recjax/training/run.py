@@ -144,11 +144,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-    train = everything.take(np.arange(len(task.train)))
-    held_out = everything.take(np.arange(len(task.train), len(problems)))
+    train, held_out = prompts_of(config, policy, task)
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
@@ -159,14 +155,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
         split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
-    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-        params = load_params(config, policy.decoder.config)
-    if config.warm_start:
-        params = warm_start(config, policy, params, train)
-    if config.model.lora:
-        key = jax.random.fold_in(jax.random.key(config.seed), 4)
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
-        policy = policy._replace(decoder=decoder)
+    policy, params = initial_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     generators = generators_of(config.regime) if config.regime.mode == "async" else None
@@ -176,6 +165,37 @@ def prepare(config: Config) -> tuple[Run, dict]:
     run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
     run = run._replace(agents=agents)
     return run._replace(judge=judge_of(config, run.part_weights)), params
+
+
+def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
+    """The task's prompts to train on and to evaluate on, encoded to one width; its reward is not read.
+
+    Raises:
+        ValueError: as `without_long_prompts`, and a prompt that cannot be encoded.
+    """
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    problems = [*task.train, *task.evaluation]
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    train = everything.take(np.arange(len(task.train)))
+    return train, everything.take(np.arange(len(task.train), len(problems)))
+
+
+def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+    """The policy with its adapters, and all of its parameters before the first step, in float32.
+
+    Args:
+        policy: of `policy_alone`.
+        train: what a warm start is made of; None where the config has none.
+    """
+    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+        params = load_params(config, policy.decoder.config)
+    if config.warm_start:
+        params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
+    return policy, params
 
 
 def untrained(config: Config) -> Config:

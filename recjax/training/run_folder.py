@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 from flax.traverse_util import flatten_dict
 
 from recjax import hosts
 from recjax.config import KEYS, Config
 from recjax.config_loading import to_yaml, unknown_keys
+from recjax.config_yaml import read_yaml_file
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
@@ -24,9 +24,13 @@ from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
 
-# Settings that do not change what the steps made so far would have been.
+# Settings that change no number of a training step, but for the rounding of sums in another order.
 _MAY_CHANGE = {
     "output",
+    "model.remat",
+    "model.logprob_chunk",
+    "model.attention",
+    "rollout.slots",
     "grading.workers",
     "task.reward_seconds",
     "task.reward_retries",
@@ -38,6 +42,9 @@ _MAY_CHANGE = {
     "training.keep_checkpoints",
     "training.impossible_tokens",
     "training.profile_steps",
+    "training.micro_batch_prompts",
+    "training.tokens_per_micro_batch",
+    *(key for key in KEYS if key.startswith("evaluation.")),
     "samples.every",
     "tracking.wandb",
     "tracking.trackio",
@@ -58,6 +65,8 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         ValueError: the folder holds a finished run, one of another config, or something that is not a run.
     """
     output = Path(config.output)
+    if "\\" in str(output.absolute()):
+        raise ValueError(f"output = {config.output!r}: a checkpoint cannot be read from a folder with \\ in its path")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
     # A process that was killed before it had written the config leaves these.
@@ -197,12 +206,12 @@ def _stored_config(output: Path) -> dict[str, Any]:
     """What a run's config.yaml says; where it is damaged, what the newest whole checkpoint says."""
     path = output / "config.yaml"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml_file(path)
         if isinstance(values, dict):
             return values
         reason = f"it holds {'nothing' if values is None else 'no keys and values'}"
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
     if step is not None and (config := progress(output / "checkpoints", step)["totals"].get("config")):
         logger.warning("%s is damaged (%s); that of the checkpoint of step %d is taken", path, reason, step)

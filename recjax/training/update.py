@@ -232,10 +232,14 @@ def update(
         )
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
-    # With nothing kept the sum is zero too: no data, no step.
     divisor = jnp.maximum(sums.count, 1)
     gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+    # No data, no step: momentum and weight decay would move the parameters even where the gradient is zero.
+    updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)
+    optimizer_state = jax.tree.map(
+        lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
+    )
     seen = jax.tree.map(of_all, (logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask))
     metrics = {
         "loss": sums.total / divisor,

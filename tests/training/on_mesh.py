@@ -124,9 +124,9 @@ def numbers(sizes: tuple[int, int, int] | None, micro_batches: int, packed: bool
     return found
 
 
-def under_pmap(devices: int) -> tuple[TrainState, dict, Learned]:
+def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, dict, Learned]:
     """State and metrics after a step on the batch, prompts filled up and shared out by jax.pmap."""
-    batch = filled_up(batch_of(np.random.default_rng(0)), devices)
+    batch = filled_up(batch or batch_of(np.random.default_rng(0)), devices)
     state = start()
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
 

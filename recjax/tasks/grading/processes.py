@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 from pebble import ProcessPool
 
+from recjax.console import outlast_readers
+
 _WORKER_MEMORY_BYTES = 4 * 2**30
 _END_SECONDS = 1.0  # for coroutines that are told to end
 _loop: asyncio.AbstractEventLoop | None = None
@@ -53,6 +55,7 @@ def replies() -> BinaryIO:
     """In such a program: where its answers go; what its workers print goes to standard error instead."""
     stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    outlast_readers()
     return stream
 
 
@@ -60,7 +63,7 @@ def working(pool: ProcessPool | None, workers: int) -> ProcessPool:
     """In such a program: the pool, or a new one where there is none yet or it broke; workers come from a forkserver."""
     if pool is not None and pool.active:
         return pool
-    return ProcessPool(workers, initializer=_limit_memory, context=multiprocessing.get_context("forkserver"))
+    return ProcessPool(workers, initializer=_prepare_worker, context=multiprocessing.get_context("forkserver"))
 
 
 def worded(error: BaseException) -> str:
@@ -129,6 +132,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     futures.wait([task], 2 * _END_SECONDS)
 
 
-def _limit_memory() -> None:
+def _prepare_worker() -> None:
+    outlast_readers()
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
