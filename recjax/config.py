@@ -123,6 +123,9 @@ class TrainingConfig:
     tokens_per_micro_batch: int | None = at_least(1, None)
     checkpoint_every: int = at_least(1, 50)  # optimiser steps
     keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
+    # Tokens to which a policy gives probability 0, log-probability −inf: error: they end the run; drop: they leave the
+    # loss and are counted.
+    impossible_tokens: Literal["error", "drop"] = "error"
     profile_steps: list[int] | None = None  # [first, last] step of a profiler's trace in the run's folder; null: none
 
     def check(self, rollout: RolloutConfig) -> None:
@@ -150,10 +153,12 @@ class EvaluationConfig:
     top_k: int = at_least(0, 0)  # sample from this many of the most likely tokens; 0: all
     # Sample from the most likely tokens with this total probability; 1: all.
     top_p: float = number(1.0, above=0, high=1)
+    # Sample from tokens at least this share as likely as the most likely token; 0: all.
+    min_p: float = number(0.0, low=0, high=1)
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def check(self) -> None:
         """Refuses what greedy completions do not have or read."""
@@ -164,7 +169,7 @@ class EvaluationConfig:
             remedy = "needs sampled completions; raise evaluation.temperature from 0, or leave it out"
             require_defaults("evaluation", self, ("initial_kl",), remedy)
             remedy = "is not read at evaluation.temperature = 0; remove it"
-            require_defaults("evaluation", self, ("top_k", "top_p"), remedy)
+            require_defaults("evaluation", self, ("top_k", "top_p", "min_p"), remedy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,11 +33,13 @@ class RolloutConfig:
     top_k: int = at_least(0, 0)  # sample from this many of the most likely tokens; 0: all
     # Sample from the most likely tokens with this total probability; 1: all.
     top_p: float = number(1.0, above=0, high=1)
+    # Sample from tokens at least this share as likely as the most likely token; 0: all.
+    min_p: float = number(0.0, low=0, high=1)
     stop: list[str] = dataclasses.field(default_factory=list)  # texts of one token that end a completion, as EOS does
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def check(self) -> None:
         """Refuses prompts dropped beyond no limit."""

@@ -13,6 +13,12 @@ from recjax.algorithms.options import require
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 _LARGEST = 1e20  # larger ones soon overflow float32
 
+# Arguments of transformers' apply_chat_template, which recjax gives itself.
+_TEMPLATE_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
+    " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
 _LIMITS = {
     "low": ("a finite number, {} or more", operator.ge),
     "above": ("above {}", operator.gt),
@@ -49,6 +55,16 @@ def check_numbers(block: Any, prefix: str = "") -> None:
             words = ", ".join(text.format(limit) for text, _, limit in limits)
             require(all(holds(value, limit) for _, holds, limit in limits), key, value, f"must be {words}")
             require(not math.isfinite(value) or abs(value) < _LARGEST, key, value, f"must be below {_LARGEST:g}")
+
+
+def wrong_with_variables(values: Any) -> str | None:
+    """The reason why a value cannot be the variables of a chat template; None where it can."""
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in values):
+        return "takes variables of the chat template by name, such as {enable_thinking: false}"
+    reserved = [name for name in values if name in _TEMPLATE_ARGUMENTS]
+    if "tools" in reserved:
+        return "tools are no variable of this kind; give them by themselves, as a column or field `tools`"
+    return f"{reserved[0]} is set by recjax; remove it" if reserved else None
 
 
 def block_of(annotation: Any) -> type | None:

@@ -13,11 +13,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import yaml
 from omegaconf import MISSING
 
 from recjax.config import Config
 from recjax.config_fields import block_of, choices_of
+from recjax.config_yaml import write_yaml
 
 _TYPES = {
     bool: "true or false",
@@ -61,7 +61,7 @@ def blocks(of: type = Config, name: str = "") -> Iterator[Block]:
 
 def _default(field: dataclasses.Field) -> str:
     value: Any = field.default_factory() if callable(field.default_factory) else field.default
-    return "–" if value == MISSING else yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n")[0]
+    return "–" if value == MISSING else write_yaml(value, flow=True)
 
 
 def _takes(annotation: Any) -> str:
@@ -114,9 +114,9 @@ def as_markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override with a",
-        "YAML value, such as `optimizer.learning_rate=1e-6`. A block that is not given, such as `experience` or",
-        "`model.lora`, is off. `python -m recjax.train --help` prints the same list.",
+        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override, as in",
+        "`optimizer.learning_rate=1e-6` ([how values are read](runs.md#overrides)). A block that is not given, such as",
+        "`experience` or `model.lora`, is off. `python -m recjax.train --help` prints the same list.",
     ]
     for block in blocks():
         lines += ["", f"## {block.name or 'The run'}", "", block.meaning, ""]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import omegaconf
-import yaml
 from omegaconf import OmegaConf
 
 from recjax.algorithms.options import require
 from recjax.config import KEYS, Config, TaskConfig, check
 from recjax.config_fields import block_of, choices_of
 from recjax.config_tasks import TASKS
+from recjax.config_yaml import is_decimal, read_override, read_yaml_file, write_yaml
 
 
 def _check_keys(values: Any, source: str, block: type = Config, prefix: str = "") -> None:
@@ -40,13 +40,14 @@ def _check_keys(values: Any, source: str, block: type = Config, prefix: str = ""
 
 
 def _check_texts(value: Any, annotation: Any, place: str) -> None:
-    """Refuses `${…}`, lists in lists, and anything but text where text is taken, as OmegaConf would take them."""
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    """Refuses `${…}`, lists in lists, other values for text, and text for numbers, as OmegaConf would take them."""
+    parts = _parts(annotation)
     if str in parts and value is not None and not isinstance(value, str):
         require(False, place, value, "takes text; put it in quotes, within others on a command line")
     if isinstance(value, dict):
+        of = next((typing.get_args(part)[1] for part in parts if typing.get_origin(part) is dict), None)
         for key, each in value.items():
-            _check_texts(each, None, f"{place}.{key}")
+            _check_texts(each, of, f"{place}.{key}")
     elif isinstance(value, list):
         of = next((typing.get_args(part)[0] for part in parts if typing.get_origin(part) is list), None)
         for each in value:
@@ -54,17 +55,28 @@ def _check_texts(value: Any, annotation: Any, place: str) -> None:
             require(of is None or not isinstance(each, list | dict), place, value, "holds a list in a list; flatten it")
             _check_texts(each, of, place)
     elif isinstance(value, str):
+        require(value != omegaconf.MISSING, place, value, "stands for no value; write the value itself")
         remedy = "write the value itself, or \\${ where these characters are meant"
         require(not re.search(r"(?<!\\)\$\{", value), place, value, f"${{…}} is not replaced; {remedy}")
+        if kind := next((part for part in parts if part in (int, float)), None):
+            require(is_decimal(value), place, value, f"takes {kind.__name__}, a number in decimal digits")
+
+
+def _parts(annotation: Any) -> tuple:
+    """The types of a union, or the one type."""
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
 
 
 def _parse_override(text: str) -> dict:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         raise ValueError(f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
+    parts = _parts(KEYS[key].type) if key in KEYS else ()
+    takes_yaml = any(block_of(part) or typing.get_origin(part) in (list, dict) for part in parts)
     try:
-        parsed = OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]
-    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+        value.encode()  # an argument that is not UTF-8
+        parsed = read_override(value, takes_text=str in parts, takes_yaml=takes_yaml)
+    except ValueError as error:
         raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
@@ -103,8 +115,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequen
 
     Args:
         path: YAML file.
-        overrides: `dotted.key=value` strings; values are YAML, so 1e-6 is a float and null is None. A text as `task`,
-            here or in the file, replaces the whole block by the task that it names.
+        overrides: `dotted.key=value` strings; `read_override` says how values are read. A text as `task`, here or in
+            the file, replaces the whole block by the task that it names.
         without: dotted keys of the file that are left out.
     Raises:
         ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
@@ -113,10 +125,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequen
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"--config {str(path)!r}: there is no such file")
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+    values = read_yaml_file(path)
     for key in without:
         block, _, name = key.rpartition(".")
         functools.reduce(dict.__getitem__, filter(None, block.split(".")), values).pop(name)
@@ -179,4 +188,4 @@ def _refusal(error: omegaconf.errors.OmegaConfBaseException, layer: dict) -> str
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML, the algorithm with every axis and option spelled out below it as a comment."""
     comment = "".join(f"#   {axis}: {options}\n" for axis, options in config.algorithm.resolved().items())
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False) + "# algorithm, resolved:\n" + comment
+    return write_yaml(dataclasses.asdict(config)) + "# algorithm, resolved:\n" + comment

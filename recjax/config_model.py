@@ -1,12 +1,13 @@
 """The blocks `model`, `warm_start` and `mesh` of a config: the policy, its beginning, and the devices it lies on."""
 
 import dataclasses
+import datetime
 import re
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config_fields import at_least, number, require_one
+from recjax.config_fields import at_least, number, require_one, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -40,6 +41,11 @@ class ModelConfig:
 
     path: str | None = None  # folder or hub name of a model in Hugging Face format
     decoder: DecoderShape | None = None
+    # Day (YYYY-MM-DD) that a chat template which reads the clock (strftime_now) writes into prompts; null: that of the
+    # run's first start, which the run's config.yaml keeps.
+    chat_date: str | None = None
+    # Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own come first.
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     teacher: str | None = None  # folder or hub name of a model with the same tokenizer; algorithm.distillation reads it
     # Dtype of the computation; auto: bfloat16 where the device has it.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -53,7 +59,7 @@ class ModelConfig:
     logprob_chunk: int = at_least(1, 1024)  # token positions whose vocabulary scores a device has at one time
 
     def check(self) -> None:
-        """Refuses two models or none, heads that do not divide a decoder's sizes, and parts frozen beside adapters."""
+        """Refuses two models or none, sizes that heads do not divide, no day, and parts frozen with adapters."""
         require_one("model", {"path": self.path, "decoder": self.decoder})
         if shape := self.decoder:
             hidden, heads = shape.hidden_size, shape.num_heads
@@ -61,6 +67,17 @@ class ModelConfig:
             require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
             remedy = f"must divide model.decoder.num_heads = {heads}"
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
+        if self.chat_date is not None:
+            try:
+                is_day = datetime.date.fromisoformat(self.chat_date).isoformat() == self.chat_date
+            except ValueError:
+                is_day = False
+            require(is_day, "model.chat_date", self.chat_date, "takes a day as YYYY-MM-DD, such as 2026-11-26")
+        if self.chat_template_kwargs:
+            reason = wrong_with_variables(self.chat_template_kwargs)
+            require(not reason, "model.chat_template_kwargs", self.chat_template_kwargs, reason or "")
+            remedy = "is not read by model.decoder, whose tokenizer has no chat template; remove it"
+            require(self.decoder is None, "model.chat_template_kwargs", self.chat_template_kwargs, remedy)
         for pattern in self.freeze:
             try:
                 re.compile(pattern)

@@ -25,9 +25,9 @@ class ArithmeticTask:
 
 @dataclasses.dataclass(frozen=True)
 class FileTask:
-    """Problems of the user's own: JSON Lines or Parquet."""
+    """Problems of the user's own: JSON Lines, JSON or Parquet."""
 
-    train: str = omegaconf.MISSING  # .jsonl or .parquet file to train on
+    train: str = omegaconf.MISSING  # .jsonl, .ndjson, .json (each also as .gz) or .parquet file to train on
     evaluation: str | None = None  # file to evaluate on; null: a third of train, at most 1,024, is held out
     prompt_column: str = "prompt"  # column of prompts: text, or lists of messages
     answer_column: str = "answer"  # the column that the reward compares completions with
@@ -39,7 +39,7 @@ class FileTask:
 class Gsm8kTask:
     """GSM8K: word problems with a number as the answer."""
 
-    # Hub data set, a folder with its files, or a .parquet or .jsonl file.
+    # Hub data set, a folder with its files, or one file, as task.file takes them.
     train: str = "openai/gsm8k"
     evaluation: str | None = "openai/gsm8k"  # as train; null: a third of train, at most 1,024, is held out
 
@@ -48,7 +48,7 @@ class Gsm8kTask:
 class MathTask:
     """MATH: competition problems; evaluated on MATH-500."""
 
-    # Hub data set, a folder with its files, or a .parquet or .jsonl file.
+    # Hub data set, a folder with its files, or one file, as task.file takes them.
     train: str = "DigitalLearningGmbH/MATH-lighteval"
     # As train; null: a third of train, at most 1,024, is held out.
     evaluation: str | None = "HuggingFaceH4/MATH-500"
@@ -58,7 +58,7 @@ class MathTask:
 class GuruMathTask:
     """Guru-Math: the mathematics part of Guru."""
 
-    # Hub data set, a folder with its files, or a .parquet or .jsonl file.
+    # Hub data set, a folder with its files, or one file, as task.file takes them.
     train: str = "LLM360/guru-RL-92k"
     evaluation: str | None = "LLM360/guru-RL-92k"  # as train; null: a third of train, at most 1,024, is held out
 
@@ -67,7 +67,7 @@ class GuruMathTask:
 class ToolAceTask:
     """ToolACE: every turn of a conversation in which the assistant calls functions."""
 
-    # Hub data set, a folder with its files, or a .parquet or .jsonl file.
+    # Hub data set, a folder with its files, or one file, as task.file takes them.
     train: str = "Team-ACE/ToolACE"
     evaluation: str | None = None  # as train; null: a third of train, at most 1,024, is held out
 

@@ -3,7 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from recjax.experience.batch import Batch
 from recjax.hub.policy import load_teacher
@@ -13,14 +16,14 @@ from recjax.training import rounds
 from recjax.training.evaluation import Evaluation, evaluate
 from recjax.training.layout import packed_batch
 from recjax.training.packing import Packed
-from recjax.training.run import Run, State, initial_params
-from recjax.training.update import Learned, TrainState, recipe_of, update
+from recjax.training.run import Run, State, initial_policy
+from recjax.training.update import Learned, TrainState, learning_rate_schedule, recipe_of, update
 
 
 class Learner:
     """Computes with JAX. Tests of the loop give `train` a subclass that only counts."""
 
-    initial_params = staticmethod(initial_params)
+    initial_policy = staticmethod(initial_policy)
 
     def begin(self, run: Run, params: dict) -> tuple[Run, TrainState]:
         """The run with its frozen, initial and teacher parameters, and the state before the first step.
@@ -32,6 +35,9 @@ class Learner:
         params, frozen = split(params, config.model)
         teacher = load_teacher(config, run.policy.tokenizer)
         self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
+        steps = config.training.steps
+        rates = learning_rate_schedule(config.optimizer, steps)(np.arange(steps))
+        self._rates = np.broadcast_to(jax.device_get(rates), steps)
         self._drop_key = rounds.drop_key(config.seed)
         reads_initial = self._recipe.algorithm.needs_reference or config.evaluation.initial_kl
         frozen = in_compute_dtype(decoder, frozen, copy=False)
@@ -59,7 +65,7 @@ class Learner:
         self, run: Run, trained: TrainState, batch: Batch, packed: Packed | None, micro_batches: int, step: int
     ) -> tuple[TrainState, dict, Learned]:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
-        return update(
+        trained, metrics, learned = update(
             trained,
             run.frozen,
             run.initial if self._recipe.algorithm.needs_reference else None,
@@ -70,6 +76,7 @@ class Learner:
             recipe=self._recipe,
             micro_batches=None if packed else micro_batches,
         )
+        return trained, metrics | {"learning_rate": _rate_of(self._rates, trained.optimizer_state)}, learned
 
     def evaluate(self, run: Run, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""
@@ -86,3 +93,10 @@ def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainS
 @functools.partial(jax.jit, static_argnums=0)
 def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
     return constrain_params(optimizer.init(params))
+
+
+@jax.jit
+def _rate_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> jax.Array:
+    """The learning rate of the latest update; steps without data made none, so their number does not say which."""
+    counts = optax.tree.get_all_with_path(optimizer_state, "count")
+    return jnp.asarray(learning_rates)[jnp.maximum(counts[0][1] - 1, 0)]

@@ -35,12 +35,12 @@ from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_by
 from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
-from recjax.training.run_folder import check_run_folder
+from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
-from recjax.training.update import Learned, learning_rate_schedule
-from recjax.whole_files import write_whole, writing
+from recjax.training.update import Learned
+from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
 _SAMPLED = "sampling the first batch, for which the sampler is compiled"
@@ -67,21 +67,20 @@ def train(
             policy samples.
         learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
     Raises:
-        FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
+        FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
             again and again.
-        Preempted: SIGTERM or Ctrl-C came; the step that was under way is done and its checkpoint written.
+        Preempted: SIGTERM, SIGHUP or Ctrl-C came; the step that was under way is done and its checkpoint written.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_run_folder(config, overwrite)
+    config = with_chat_date(config, overwrite)
     output, last = Path(config.output), config.training.steps
     trackers = contextlib.closing(Tracking(config))
     with trackers as tracking, run_lock.held(output) as lock, contextlib.ExitStack() as stack:
         run, state, manager = begin(config, overwrite, sources, learner)
         resumed = manager.latest_step() is not None
         algorithm = config.algorithm.build()
-        learning_rates = learning_rate_schedule(config.optimizer, last)(np.arange(last))
-        learning_rates = np.broadcast_to(jax.device_get(learning_rates), last).tolist()
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)
@@ -100,7 +99,8 @@ def train(
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
-        metrics, first = stack.enter_context(DeferredMetrics(writer, bar, run.phases, manager)), state.step + 1
+        metrics = DeferredMetrics(writer, bar, run.phases, manager, config.training.impossible_tokens)
+        metrics, first = stack.enter_context(metrics), state.step + 1
         for step in steps:
             lock.check()
 
@@ -139,7 +139,6 @@ def train(
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups, step),
-                "learning_rate": learning_rates[step - 1],
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -267,7 +266,7 @@ def _left_out(run: Run) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """The signals that came: SIGTERM, by which clouds say that a machine will go, and Ctrl-C, whose second one ends."""
+    """The signals that came: SIGTERM of a cloud, SIGHUP of a terminal that closes, Ctrl-C, whose second one ends."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's
@@ -280,9 +279,11 @@ def _stop_requests() -> Iterator[list[int]]:
             logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
         received.append(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] == signal.SIG_IGN:  # as in a shell's background, where Ctrl-C is meant for others
-        before.pop(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # As in a shell's background, where Ctrl-C is meant for others, and under nohup.
+        if before[number] == signal.SIG_IGN:
+            before.pop(number)
     for number in before:
         signal.signal(number, receive)
     try:
@@ -313,6 +314,6 @@ def _finish(run: Run, tracking: Tracking) -> None:
         "peak_memory_bytes": peak_memory_bytes(),
         "seconds": dict(run.phases.totals),
     }
-    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(output / "summary.json", json_text(summary, indent=2) + "\n")
     figures = {f"figures/{path.stem}": path for path in sorted((output / "figures").glob("*.png"))}
     tracking.log_results(figures, output / "samples" / "after.jsonl", config.training.steps)

@@ -15,6 +15,7 @@ from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.following import Follower
 from recjax.experience.queue import Queue, Settings, settings_of
+from recjax.experience.replay import Judge, judge_of
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
 from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
@@ -54,6 +55,7 @@ class Run(NamedTuple):
     follower: the reader of the store that is followed, where one is.
     learner: the `Learner`.
     sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
+    judge: how the run's updates read the rewards of a group.
     """
 
     config: Config
@@ -72,6 +74,7 @@ class Run(NamedTuple):
     follower: Follower | None = None
     learner: Any = None
     sample: Callable | None = None
+    judge: Judge = Judge()
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -99,7 +102,7 @@ class Run(NamedTuple):
     @property
     def settings(self) -> Settings:
         """Of the queue."""
-        return settings_of(self.config)
+        return settings_of(self.config)._replace(judge=self.judge)
 
     @property
     def record(self) -> Path | None:
@@ -131,16 +134,13 @@ class State(NamedTuple):
     totals: dict[str, Any]
 
 
-def initial_params(config: Config, policy: Policy, train: Prompts) -> tuple[Policy, dict]:
-    """The policy, with its adapters, and all of its initial parameters in float32: read, or made from the seed.
+def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+    """The policy with its adapters, and all of its parameters before the first step, in float32.
 
     Args:
-        train: the prompts of a warm start.
-    Raises:
-        ValueError: weights that cannot be read, or parameters to freeze that do not exist.
+        policy: of `policy_alone`.
+        train: what a warm start is made of; None where the config has none.
     """
-    if config.model.freeze:
-        split(abstract_params(policy.decoder.config), config.model)  # its errors come before weights are read
     with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
         params = load_params(config, policy.decoder.config)
     if config.warm_start:
@@ -152,11 +152,11 @@ def initial_params(config: Config, policy: Policy, train: Prompts) -> tuple[Poli
     return policy, params
 
 
-def prepare(config: Config, make_params: Callable = initial_params) -> tuple[Run, dict]:
+def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run, dict]:
     """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
 
     Args:
-        make_params: `initial_params`, or a function with its arguments and results.
+        make_policy: `initial_policy`, or a function with its arguments and results.
     Returns:
         The run, without what follows from the parameters, and all of the initial policy's parameters in float32.
     Raises:
@@ -168,11 +168,7 @@ def prepare(config: Config, make_params: Callable = initial_params) -> tuple[Run
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
-    train = everything.take(np.arange(len(task.train)))
-    held_out = everything.take(np.arange(len(task.train), len(problems)))
+    train, held_out = prompts_of(config, policy, task)
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
@@ -181,7 +177,9 @@ def prepare(config: Config, make_params: Callable = initial_params) -> tuple[Run
         check_prompts(ByPrompt(stored.groups), experience.mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
-    policy, params = make_params(config, policy, train)
+    if config.model.freeze:
+        split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
+    policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     generators = generators_of(config.regime) if config.regime.mode == "async" else None
@@ -189,7 +187,21 @@ def prepare(config: Config, make_params: Callable = initial_params) -> tuple[Run
     others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)
     run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
-    return run._replace(agents=agents), params
+    run = run._replace(agents=agents)
+    return run._replace(judge=judge_of(config, run.part_weights)), params
+
+
+def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
+    """The task's prompts to train on and to evaluate on, encoded to one width; its reward is not read.
+
+    Raises:
+        ValueError: as `without_long_prompts`, and a prompt that cannot be encoded.
+    """
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    problems = [*task.train, *task.evaluation]
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    train = everything.take(np.arange(len(task.train)))
+    return train, everything.take(np.arange(len(task.train), len(problems)))
 
 
 def untrained(config: Config) -> Config:

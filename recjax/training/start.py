@@ -32,7 +32,7 @@ def begin(
         ValueError: a task, model, store or folder that cannot be used, or a store that has changed since.
     """
     learner = learner or Learner()
-    run, params = prepare(config, learner.initial_params)
+    run, params = prepare(config, learner.initial_policy)
     run = run._replace(learner=learner, sample=sources or rounds.sample_batch)
     regrades = config.experience is not None and config.experience.regrade
     known = known_problems(run) if regrades else {}

@@ -16,12 +16,12 @@ from recjax.training.update import TrainState
 
 
 class CountingLearner(Learner):
-    """Its one parameter is a checksum of everything it was trained on, in order, so other batches give other metrics."""
+    """Its only parameter is a checksum of all batches in order, so that other batches give other metrics."""
 
     def __init__(self):
         self.batches = []
 
-    def initial_params(self, config, policy, train):
+    def initial_policy(self, config, policy, train):
         return policy, {"checksum": np.zeros(1, np.float32)}
 
     def begin(self, run, params):
@@ -39,7 +39,11 @@ class CountingLearner(Learner):
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}
-        return TrainState(params, ()), {"loss": float(checksum), "gradient_norm": 1.0, "update_norm": 1.0}, None
+        return (
+            TrainState(params, ()),
+            {"loss": float(checksum), "gradient_norm": 1.0, "update_norm": 1.0} | {"learning_rate": 0.1},
+            None,
+        )
 
     def evaluate(self, run, state):
         accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100

@@ -11,7 +11,7 @@ import pytest
 
 import recjax
 from recjax import manifest
-from recjax.config_loading import load_config
+from recjax.config_loading import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
 from recjax.training import learner, loop, run_folder
@@ -187,6 +187,18 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ValueError, match="config.yaml is damaged .*, and no checkpoint says what was in it"):
         run_folder.check_run_folder(config, overwrite=False)
+
+
+def test_a_config_file_of_before_a_key_is_that_of_its_default(tiny):
+    config = tiny("run")
+    output = Path(config.output)
+    output.mkdir(parents=True)
+    lines = to_yaml(config).splitlines()
+    (output / "config.yaml").write_text("\n".join(line for line in lines if "min_p" not in line))
+    assert sum("min_p" in line for line in lines) == 2
+    run_folder.check_run_folder(config, overwrite=False)
+    with pytest.raises(ValueError, match="rollout.min_p: None there, 0.2 now"):
+        run_folder.check_run_folder(tiny("run", "rollout.min_p=0.2"), overwrite=False)
 
 
 def test_lines_that_are_no_rows_are_named(tmp_path):

@@ -99,7 +99,7 @@ def at_a_terminal():
 
 
 @pytest.mark.usefixtures("at_a_terminal")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch, number):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
     update, calls = learner.update, []
@@ -127,14 +127,45 @@ def test_a_second_ctrl_c_ends_at_once(tiny, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_where_ctrl_c_is_ignored_it_stays_so():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # in a shell's background, and under nohup
+def test_where_ctrl_c_or_hanging_up_is_ignored_it_stays_so(number):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with loop._stop_requests() as received:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
             assert received == [] and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def test_what_changes_no_number_may_change_when_a_run_goes_on(tiny):
+    memory = ["training.micro_batch_prompts=1", "model.remat=full", "model.logprob_chunk=2", "rollout.slots=3"]
+    evaluation = ["evaluation.every=2", "evaluation.problems=3", "evaluation.samples=2", "evaluation.initial_kl=true"]
+    packed = ["training.tokens_per_micro_batch=16", "model.attention=plain", "evaluation.temperature=0.5"]
+    straight = train(tiny("straight", "training.steps=6"))
+    for name, changes in (("stopped [x] *?", [*memory, *evaluation]), ("packed #1", packed)):
+        train_until_killed(tiny(name, "training.steps=6"))
+        resumed = train(tiny(name, "training.steps=6", *changes))
+        for found, expected in zip(resumed, straight, strict=True):
+            for key in ("step", "reward", "completion_length", "loss", "gradient_norm", "update_norm", "ratio/q01"):
+                close = {"rtol": 2e-3, "atol": 1e-5, "err_msg": f"{name}: {key}"}
+                np.testing.assert_allclose(found.get(key, 0), expected.get(key, 0), **close)
+
+
+def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
+    pads, calls = loop.to_learn_from, []
+
+    def masks_step_three(batch, task):
+        calls.append(1)
+        batch = pads(batch, task)
+        return batch._replace(completion_mask=batch.completion_mask & (len(calls) != 3))
+
+    monkeypatch.setattr(loop, "to_learn_from", masks_step_three)
+    options = ["optimizer={schedule: linear, weight_decay: 0.1}", "training.steps=5", "evaluation.every=0"]
+    rows = train(tiny("run", *options))
+    rates = [row["learning_rate"] for row in rows[1:]]
+    np.testing.assert_allclose(rates, [0.01, 0.008, 0.008, 0.006, 0.004], rtol=1e-6)
+    assert rows[3]["update_norm"] == 0 and all(row["update_norm"] > 0 for row in rows[1:3] + rows[4:])
 
 
 @pytest.mark.slow
@@ -177,6 +208,8 @@ def test_a_finished_or_other_run_is_not_touched(tiny):
 
 
 def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
+    with pytest.raises(ValueError, match="output = .*a checkpoint cannot be read"):
+        open_run_folder(tiny("back\\slash"), overwrite=False)
     config = tiny("thesis")
     Path(config.output).mkdir()
     (Path(config.output) / "chapter.tex").write_text("years of work")
@@ -252,9 +285,23 @@ def test_behaviour_weights_are_a_copy_of_their_own(tiny):
     assert min(ratios[1:4]) > 1e-5  # weights moved on while the sampler's stayed
 
 
-def test_runs_of_other_seeds_differ(tiny):
+def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
+    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, loop.update
+
+    def watched_sampling(policy, params, prompts, keys, *args, **named):
+        sampled.extend(map(tuple, keys.tolist()))
+        return sample_groups(policy, params, prompts, keys, *args, **named)
+
+    def watched_update(*args, **named):
+        dropped.append(tuple(jax.random.key_data(args[4]).tolist()))
+        return update(*args, **named)
+
+    monkeypatch.setattr(rounds, "sample_groups", watched_sampling)
+    monkeypatch.setattr(loop, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)
+    # One key for each completion of two runs of two steps, and one for each update.
+    assert len({*sampled}) == len(sampled) == 2 * 2 * 16 and len({*dropped}) == len(dropped) == 2 * 2
 
 
 @pytest.mark.parametrize("name", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))])
