@@ -2,6 +2,7 @@
 
 import itertools
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -82,17 +83,26 @@ def prepared_batch(run, weights, version, number, prefix=""):
     return groups, Grades(grades)
 
 
-class Dying(CountingLearner):
-    """Raises KeyboardInterrupt in place of its update number `at`."""
+class Interrupted(CountingLearner):
+    """Calls `act` before its update number `at`."""
 
-    def __init__(self, at: int):
+    def __init__(self, at: int, act: Callable[[], object]):
         super().__init__()
-        self._at, self._calls = at, itertools.count(1)
+        self._at, self._act, self._calls = at, act, itertools.count(1)
 
     def update(self, *arguments):
         if next(self._calls) == self._at:
-            raise KeyboardInterrupt
+            self._act()
         return super().update(*arguments)
+
+
+def killed(at: int) -> Interrupted:
+    """A learner that raises KeyboardInterrupt in place of its update number `at`."""
+
+    def act():
+        raise KeyboardInterrupt
+
+    return Interrupted(at, act)
 
 
 def count(config, learner=None, sources=prepared_batch) -> list[dict]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recjax.training import loop
-from tests.training.counting import CountingLearner, Dying, count, prepared_batch
+from tests.training.counting import CountingLearner, count, killed, prepared_batch
 from tests.training.tiny_run import without_times
 
 LATE = "experience.late={shortest: 0, longest: 3, deadline: 2}"
@@ -38,9 +38,7 @@ def store(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "tiny.yaml").write_text(TINY)
-    config = load_config(
-        folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true", "samples.every=0"]
-    )
+    config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true"])
     count(config, sources=functools.partial(prepared_batch, prefix="recorded-"))
     return folder / "run" / "experience"
 
@@ -60,14 +58,14 @@ def killed_in_batch(at: int):
 
 @pytest.mark.parametrize("feed", FEEDS)
 def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch):
-    options = [option.replace("{store}", str(store)) for option in FEEDS[feed]] + ["samples.every=0"]
+    options = [option.replace("{store}", str(store)) for option in FEEDS[feed]]
     straight = count(tiny("straight", *options))
     assert [row["step"] for row in straight] == list(range(8))
     assert len({row["loss"] for row in straight[1:]}) == 7
 
     config, save = tiny("stopped", *options), loop.checkpoint.save
     with pytest.raises(KeyboardInterrupt):  # in an update, before the first checkpoint after that of step 0
-        count(config, Dying(at=2))
+        count(config, killed(at=2))
     if feed != "store":
         with pytest.raises(KeyboardInterrupt):
             count(config, sources=killed_in_batch(at=2))
@@ -82,13 +80,13 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
         if state.step == 6:
             raise KeyboardInterrupt
 
-    for killed in (killed_before, killed_after):
-        monkeypatch.setattr(loop.checkpoint, "save", killed)
+    for saved in (killed_before, killed_after):
+        monkeypatch.setattr(loop.checkpoint, "save", saved)
         with pytest.raises(KeyboardInterrupt):
             count(config)
     monkeypatch.setattr(loop.checkpoint, "save", save)
     with pytest.raises(KeyboardInterrupt):  # after the checkpoint of step 6
-        count(config, Dying(at=1))
+        count(config, killed(at=1))
     assert without_times(count(config)) == without_times(straight)
     summaries = [(Path(tiny(name, *options).output) / "summary.json").is_file() for name in ("straight", "stopped")]
     assert summaries == [True, True]
@@ -96,6 +94,6 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
 
 def test_another_order_of_batches_gives_other_metrics(tiny):
     first, second = CountingLearner(), CountingLearner()
-    rows = count(tiny("run", "samples.every=0"), first)
-    count(tiny("other", "samples.every=0", "seed=1"), second)
-    assert len(first.batches) == 7 and rows[1]["loss"] != count(tiny("third", "samples.every=0", "seed=2"))[1]["loss"]
+    rows = count(tiny("run"), first)
+    count(tiny("other", "seed=1"), second)
+    assert len(first.batches) == 7 and rows[1]["loss"] != count(tiny("third", "seed=2"))[1]["loss"]
