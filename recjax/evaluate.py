@@ -10,7 +10,6 @@ processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,17 +18,18 @@ from typing import Any
 
 import jax
 import pandas as pd
-import yaml
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 
 from recjax import hosts
 from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
-from recjax.console import command, define_process_flags, progress_bar
+from recjax.config.yaml_values import read_yaml_file, write_yaml
+from recjax.console import command, define_process_flags, plain_console, progress_bar
+from recjax.experience.trajectories import thoughts_opening
 from recjax.host_memory import prepare_host_memory
+from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
@@ -41,6 +41,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
 from recjax.training.trained import Subject, fingerprint, subject
+from recjax.whole_files import json_text, partial_of, write_whole, writing
 
 FLAGS = flags.FLAGS
 
@@ -87,23 +88,39 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
         ValueError: bad data, no such checkpoint, or a folder that holds something else.
     """
     task, evaluated, label = load_task(config), subject(checkpoint, config), task_label(config.task)
-    task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
-    prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, config.rollout.max_prompt_tokens)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
+    if begun := _begun_on(folder, evaluated, config):
+        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_date": begun})})
+        evaluated = subject(checkpoint, config)
+    task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
+    limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
+    prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
     open_folder(folder, what_decides(config, evaluated))
     if not hosts.any_says((folder / "samples.parquet").is_file()):
         sample_rounds(config, evaluated, prompts, task, folder)
     if not hosts.is_first():
         return folder, {}
     shutil.rmtree(folder / "rounds", ignore_errors=True)
-    rows = pd.read_parquet(folder / "samples.parquet")
+    rows = _read(folder / "samples.parquet")
     warn_of_ungraded(rows["ungraded"])
     numbers = {"model": evaluated.name, "task": label} | results(rows)
     if evaluated.run:
         numbers["seen_in_training"] = seen_in_training(evaluated.run, task.evaluation)
-    (folder / "results.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")
     draw_evaluation(rows, numbers, f"{evaluated.name} on {label}", folder / "evaluation.png")
     return folder, numbers
+
+
+def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
+    """The date that the prompts of an evaluation which is resumed got at its first start; None: they have it already.
+
+    A run's prompts have the run's date, and those of the config may have one that is set.
+    """
+    ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
+    if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
+        return None
+    theirs = (yaml.safe_load(stored.read_text(encoding="utf-8")) or {}).get(CHAT_DATE)
+    return theirs if theirs != ours else None
 
 
 def task_label(task: TaskConfig) -> str:
@@ -123,11 +140,14 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
         "stop",
         *(["max_context_tokens"] if config.task.agent else []),
     )
-    evaluation = ("problems", "samples", "temperature", "top_k", "top_p")
+    cuts = ("top_k", "top_p", *(["min_p"] if config.evaluation.min_p else []))
+    evaluation = ("problems", "samples", "temperature", *cuts)
     # Evaluations of one turn are what they were before there were agents.
     agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
     unread = () if config.task.agent else agent
+    given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
     return {
+        **{name: value for name, value in given.items() if value},
         "model": evaluated.name,
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
@@ -144,17 +164,23 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     Raises:
         ValueError: it holds another evaluation, or something that is none.
     """
-    stored, found = folder / "config.yaml", folder.exists() and any(folder.iterdir())
+    with writing(folder):
+        stored = folder / "config.yaml"
+        found = folder.exists() and {path.name for path in folder.iterdir()} - {partial_of(stored.name)}
     known = stored.is_file()
     hosts.wait_for_all("looked into the evaluation's folder")
     if known:
-        if changed := differences(decides, yaml.safe_load(stored.read_text(encoding="utf-8")), {"model"}):
+        theirs = read_yaml_file(stored)
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{stored} is damaged (it holds no keys and values); name another folder with --output")
+        if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif found:
         raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
     elif hosts.is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-        stored.write_text(yaml.safe_dump(decides, sort_keys=False), encoding="utf-8")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(stored, write_yaml(decides))
 
 
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
@@ -173,11 +199,22 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, **options):
             if hosts.is_first():
                 rows = pd.DataFrame(sample_rows(done))
-                rows["parsed"] = grading.parsed(rows["completion"].tolist())
+                tokenizer = evaluated.policy.tokenizer
+                openings = [
+                    thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions
+                ]
+                rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
                 _write_whole(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():
-        _write_whole(pd.concat(map(pd.read_parquet, files.values()), ignore_index=True), folder / "samples.parquet")
+        _write_whole(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it, and the same command makes it again") from error
 
 
 def _write_whole(rows: pd.DataFrame, file: Path) -> None:
@@ -206,7 +243,7 @@ def show(numbers: dict[str, Any]) -> None:
         interval = "" if estimate["low"] is None else f"{estimate['low']:.3f} – {estimate['high']:.3f}"
         return f"{estimate['value']:.3f}", interval
 
-    console = Console()
+    console = plain_console()
     title = f"{numbers['model']} on {numbers['task']}: {numbers['problems']} problems × {numbers['samples']} samples"
     table = Table("", "value", "95 % interval", title=title)
     for name, estimate in numbers["metrics"].items():

@@ -85,8 +85,10 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
         )
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
-    write_adapters(output, decoder_config, params, str(config.model.path))
     base = model_folder(config.model.path, _WITH_CARD)
+    # A relative path would lead PEFT to another place wherever it is not started from the folder of this command.
+    is_local = Path(config.model.path).is_dir()
+    write_adapters(output, decoder_config, params, str(base.resolve() if is_local else config.model.path))
     for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
         (output / name).write_bytes(content)
     return step

@@ -14,7 +14,8 @@ rows. Several processes sample together if each gets the same command; see docs/
 
 import hashlib
 import json
-from datetime import UTC, datetime
+from collections.abc import Collection
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from recjax.console import command, define_process_flags
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
-from recjax.experience.store import Experience
+from recjax.experience.store import CHAT_TEMPLATE, Experience
 from recjax.experience.tokenise import tokenizer_name
 from recjax.host_memory import prepare_host_memory
+from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
+from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.collecting import Grades, with_grades
@@ -64,8 +67,9 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         ValueError: no such checkpoint, or a task or a store that cannot be read.
     """
     known = store.ids(folder)
+    config, begun = (config, None) if run else _with_chat_date(config, known)
     sampler, params, version = _sampler(config, run, step)
-    name = _name(config, run, version)
+    name = begun or _name(config, run, version)
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
@@ -105,7 +109,7 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
+    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config.rollout) as engine, Grading(config, task.reward) as grading:
         name = _name(config, f"{engine.model} of a server", 0)
         done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
@@ -115,12 +119,15 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
             for number in missing:
                 asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                answers = engine.answers([problem.prompt for problem in asked.problems], seed)
+                common = config.model.chat_template_kwargs
+                templates = [{**common, **problem.template} for problem in asked.problems]
+                answers = engine.answers([problem.prompt for problem in asked.problems], seed, templates)
                 rows = _remote_rows(
                     config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
                 )
-                rows = _graded(rows, asked, grading, policy)
-                store.append(folder, rows)
+                rows = _graded(rows, asked.take(np.repeat(np.arange(count), [*map(len, answers)])), grading, policy)
+                if rows:
+                    store.append(folder, rows)
                 rewards = [row.reward for row in rows if row.reward is not None]
                 bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
                 bar.update()
@@ -145,6 +152,7 @@ def _remote_rows(
                 messages=None if is_text else list(problem.prompt),
                 answer=problem.answer,
                 truncated=answer.truncated,
+                metadata=json.dumps({CHAT_TEMPLATE: dict(problem.template)}) if problem.template else None,
                 **config.rollout.sampling()._asdict(),
             )
             if answer.tokens is not None:
@@ -159,11 +167,16 @@ def _remote_rows(
     return rows
 
 
-def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
-    """The rows, `rollout.group_size` of each prompt, with the task's rewards."""
-    own = prompts.take(np.repeat(np.arange(len(prompts.texts)), len(rows) // len(prompts.texts)))
+def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
+    """The rows, with the task's rewards.
+
+    Args:
+        own: the prompt of each row.
+    """
+    if not rows:
+        return []
     asked = [
-        Answered(text, row.completion, problem.answer, problem.columns, _length(row, policy))
+        Answered(_prompt_of(row, text, policy), row.completion, problem.answer, problem.columns, _length(row, policy))
         for text, problem, row in zip(own.texts, own.problems, rows, strict=True)
     ]
     scores = grading.submit(asked)
@@ -175,13 +188,18 @@ def _graded(rows: list[Experience], prompts: Prompts, grading: Grading, policy: 
     ]
 
 
+def _prompt_of(row: Experience, text: str, policy: Policy) -> str:
+    """The prompt as the server's model saw it, where its tokens are known; else as this policy's template writes it."""
+    return text if row.prompt_tokens is None else policy.tokenizer.decode(row.prompt_tokens)
+
+
 def _length(row: Experience, policy: Policy) -> int:
     """Tokens of a completion: those that were sampled, or what the policy's tokenizer makes of its text."""
     if row.completion_tokens is not None:
         return len(row.completion_tokens)
     try:
-        return len(policy.tokenizer.encode(row.completion, add_special_tokens=False))
-    except Exception:  # a vocabulary without an unknown token makes the tokenizer raise a bare Exception
+        return len(encode_after(policy.tokenizer, (), row.completion))
+    except ValueError:
         return len(row.completion)
 
 
@@ -203,11 +221,27 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     else:
         # The run's own config says what the policy is; that of the command, what it is asked.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
+        set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
-        train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens)
+        train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), None, PhaseSeconds())
         params = put_params(params)
     return sampler, in_compute_dtype(sampler.policy.decoder, params, copy=False), version
+
+
+def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str | None]:
+    """The config with the date that its chat template gets, and the name of its rows, which ends with that date.
+
+    The date is that of rows in the store, else today. A config that sets a date or needs none stays without a name.
+    """
+    model, digest = config.model, _name(config, None, 0)
+    if not model.path or model.chat_date or not reads_clock(model.path):
+        return config, None
+    dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
+    chat_date = min(dates, default=date.today().isoformat())
+    return config.model_copy(
+        update={"model": model.model_copy(update={"chat_date": chat_date})}
+    ), f"{digest}-{chat_date}"
 
 
 def _name(config: Config, run: str | None, version: int) -> str:
@@ -216,6 +250,10 @@ def _name(config: Config, run: str | None, version: int) -> str:
     held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
+    if config.model.chat_date is None:
+        del depends_on["model"]["chat_date"]  # names are what they were before there was this key
+    if not config.model.chat_template_kwargs:
+        del depends_on["model"]["chat_template_kwargs"]  # names are what they were before there was this key
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run

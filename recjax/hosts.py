@@ -1,4 +1,4 @@
-"""Several processes that run one program, on one host or on many: how they meet, share out rows, agree, and part."""
+"""Several processes of one program, on one host or on many: how they connect, split work, agree, and stop."""
 
 import contextlib
 import functools
@@ -20,26 +20,26 @@ logger = logging.getLogger(__name__)
 
 T, R = TypeVar("T"), TypeVar("R")
 WORTH_SHARING = 5000  # things; one process has computed fewer before an exchange is compiled
-SIGNAL_SECONDS = 5  # after which a process that waits for the first one looks whether it was sent a signal
-LOST_SECONDS = 60  # after so long without a sign of life a process is taken for lost, and the others end
+SIGNAL_SECONDS = 5  # seconds after which a process that waits for the first process checks for signals
+LOST_SECONDS = 60  # seconds without a heartbeat after which a process counts as lost, and all other processes end
 
 
 def meet(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
-    """Joins the processes of a run; comes before anything else that JAX does.
+    """Joins the processes of a run; must come before any other use of JAX.
 
-    Without arguments JAX asks the environment: a TPU pod's, SLURM's, Open MPI's, or that of a Kubernetes job. Where
-    there is none of these, or with one process, this process is alone.
+    Without arguments JAX reads the environment of a TPU pod, SLURM, Open MPI or a Kubernetes job. Without such an
+    environment, or with one process, this process runs alone.
 
     Args:
         coordinator: host:port of process 0.
-        processes: how many there are.
-        process_id: which of them this is, from 0.
+        processes: number of processes.
+        process_id: number of this process, from 0.
     Raises:
-        ValueError: some of the arguments and not the others, and no environment to say the rest.
+        ValueError: some arguments are missing, and no environment provides them.
     """
     if processes == 1:
         return
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers itself
+    jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace the run's own
     try:
         jax.distributed.initialize(
             coordinator,
@@ -60,10 +60,10 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
 
 @contextlib.contextmanager
 def together(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
-    """What the processes of a command do together: they meet first, and one that loses the others ends at once.
+    """A context for the processes of a command: they connect first, and a process that loses the others ends at once.
 
     Args:
-        (all): as of `meet`.
+        (all): see `meet`.
     """
     meet(coordinator, processes, process_id)
     try:
@@ -75,12 +75,12 @@ def together(coordinator: str | None, processes: int | None, process_id: int | N
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and reports."""
+    """Whether this process writes files and reports."""
     return jax.process_index() == 0
 
 
 def wait_for_all(what: str) -> None:
-    """Returns once every process is here."""
+    """Returns when every process has called it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
@@ -91,19 +91,19 @@ def any_says(yes: bool) -> bool:
 
 
 class LateAnswers:
-    """`any_says`, asked at every step and answered at the next, so that no process waits for what its devices are at.
+    """`any_says` with the answer one step later, so that no process waits for its devices.
 
-    All processes have the same answer at the same step. One that is alone has it at once.
+    All processes get the same answer at the same step. A single process gets it at once.
     """
 
     def __init__(self):
-        """Nobody has asked yet."""
+        """Starts without a question."""
         self._asked: jax.Array | None = None
 
     def any_says(self, yes: bool) -> bool:
         """Whether `yes` was true in any process at the call before this one; every process must call this.
 
-        What is asked stands behind the step's update on the devices, and what is read behind that of the step before.
+        The devices compute the answer after the step's update; the call returns the previous step's answer.
         """
         if jax.process_count() == 1:
             return yes
@@ -112,7 +112,7 @@ class LateAnswers:
 
 
 def _in_any(yes: bool) -> jax.Array:
-    """Whether `yes` is true in any process, on the devices: whoever reads it waits for them."""
+    """Whether `yes` is true in any process, as a device array: reading it waits for the devices."""
     mesh = _in_a_row()
     flags = np.full(jax.local_device_count(), yes, np.int32)
     with jax.set_mesh(mesh):
@@ -130,25 +130,25 @@ def _greatest(numbers: jax.Array) -> jax.Array:
 
 
 def least(number: int) -> int:
-    """The least of all processes' numbers, to about seven digits; all ask."""
+    """The smallest of all processes' numbers, to about seven digits; every process must call it."""
     return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.float32(number)).min())
 
 
 def share(count: int) -> np.ndarray:
-    """Places of this process's share of `count` things; as many on each, so that some may be of two processes."""
+    """Indices of this process's share of `count` items; shares have equal sizes, so they may overlap."""
     size = -(-count // jax.process_count())
     return (jax.process_index() * size + np.arange(size)) % count
 
 
 def gathered(tree: Any, count: int) -> Any:
-    """Arrays with the rows of all processes, from each one's `share` of `count` rows; every process must call it."""
+    """Arrays with the rows of all processes, from each process's `share`; every process must call it."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: x[:count], multihost_utils.process_allgather(tree, tiled=True))
 
 
 def all_of(own: bytes) -> list[bytes]:
-    """What every process gives, in their order; every process must call it."""
+    """The values of all processes, in the processes' order; every process must call it."""
     lengths = multihost_utils.process_allgather(np.int32(len(own)))
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: len(own)] = np.frombuffer(own, np.uint8)
@@ -157,12 +157,12 @@ def all_of(own: bytes) -> list[bytes]:
 
 
 def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[T]) -> list[R]:
-    """`compute(things, 0)`, a result for each thing; of many things each process computes a share, and all call it.
+    """`compute(items, 0)`, one result an item, in shares; every process must call it.
 
     Args:
-        compute: from things that stand together, and the place of the first of them.
+        compute: function of consecutive items and the index of the first one.
     Raises:
-        ValueError: that of any process, in all of them.
+        ValueError: raised in all processes if any process raises it.
     """
     if jax.process_count() == 1 or len(things) < WORTH_SHARING:
         return compute(things, 0)
@@ -179,14 +179,14 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
 
 
 def from_first(act: Callable[[], T]) -> T:
-    """What the first process's `act()` returns, or raises, in every process; every process must call it.
+    """Returns or raises the result of the first process's `act()` in every process; every process must call it.
 
-    It goes over the connections to the coordinator and not over devices, so that nobody waits for what these are at.
+    The result travels over the connections to the coordinator and not over devices, so that no process waits for them.
 
     Args:
-        act: called in the first process alone, for as long as it takes; what it returns can be pickled.
+        act: called only in the first process, with no time limit; its result can be pickled.
     Raises:
-        ValueError: as in the first process, as any other error is there; elsewhere that is a RuntimeError.
+        ValueError: `act` raised it. The first process raises any other error too; other processes raise a RuntimeError.
     """
     if jax.process_count() == 1:
         return act()
@@ -221,7 +221,7 @@ def _waited_for(client: Any, key: str) -> bytes:
 
 
 def end_after(error: Exception) -> None:
-    """Ends a process that has lost the others, at once: an ordinary exit would wait for them."""
+    """Ends a process that has lost the other processes, at once; an ordinary exit would wait for them."""
     print(
         f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another, which ended or"
         " cannot be reached; that process's log says why. The same command for all processes goes on from what is on"

@@ -111,9 +111,10 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
     names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
-    if FLAGS.temperature is None and (FLAGS.top_k, FLAGS.top_p) != (0, 1.0):
-        raise ValueError("--top_k and --top_p are not read without --temperature; give it, or remove them")
-    sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+    cuts = (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
+    if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
+        raise ValueError("--top_k, --top_p and --min_p are not read without --temperature; give it, or remove them")
+    sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
     groups = Counter(row.group_id for row in found.rows)
     pending = sum(row.reward is None for row in found.rows)
@@ -133,7 +134,12 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
-    flags.DEFINE_multi_string("input", None, "File to import: .jsonl, .csv or .parquet.", required=True)
+    flags.DEFINE_multi_string(
+        "input",
+        None,
+        "File to import: .csv, .parquet, .jsonl, .ndjson, .json, or .gz of the last three.",
+        required=True,
+    )
     flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
     flags.DEFINE_string("source", None, "Name of these rows; default: each file's name without its ending.")
     for field, default in Columns._field_defaults.items():
@@ -142,4 +148,5 @@ if __name__ == "__main__":
     flags.DEFINE_float("temperature", None, "Temperature that the completions were sampled with.", lower_bound=0)
     flags.DEFINE_integer("top_k", 0, "top_k that they were sampled with; 0: all tokens.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "top_p that they were sampled with; 1: all tokens.", lower_bound=0, upper_bound=1)
+    flags.DEFINE_float("min_p", 0.0, "min_p that they were sampled with; 0: all tokens.", lower_bound=0, upper_bound=1)
     app.run(main)

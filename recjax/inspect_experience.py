@@ -13,7 +13,7 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Column, Table
 
-from recjax.console import command
+from recjax.console import command, plain_console
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience, read
@@ -71,9 +71,9 @@ def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Con
     for row in samples:
         asked = row.prompt if row.messages is None else " / ".join(turn["content"] for turn in row.messages)
         reward = "pending" if row.reward is None else f"{row.reward:g}"
-        console.print(f"{row.source} · {row.id} · reward {reward}", style="bold", markup=False, highlight=False)
+        console.print(f"{row.source} · {row.id} · reward {reward}", style="bold", highlight=False)
         for text in (asked, row.completion):
-            console.print(f"  {text[:400]!r}{'…' if len(text) > 400 else ''}", markup=False, highlight=False)
+            console.print(f"  {text[:400]!r}{'…' if len(text) > 400 else ''}", highlight=False)
 
 
 @command
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     rows = read(argv[1])
-    show(rows, sampled(rows, FLAGS.samples, FLAGS.seed), Console())
+    show(rows, sampled(rows, FLAGS.samples, FLAGS.seed), plain_console())
     if FLAGS.figure:
         draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
         print(f"figure: {FLAGS.figure}")

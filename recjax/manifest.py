@@ -1,7 +1,7 @@
-"""A folder's manifest: size and checksum of every file in it, written last, by which damage is noticed.
+"""A folder's manifest: size and checksum of every file, written last, to detect damage.
 
-The checksum is XXH3 of 128 bits: it notices damage and is as fast as memory. It does not stop whoever means harm, who
-would write a new manifest as well.
+The checksum is 128-bit XXH3: it detects damage and is as fast as memory. It does not protect against an attacker, who
+could write a new manifest as well.
 """
 
 import json
@@ -15,7 +15,7 @@ import xxhash
 from recjax.whole_files import write_whole
 
 NAME = "manifest.json"
-_BLOCK = 2**20  # bytes read at one time
+_BLOCK = 2**20  # bytes read at a time
 _THREADS = 8
 
 
@@ -35,7 +35,7 @@ def size_and_digest(path: Path) -> list[Any]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the manifest of all files under a folder, which are all there by now.
+    """Writes the manifest of all files under a folder; call it after all files are written.
 
     Raises:
         ValueError: it cannot be written.
@@ -47,10 +47,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Compares all files of a folder with its manifest; files that it does not list are not looked at.
+    """Compares all files of a folder with its manifest; ignores files that the manifest does not list.
 
     Raises:
-        ValueError: the manifest is missing or damaged, or a file is; with the file and what is wrong with it.
+        ValueError: the manifest or a file is missing or damaged; the message names the file and the problem.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not there")
@@ -71,7 +71,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file that holds the checksum of its own content."""
+    """Writes a JSON file that contains the checksum of its own content."""
     write_whole(path, json.dumps({"content": content, "checksum": _own(content)}, indent=1) + "\n")
 
 

@@ -1,17 +1,16 @@
-"""Prints every preset: method, coefficient on ∇log π, what it changes in REINFORCE; draws the coefficients.
+"""Prints every preset: method, coefficient on ∇log π, what it changes in REINFORCE; draws the coefficients if asked.
 
-python -m recjax.objectives [--output figures]
+python -m recjax.objectives [--figure] [--output figures]
 """
 
 from pathlib import Path
 
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 
 from recjax.algorithms.catalogue import PAPER, changes_of
 from recjax.algorithms.field import FIELD
-from recjax.console import command
+from recjax.console import command, plain_console
 from recjax.plots.objectives import draw_coefficients
 from recjax.plots.style import save
 
@@ -20,20 +19,22 @@ FLAGS = flags.FLAGS
 
 @command
 def main(argv: list[str]) -> None:
-    """Prints and draws."""
+    """Prints, and draws where a figure is wanted."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; this command takes --output")
+        raise ValueError(f"{argv[1]!r} is not understood; this command takes --figure and --output")
     table = Table("preset", "method", "coefficient on ∇log π(y_t)", "changes in REINFORCE", title="objectives")
     for name, preset in {**PAPER, **FIELD}.items():
         paper = f"{preset.title} {preset.paper}".strip()
         table.add_row(name, paper, preset.coefficient, changes_of(preset))
-    Console().print(table)
-    figure = Path(FLAGS.output) / "objectives.png"
-    save(draw_coefficients(), figure)
-    print(f"figure: {figure}")
+    plain_console().print(table)
+    if FLAGS.figure or FLAGS["output"].present:
+        figure = Path(FLAGS.output) / "objectives.png"
+        save(draw_coefficients(), figure)
+        print(f"figure: {figure}")
 
 
 if __name__ == "__main__":
     # Not at the top: flags are global, and whoever imports this module has their own.
-    flags.DEFINE_string("output", "figures", "Folder of objectives.png.")
+    flags.DEFINE_bool("figure", False, "Also draw the coefficients, as objectives.png.")
+    flags.DEFINE_string("output", "figures", "Folder of objectives.png; naming it asks for the figure.")
     app.run(main)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pandas as pd
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 
 from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
 from recjax.analysis.compare import final
-from recjax.console import command
+from recjax.console import command, plain_console
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save
+from recjax.whole_files import writing
 
 FLAGS = flags.FLAGS
 
@@ -58,7 +58,8 @@ def main(argv: list[str]) -> None:
     if not metrics:
         raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have none of these yet")
     if FLAGS.table:
-        table.to_parquet(FLAGS.table, index=False, compression="zstd")
+        with writing(FLAGS.table):
+            table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     output = Path(FLAGS.output) / "curves.png"
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> None:
     for settings, values in finals.groupby(axes, sort=False):
         spread = f" ({values.min():.3f}–{values.max():.3f})" if len(values) > 1 else ""
         shown.add_row(*settings, str(len(values)), f"{values.mean():.3f}{spread}")
-    Console().print(shown)
+    plain_console().print(shown)
     print(f"figure: {output}")
 
 

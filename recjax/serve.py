@@ -191,7 +191,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("queue", 256, "Completions that wait for a slot; more are refused.", lower_bound=0)
     flags.DEFINE_integer("max_context_tokens", 2048, "Tokens of a prompt and its completion.", lower_bound=2)
     flags.DEFINE_integer("max_completion_tokens", 1024, "Tokens of a completion.", lower_bound=1)
-    flags.DEFINE_integer("distributions", 16, "Of temperature, top_k and top_p that programs are compiled for.", 1)
+    flags.DEFINE_integer(
+        "distributions", 16, "Of temperature, top_k, top_p and min_p that programs are compiled for.", 1
+    )
     flags.DEFINE_integer("max_body_bytes", 2**20, "Bytes of a request's body.", lower_bound=1)
     flags.DEFINE_float("client_seconds", 60, "For a client to send its body, and to take each piece.", lower_bound=0.1)
     flags.DEFINE_integer("max_sessions", 1024, "Sessions under way.", lower_bound=1)

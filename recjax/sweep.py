@@ -29,7 +29,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
 from recjax.console import command, progress_bar
 from recjax.training.run_folder import is_finished
 
@@ -53,7 +53,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     failed, alive, stopping = {}, set(), threading.Event()
 
     def start(run: SweepRun) -> None:
-        log = Path(run.config.output).parent / "logs" / f"{run.name}.log"
+        log = Path(run.config.output).parent / LOGS / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "recjax.train", "--config", str(base), *run.overrides]
         with log.open("w") as file:
@@ -84,6 +84,10 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     return failed
 
 
+def _stop(number: int, _: object) -> None:
+    sys.exit(f"stopped by {signal.Signals(number).name}; the same command goes on")
+
+
 @command
 def main(argv: list[str]) -> None:
     """Reads the file, runs what is not finished, says what failed."""
@@ -97,7 +101,9 @@ def main(argv: list[str]) -> None:
             print(f"{run.config.output}  {' '.join(run.overrides[:-1])}")
         return
     # As Ctrl-C does, so that the runs under way end with the sweep.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; the same command goes on"))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")

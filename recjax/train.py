@@ -4,9 +4,9 @@
 
 Several processes, on one host or on many, train together if each gets the same command; see docs/devices.md.
 
-Overrides are dotted keys of the config with YAML values, such as optimizer.learning_rate=1e-6 or
-regime.sync_interval=20. The same command goes on with a run that was stopped. On SIGTERM and on Ctrl-C a run finishes
-its step, writes a checkpoint and ends with status 143 or 130. --verbosity=0 also shows what libraries log.
+Overrides are dotted keys of the config with their values, such as optimizer.learning_rate=1e-6 or
+regime.sync_interval=20. The same command goes on with a run that was stopped. On SIGTERM, SIGHUP and Ctrl-C a run
+finishes its step, writes a checkpoint and ends with status 143, 129 or 130. --verbosity=0 shows what libraries log.
 """
 
 import json
@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 
 from absl import app, flags
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from recjax.config import load_config
 from recjax.config.help import as_text
-from recjax.console import command, define_process_flags
+from recjax.console import command, define_process_flags, plain_console
 from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of
 
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
 
 def show_result(output: Path, summary: dict) -> None:
     """Prints accuracies before and after, costs, and a few completions of the same problems before and after."""
-    console = Console()
+    console = plain_console()
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
     try:

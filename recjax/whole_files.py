@@ -1,10 +1,12 @@
 """Files that appear whole or not at all, and what is said where one cannot be written."""
 
 import contextlib
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
@@ -47,6 +49,27 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Standard JSON, which has no NaN and no infinity: null stands for both.
+
+    Args:
+        options: of `json.dumps`.
+
+    Examples:
+        >>> json_text({"reward": float("nan"), "ratios": [1.0, float("inf")]})
+        '{"reward": null, "ratios": [1.0, null]}'
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: finite(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

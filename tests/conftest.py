@@ -1,6 +1,7 @@
 """Four virtual CPU devices, and shape and type checking of the package, for every test; the GPU for `-m gpu`.
 
-Nothing is compiled twice: all processes of a session, and those that tests start, share what they compile.
+Nothing is compiled twice: all processes of a session, and those that tests start, share what they compile. Several
+sessions share it in the folder that $RECJAX_TEST_PROGRAMS names.
 """
 
 import gc
@@ -13,7 +14,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="recjax-compiled-", ignore_cleanup_errors=True)  # gone at exit
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("RECJAX_TEST_PROGRAMS", compiled.name)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     # Tests compile for longer than they compute.

@@ -1,5 +1,6 @@
 """The config: what it takes, what it refuses, and what the refusals say."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -102,10 +103,51 @@ def test_overrides_reach_their_keys_with_their_types():
     assert (config.seed, config.regime.sync_interval, config.rollout.stop) == (3, 7, ["\n"])
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("output", "run #3", "run #3"),
+        ("output", "008", "008"),
+        ("model.path", "no", "no"),
+        ("task.reward", "mine:score", "mine:score"),
+        ("tracking.wandb.notes", "one # two\nthree", {"notes": "one # two\nthree"}),
+        ("rollout.stop", "['#', \"\n\"]", ["#", "\n"]),
+        ("rollout.stop", "[no, 010]", ["no", "010"]),
+        ("seed", "008", 8),
+        ("seed", "010", 10),
+        ("seed", "1_000", 1000),
+        ("optimizer.clip_norm", "00.5", 0.5),
+        ("training.profile_steps", "[03, 010]", [3, 10]),
+        ("task.reward_weights", "{length: 01.5}", {"length": 1.5}),
+        ("evaluation.initial_kl", "yes", True),
+    ],
+)
+def test_no_text_of_an_override_is_lost_and_digits_are_decimal(key, text, value, tmp_path):
+    others = ["model.decoder=null"] if key == "model.path" else []
+    config = load(*others, f"{key}={text}")
+    assert functools.reduce(getattr, key.removesuffix(".notes").split("."), config) == value
+    stored = tmp_path / "config.yaml"
+    stored.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(stored) == config
+
+
+def test_a_system_prompt_of_several_lines_is_taken_whole():
+    prompt = "You are a solver.\nRules: think first. # then answer"
+    assert load("task=gsm8k", f"task.system_prompt={prompt}").task.system_prompt == prompt
+
+
+def test_numbers_of_a_file_are_decimal_and_its_texts_are_texts(tmp_path):
+    path = tmp_path / "own.yaml"
+    content = (ROOT / QUICKSTART).read_text().replace("seed: 0", "seed: 010")
+    path.write_text(content + "\ntracking: {wandb: {name: 2024_01, group: on}}\n")
+    config = load_config(path)
+    assert config.seed == 10 and config.tracking.wandb == {"name": "2024_01", "group": "on"}
+
+
 def test_derived_values_are_those_of_their_keys():
-    config = load("rollout={temperature: 0.7, top_k: 6, top_p: 0.9}", "evaluation={temperature: 0.5, top_k: 3}")
-    assert tuple(config.rollout.sampling()) == (0.7, 6, 0.9)
-    assert tuple(config.evaluation.sampling()) == (0.5, 3, 1.0)
+    config = load("rollout={temperature: 0.7, top_k: 6, top_p: 0.9, min_p: 0.1}", "evaluation={top_k: 3, min_p: 0.2}")
+    assert tuple(config.rollout.sampling()) == (0.7, 6, 0.9, 0.1)
+    assert tuple(config.evaluation.sampling()) == (1.0, 3, 1.0, 0.2)
     split = load("training.micro_batch_prompts=4")
     assert split.micro_batches(100) == split.micro_batches(10**6, 2) == 4
     assert load("optimizer.clip_norm=.inf").optimizer.clip_norm == float("inf")
@@ -151,6 +193,8 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("rollout.temperature=0", ["rollout.temperature", "0.01 or more", "at most 100"]),
         ("rollout.slots=0", ["rollout.slots = 0", "1 or more"]),
         ("rollout.top_p=1.5", ["rollout.top_p = 1.5", "at most 1"]),
+        ("rollout.min_p=1.5", ["rollout.min_p = 1.5", "at most 1"]),
+        ("evaluation.min_p=-0.1", ["evaluation.min_p = -0.1", "0 or more"]),
         ("model.path=some/folder", ["model.path", "model.decoder", "exactly one"]),
         ("model.decoder=null", ["model.path", "found none"]),
         ("task.file.train=a.jsonl", ["task.arithmetic", "task.file", "exactly one"]),
@@ -166,7 +210,7 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("training.profile_steps=[3]", ["training.profile_steps = [3]", "takes [first, last]"]),
         ("training.profile_steps=3", ["training.profile_steps", "3", "list"]),
         ("training.profile_steps=[[1], [2]]", ["training.profile_steps = [[1], [2]]", "a list of integers"]),
-        ("training.profile_steps=[a, b]", ["training.profile_steps", "'a'", "integers"]),
+        ("training.profile_steps=[a, b]", ["training.profile_steps", "'a'", "int", "decimal"]),
         ("model.attention=flash", ["model.attention = 'flash'", "auto, plain, cudnn, splash"]),
         ("model.remat=true", ["model.remat = True", "none, dots, full"]),
         ("model.decoder.num_heads=3", ["model.decoder.hidden_size = 64", "num_heads = 3"]),
@@ -177,7 +221,16 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("training.steps=2.5", ["training.steps", "2.5", "int"]),
         ("rollout.stop=5", ["rollout.stop", "5", "list"]),
         ("rollout.stop=[1]", ["rollout.stop", "1", "texts", "quotes"]),
-        ("model.path=no", ["model.path", "False", "takes text", "quotes"]),
+        ("task={system_prompt: 5}", ["task.system_prompt", "5", "takes text", "quotes"]),
+        ("seed=0x1f", ["seed = '0x1f'", "int", "decimal digits"]),
+        ("task.reward_weights={length: 1_0}", ["task.reward_weights.length = '1_0'", "float", "decimal digits"]),
+        ("seed=0o17", ["seed = '0o17'", "decimal digits"]),
+        ("seed=1:30", ["seed = '1:30'", "decimal digits"]),
+        ("seed=yes", ["seed = 'yes'", "decimal digits"]),
+        ("seed=3 # of five", ["seed = '3 # of five'", "decimal digits"]),
+        ("optimizer.learning_rate=1:30.5", ["optimizer.learning_rate = '1:30.5'", "float", "decimal digits"]),
+        ("rollout.stop=[a] # note", ["rollout.stop=[a] # note", "comment"]),
+        ("output=???", ["output", "???", "write the value itself"]),
         ("output=${seed}", ["output", "${seed}", "not replaced", "\\${"]),
         ("algorithm.clip.name=${seed}", ["algorithm.clip.name", "${seed}", "not replaced"]),
         ("seed=4294967296", ["seed = 4294967296", "at most 4294967295"]),
@@ -191,6 +244,13 @@ def test_later_overrides_win_and_one_option_leaves_its_block_alone():
         ("model.lora={alpha: 0}", ["model.lora.alpha = 0", "above 0"]),
         ("model.freeze=['(']", ["model.freeze = '('", "not a regular expression"]),
         ("rollout.group_size=1", ["rollout.group_size = 1", "group_mean is always 0", "raw_reward"]),
+        (
+            "model.chat_template_kwargs={enable_thinking: false}",
+            ["model.chat_template_kwargs", "model.decoder", "remove"],
+        ),
+        ("model.chat_template_kwargs={tools: []}", ["model.chat_template_kwargs", "column or field `tools`"]),
+        ("model.chat_template_kwargs={tokenize: true}", ["model.chat_template_kwargs", "tokenize is set by recjax"]),
+        ("model.chat_template_kwargs={enable-thinking: true}", ["model.chat_template_kwargs", "variables", "by name"]),
         ("model.dtype=float16", ["'float16'", "bfloat16"]),
         ("task.reward=number_match", ["'number_match'", "module:function", "reasoning_gym"]),
         ("task=gms8k", ["override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"]),
@@ -252,6 +312,8 @@ def test_the_tasks_own_reward_stands_where_none_is_named():
 def test_greedy_evaluation_refuses_cuts_that_nothing_would_read():
     with pytest.raises(ValueError, match=r"evaluation.top_p = 0.9: does not apply"):
         load("evaluation.temperature=0", "evaluation.top_p=0.9")
+    with pytest.raises(ValueError, match=r"evaluation.min_p = 0.1: is not read"):
+        load("evaluation.temperature=0", "evaluation.min_p=0.1")
 
 
 def test_file_errors_name_the_file(tmp_path):

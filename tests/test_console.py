@@ -1,8 +1,11 @@
 """What a command prints: its own lines, a bar or lines of progress, and libraries' messages only when asked for."""
 
+import errno
 import io
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +53,108 @@ def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path
     accuracy = next(index for index, line in enumerate(lines) if line.startswith("step 3: held-out accuracy "))
     assert 0 < accuracy < lines.index(last) < table
     assert not [line for line in lines if "speaks" in line or ".py:" in line] and len(lines) < 25, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--verbosity=0"]])
+def test_a_run_whose_log_nobody_reads_any_more_trains_to_its_end(tmp_path, arguments):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    command = [sys.executable, "-m", "recjax.train", "--config", "tiny.yaml", "output=run [/x]", "training.steps=4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([*command, *arguments], cwd=tmp_path, env=environment, **pipes) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=300) == 0
+    assert json.loads((tmp_path / "run [/x]" / "summary.json").read_text())["steps"] == 4
+
+
+PRINTS = """
+import logging, sys, threading
+import absl.logging
+from absl import app, flags
+from rich.table import Table
+from tqdm import tqdm
+from recjax import console
+
+@console.command
+def main(argv):
+    sys.stdin.readline()
+    for _ in range(3):
+        print("a" * 10000)
+        logging.getLogger("recjax").warning("b")
+        absl.logging.error("c")
+        print("d", file=sys.stderr, flush=True)
+        table = Table("e")
+        table.add_row("f" * 1000)
+        console.plain_console().print(table)
+        console.plain_console(stderr=True).print(table)
+        with console.progress_bar("g", 2, unit="step") as bar, tqdm(total=2) as other:
+            bar.write("h")
+            bar.update()
+            other.update()
+    open("done", "w").close()
+
+app.run(main)
+"""
+
+
+@pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdout", "stderr"]])
+def test_nothing_that_prints_ends_a_command_whose_reader_has_gone(tmp_path, closed):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stdin": subprocess.PIPE, "text": True}
+    pipes = {name: subprocess.PIPE if name in closed else subprocess.DEVNULL for name in ("stdout", "stderr")}
+    with subprocess.Popen([sys.executable, "prints.py"], **options, **pipes) as process:
+        for name in closed:
+            getattr(process, name).close()
+        process.stdin.write("go\n")
+        process.stdin.close()
+        assert process.wait(timeout=120) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_streams_that_were_closed_at_the_start_end_nothing(tmp_path):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    line = f"{sys.executable} prints.py </dev/null >&- 2>&-"
+    done = subprocess.run(line, shell=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_a_full_disk_is_not_taken_for_a_reader_that_has_gone(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    console.outlast_readers()
+    with pytest.raises(OSError, match="No space left"):
+        print("x")
+
+
+def test_files_that_cannot_be_used_are_errors_of_one_line(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "x", tmp_path / "none" / "x", tmp_path):
+
+        def main(argv, path=path):
+            path.write_text("x")
+
+        with pytest.raises(SystemExit) as ended:
+            console.command(main)([])
+        assert re.match(f"error: {path}: .*; name another place", ended.value.code)
+        logging.disable(logging.NOTSET)
+
+
+def test_no_table_reads_markup_in_what_it_shows(capsys):
+    from rich.table import Table
+
+    text = "runs/[/x] [red]a[/red] :smile:"
+    table = Table(text, title=text)
+    table.add_row(text)
+    console.plain_console(width=200).print(table)
+    console.plain_console(width=200).print(text)
+    assert capsys.readouterr().out.count(text) == 4
+    direct = [path for path in ROOT.glob("recjax/**/*.py") if re.search(r"(?<!\w)Console\(", path.read_text())]
+    assert [path.name for path in direct] == ["console.py"]
 
 
 @pytest.mark.slow

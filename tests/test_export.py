@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
+from recjax import serve
 from recjax.config import load_config
 from recjax.export import export, push
 from recjax.hub.model_card import model_card
@@ -18,7 +19,7 @@ from recjax.models.trainable import combine, flatten, split
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.training import checkpoint
 from recjax.training.run import prepare
-from recjax.training.trained import run_params
+from recjax.training.trained import run_config, run_params
 from recjax.training.update import TrainState, make_optimizer
 from tests.hub.test_families import forward
 from tests.training.tiny_run import TINY, train
@@ -122,6 +123,38 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
         ValueError, match="config.yaml is not that of the run's checkpoints .*task.arithmetic.template.*put it back"
     ):
         run_params(run, changed)
+
+
+@pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.parametrize("trained", ["model.lora={rank: 2, alpha: 8}", "model.freeze=[embedding]"])
+def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished, trained, tmp_path, monkeypatch):
+    export(str(finished[0]), None, str(tmp_path / "base"), None, "float32")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "passing_reward.py").write_text(
+        "def score(prompts, completions, answers): return [float(i % 2) for i in range(len(prompts))]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    model = ["model.decoder=null", f"model.path={tmp_path / 'base'}", trained, f"output={tmp_path / 'run'}"]
+    task = ["task.arithmetic=null", f"task.file.train={tmp_path / 'rows.jsonl'}", "task.reward=passing_reward:score"]
+    train(load_config(tmp_path / "tiny.yaml", [*SHORT, *model, *task, "training.steps=1", "evaluation.problems=4"]))
+    export(str(tmp_path / "run"), None, str(tmp_path / "before"), None, "float32")
+
+    for name in ("rows.jsonl", "passing_reward.py"):
+        (tmp_path / name).unlink()
+    monkeypatch.delitem(sys.modules, "passing_reward", raising=False)
+    export(str(tmp_path / "run"), None, str(tmp_path / "after"), None, "float32")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after")]
+    assert weights[0] == weights[1]
+    assert serve.load(str(tmp_path / "run"), None, None, None).weights.version == 1
+    assert serve.load(None, None, None, str(tmp_path / "run")).weights.version == 1
+
+
+@pytest.mark.parametrize("finished", TRAINED, indirect=True)
+def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
+    run_params(finished[0], run_config(finished[0]))
 
 
 @pytest.mark.parametrize("finished", ["all"], indirect=True)

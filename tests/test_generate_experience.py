@@ -22,7 +22,7 @@ from recjax.training.trained import run_params
 from tests.experience.rows import same
 from tests.training.tiny_run import TINY, train
 
-SETTINGS = ["rollout.temperature=0.7", "rollout.top_k=6"]
+SETTINGS = ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.min_p=0.05"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_rows_say_what_was_drawn(tiny, generated):
         assert row.reward == np.float32(sum(character.isdigit() for character in row.completion) / 3)
         ended = row.completion_tokens[-1] in prepared.policy.stop_ids
         assert ended != row.truncated
-        assert (row.temperature, row.top_k, row.top_p, row.policy_version) == (0.7, 6, 1.0, 0)
+        assert (*row.sampling, row.policy_version) == (0.7, 6, 1.0, 0.05, 0)
     assert {row.prompt for row in generated[:16]} != {row.prompt for row in generated[16:32]}
 
 
@@ -71,7 +71,7 @@ def recomputed(policy, params, row, sampling):
 def test_recorded_log_probs_are_those_of_the_policy(tiny, generated):
     prepared, params = tiny[2:]
     for row in generated[:3]:
-        logprobs = recomputed(prepared.policy, params, row, Sampling(0.7, 6))
+        logprobs = recomputed(prepared.policy, params, row, Sampling(0.7, 6, min_p=0.05))
         np.testing.assert_allclose(logprobs, row.behaviour_logprobs, atol=1e-5)
 
 

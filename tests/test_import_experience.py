@@ -1,6 +1,7 @@
 """Imported experience: every format says the same, and a bad row is refused before anything is written."""
 
 import csv
+import gzip
 import json
 import subprocess
 import sys
@@ -11,9 +12,13 @@ import pytest
 
 from recjax.experience import store
 from recjax.experience.foreign import Columns, imported
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.hub.chat_rendering import set_template_kwargs
+from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.import_experience import import_files
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 
 USER = {"role": "user", "content": "2+2?"}
@@ -112,12 +117,12 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
     row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [3, 0], "logprobs": [-0.5, -0.25]}
     files, columns = [write(tmp_path / "a.jsonl", [row])], Columns()
-    import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7))
+    import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7, min_p=0.2))
     (stored,) = store.read(tmp_path / "s")
     assert stored.completion_tokens.tolist() == [3, 0] and stored.completion_mask.all()
     assert stored.behaviour_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
     assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
-    assert (stored.temperature, stored.top_k, stored.top_p) == (0.7, 0, 1.0)
+    assert stored.sampling == Sampling(0.7, 0, 1.0, 0.2)
     with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
         import_files(files, tmp_path / "t", columns)
     with pytest.raises(ValueError, match="line 1: logprobs: .*give its --temperature"):
@@ -183,6 +188,13 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
         ("a.csv", "prompt,completion\na,b,c\n", "line 2: more or fewer cells than the 2 columns"),
         ("a.csv", "prompt,completion,reward\na,b\n", "line 2: more or fewer cells"),
         ("a.csv", "prompt,completion,reward\na,b,high\n", "line 2: reward: 'high' is neither"),
+        ("a.csv", "prompt,completion,prompt\na,b,c\n", "a.csv: line 1: the column 'prompt' is given twice"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "completion": "b", "completion": "c"}',
+            "line 1: the key 'completion' is given twice",
+        ),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "answer": NaN}', "line 1: answer: nan: takes text or a number"),
         ("a.csv", 'prompt,completion\na,"b\n', "a.csv: line 1: unexpected end"),
     ],
 )
@@ -192,6 +204,58 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
         imported([tmp_path / name], Columns(), TIME)
     with pytest.raises(ValueError, match="no such file"):
         imported([tmp_path / "none.jsonl"], Columns(), TIME)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [
+        {"messages": messages, "tools": None, "chat_template_kwargs": None},
+        {"messages": messages, "tools": json.dumps(TOOLS), "chat_template_kwargs": None},
+        {"messages": messages, "tools": None, "chat_template_kwargs": json.dumps({"brief": True})},
+        {"messages": messages, "tools": json.dumps(TOOLS), "chat_template_kwargs": None},
+    ]
+    if ending == "csv":
+        rows = [row | {"messages": json.dumps(messages)} for row in rows]
+    if ending == "jsonl":
+        rows[1]["tools"], rows[2]["chat_template_kwargs"] = TOOLS, {"brief": True}
+    found = imported([write(tmp_path / f"a.{ending}", rows)], Columns(), TIME)
+    assert len({row.group_id for row in found.rows}) == 3 and not found.left_aside
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    )
+    policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (0,))
+    store.append(tmp_path / "s", found.rows)
+    texts = [tokenizer.decode(row.prompt_tokens) for row in tokenised(store.read(tmp_path / "s"), policy)]
+    assert texts == ["hi:", "add hi:", "brief hi:", "add hi:"]
+    set_template_kwargs(tokenizer, {"brief": True})
+    assert tokenizer.decode(tokenised(found.rows, policy)[1].prompt_tokens) == "add brief hi:"
+
+
+@pytest.mark.parametrize("size", [131_073, 3_000_000])
+def test_a_cell_may_be_long(tmp_path, size):
+    (tmp_path / "a.csv").write_text(f"prompt,completion\na,{'b' * size}\n")
+    assert len(imported([tmp_path / "a.csv"], Columns(), TIME).rows[0].completion) == size
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.jsonl.gz", "a.JSONL"])
+def test_json_lines_may_have_other_names(tmp_path, name):
+    content = "".join(json.dumps(row) + "\n" for row in PLAIN).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    rows = imported([tmp_path / name], Columns(), TIME).rows
+    assert [row.completion for row in rows] == [row["completion"] for row in PLAIN]
+    assert {row.source for row in rows} == {"a"}
+
+
+@pytest.mark.parametrize(("answer", "text"), [(1e-7, "0.0000001"), (72.0, "72"), (72, "72"), ("72.0", "72.0")])
+def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "answer": answer}])
+    assert imported([path], Columns(), TIME).rows[0].answer == text
 
 
 def test_a_column_that_is_named_must_be_there(tmp_path):

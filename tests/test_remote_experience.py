@@ -85,7 +85,11 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
     assert len(rows) == 18 and {row.source for row in rows} == {"sums"} and len({row.group_id for row in rows}) == 9
     assert all(row.completion == row.answer and row.reward > 0 and row.completion_tokens is None for row in rows)
     assert all(len(row.completion_tokens) for row in tokenised(rows, policy_of(config)))
-    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 for body in asked)
+    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 and "min_p" not in body for body in asked)
+    cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"min_p": 0.2})})
+    with fake(answer) as url:
+        assert generate_remotely(cut, tmp_path / "cut", 1, Address(url, "sums", concurrency=2), None) == 1
+    assert asked[-1]["min_p"] == 0.2
 
 
 def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_path):
@@ -128,6 +132,99 @@ def test_chats_are_asked_as_chats(config):
         assert engine.answers([hello], 7) == [[remote.Answer("hello", truncated=True)] * 2]
     ((path, body),) = asked
     assert path == "/v1/chat/completions" and body["messages"] == hello and body["seed"] == 7 and body["logprobs"]
+
+
+ENDS = ("abort", "content_filter", "error", "tool_calls")
+WRONG = [(kind, {"finish_reason": end}, f"finish_reason {end}") for kind in ("chat", "text") for end in ENDS]
+WRONG += [(kind, {"finish_reason": None}, "no finish_reason") for kind in ("chat", "text")]
+WRONG += [
+    ("text", {"text": None}, "no text"),
+    ("chat", {"message": {"content": None}}, "no text"),
+    ("chat", {"message": {"content": None, "refusal": "I cannot do that."}}, "refusal"),
+    ("chat", {"message": {"content": "No.", "refusal": "No."}}, "refusal"),
+    ("chat", {"message": {"content": None, "reasoning_content": "Hm."}}, "reasoning alone"),
+    ("chat", {"message": {"content": "", "reasoning": "Hm."}, "finish_reason": "length"}, "reasoning alone"),
+]
+
+
+def choice_of(body, changes, text="12"):
+    """A choice of a chat, or of a text, with changes to it."""
+    said = {"message": {"content": text}} if "messages" in body else {"text": text}
+    return {"finish_reason": "stop"} | said | changes
+
+
+@pytest.mark.parametrize(("kind", "changes", "reason"), WRONG)
+def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, caplog, kind, changes, reason):
+    seeds = []
+
+    def answer(path, body):
+        seeds.append(body["seed"])
+        is_wrong = "never" in json.dumps(body) or len(seeds) == 1
+        return 200, {"choices": [choice_of(body, changes if is_wrong else {}), choice_of(body, {})][: body["n"]]}
+
+    prompts = ["hi", "never"]
+    prompts = [[{"role": "user", "content": prompt}] for prompt in prompts] if kind == "chat" else prompts
+    with fake(answer) as url:
+        address = Address(url, retries=2, concurrency=1)
+        with remote.RemoteEngine(address, policy_of(config), config.rollout) as engine:
+            once, never = engine.answers(prompts, 7)
+            assert once == [remote.Answer("12", truncated=False)] * 2 and never == [remote.Answer("12", False)]
+            assert engine.left_out == {reason: 4} and engine.missing == 1
+    assert seeds == [7, 9, 8, 10, 11], "another seed each time"
+    assert f"4 replies were no completions of the policy and were asked for again ({reason} 4); 1 are" in caplog.text
+
+
+@pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("eos_token", False), ("length", True)])
+def test_a_completion_that_has_ended_is_taken_and_may_be_empty(config, reason, truncated):
+    changes = {"message": {"content": "", "refusal": None, "reasoning_content": None}, "finish_reason": reason}
+    with (
+        fake(lambda path, body: (200, {"choices": [choice_of(body, changes)] * body["n"]})) as url,
+        remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine,
+    ):
+        assert engine.answers([[{"role": "user", "content": "hi"}]], 7) == [[remote.Answer("", truncated)] * 2]
+        assert not engine.left_out and not engine.missing
+
+
+def test_groups_have_the_answers_that_there_are(config, tmp_path):
+    def answer(path, body):
+        asked.append(body["prompt"])
+        if body["prompt"] == asked[0]:  # of which there are none, as Azure says it
+            return 400, {"error": {"code": "content_filter", "message": "the prompt is filtered"}}
+        text = str(eval(body["prompt"].rstrip("=")))
+        # The first one of some prompts never comes.
+        wrong = {"finish_reason": "abort"} if sum(map(ord, body["prompt"])) % 2 else {}
+        return 200, {"choices": [choice_of(body, wrong, text), choice_of(body, {}, text)][: body["n"]]}
+
+    asked = []
+    with fake(answer) as url:
+        generate_remotely(config, tmp_path, 2, Address(url, "sums", concurrency=1, retries=1), None)
+    rows = store.read(tmp_path)
+    sizes = {row.group_id: sum(one.group_id == row.group_id for one in rows) for row in rows}
+    assert {*sizes.values()} == {1, 2} and asked[0] not in {row.prompt for row in rows}
+    assert all(row.completion == row.answer and row.reward > 0 and not row.truncated for row in rows)
+
+
+def test_a_batch_without_any_completion_is_none(config, tmp_path):
+    with fake(lambda path, body: (200, {"choices": [choice_of(body, {"finish_reason": "abort"})]})) as url:
+        generate_remotely(config, tmp_path / "store", 1, Address(url, "sums", retries=0), None)
+    assert not store.part_files(tmp_path / "store")
+
+
+def test_a_server_gets_the_variables_of_each_chats_template(config):
+    asked = []
+
+    def answer(path, body):
+        asked.append(body)
+        return 200, {"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}] * body["n"]}
+
+    chats = [[{"role": "user", "content": text}] for text in "ab"]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    templates = [{}, {"enable_thinking": False, "tools": tools}]
+    with fake(answer) as url, remote.RemoteEngine(Address(url), policy_of(config), config.rollout) as engine:
+        engine.answers(chats, 7, templates)
+    first, second = sorted(asked, key=lambda body: body["seed"])
+    assert not {"tools", "chat_template_kwargs"} & first.keys()
+    assert second["tools"] == tools and second["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatch):

@@ -50,6 +50,36 @@ def test_grids_are_crossed_and_runs_that_two_grids_name_come_once(write, tmp_pat
     assert wide.output == str(tmp_path / "runs" / "wide__1") and wide.training.steps == 3
 
 
+def test_two_settings_of_one_name_are_refused(write):
+    changes = {"a": {"x__y": {}, "x": {}}, "b": {"z": {}, "y__z": {"seed": 1}}}
+    with pytest.raises(ValueError, match="x and y__z, and x__y and z, would both be run x__y__z; rename"):
+        read_sweep(write(settings=changes, grids=[{"a": "all", "b": "all"}]))
+    # One that collides with nothing may have any name.
+    apart = {"a": ["x__y"], "b": ["z"]}
+    assert [run.name for run in read_sweep(write(settings=changes, grids=[apart, apart]))[1]] == ["x__y__z"]
+
+
+def test_padded_seeds_are_seeds_of_their_own(write):
+    path, seeds = write(settings={"seed": {}}, grids=[{"seed": "all"}]), (8, 9, 10)
+    names = ", ".join(f"{seed:03d}: {{seed: {seed:03d}}}" for seed in seeds)
+    path.write_text(path.read_text().replace("seed: {}", f"seed: {{{names}}}"))
+    runs = read_sweep(path)[1]
+    assert [(run.name, run.config.seed) for run in runs] == [("008", 8), ("009", 9), ("010", 10)]
+
+
+@pytest.mark.parametrize("text", ["You are a solver.\nRules: # none", "run #3", "no", "010", "'quoted'", "[a]", "a: b"])
+def test_texts_reach_the_runs_as_they_are(write, text):
+    mapping = {"tracking.wandb": {"notes": text}, "rollout.stop": [text]}
+    changes = {"task": {"arithmetic": {"problems": ["1..9 + 1..9"], "template": text + "{a}{b}"}}, **mapping}
+    (run,) = read_sweep(write(settings={"only": {"one": changes}}, grids=[{"only": "all"}]))[1]
+    assert run.config.task.arithmetic.template == text + "{a}{b}"
+    assert run.config.tracking.wandb == {"notes": text} and run.config.rollout.stop == [text]
+    assert not [override for override in run.overrides if "\n" in override]
+    dotted = {"task.arithmetic.template": text + "{a}{b}", "tracking.wandb.notes": text}
+    (run,) = read_sweep(write(settings={"only": {"one": dotted}}, grids=[{"only": "all"}]))[1]
+    assert run.config.task.arithmetic.template == text + "{a}{b}" and run.config.tracking.wandb == {"notes": text}
+
+
 def test_overrides_are_for_all_runs_and_settings_win(write):
     runs = read_sweep(write(overrides={"training.steps": 7, "seed": 9}))[1]
     assert [(run.config.training.steps, run.config.seed) for run in runs] == [(7, 0), (7, 0), (7, 1)]
@@ -71,6 +101,18 @@ def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
         ({"smoke": {}}, "needs a block 'smoke'"),
         ({"settings": {**FILE["settings"], "seed": {0: {"sed": 0}, 1: {}}}}, "grpo__0: override 'sed=0'.*'seed'"),
         ({"config": "none.yaml"}, "none.yaml.*no such file"),
+        ({"config": 3}, "config = 3: takes text"),
+        ({"settings": [1]}, r"settings = \[1\]: takes keys and values"),
+        (
+            {"settings": {"algorithm": {"grpo": "grpo"}, "seed": {0: {}}}},
+            "algorithm.grpo = 'grpo': takes keys",
+        ),
+        ({"settings": {**FILE["settings"], "seed": {1: {}, "1": {}}}}, "settings.seed: the name '1' stands twice"),
+        ({"overrides": "seed=1"}, "overrides = 'seed=1': takes keys and values"),
+        ({"grids": []}, "grids = .*one grid or more"),
+        ({"grids": [{"algorithm": "grpo", "seed": "all"}]}, "algorithm = 'grpo': a grid takes a list of names, or all"),
+        ({"grids": [3]}, "a grid must name the axes"),
+        ({"settings": {"a": {"logs": {}}}, "grids": [{"a": "all"}]}, "setting logs would be the folder of the logs"),
     ],
 )
 def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message):

@@ -51,6 +51,8 @@ class Algorithm:
         read = {name for axis in axes for name in names_read(axis)}
         if RATIO & read or self.correction is not None:
             read |= {*names_read(self.anchor)}
+        if RATIO & {*names_read(self.mask)}:
+            read.add("behaviour_logprobs")
         if "ratio" in read:
             read |= {*names_read(self.ratio)}
         return any(name in read for name in names)

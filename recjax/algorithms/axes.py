@@ -74,6 +74,7 @@ MASKS = {
     "off_policy_negatives": masks.off_policy_negatives_mask,
     "sequence_band": masks.sequence_band_mask,
     "second_moment": masks.second_moment_mask,
+    "one_side_second_moment": masks.one_side_second_moment_mask,
     "high_entropy": masks.high_entropy_mask,
     "covariance": masks.covariance_mask,
 }

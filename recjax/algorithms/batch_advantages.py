@@ -11,17 +11,24 @@ from recjax.algorithms.groups import group_index, group_minima, group_sizes, gro
 from recjax.algorithms.options import require
 
 
-def _mean_and_deviation(values, weights):
-    """Weighted mean and standard deviation (ddof 0) of all values; of none, 0."""
-    total = jnp.maximum(jnp.sum(weights), 1.0)
-    mean = jnp.sum(weights * values) / total
-    return mean, jnp.sqrt(jnp.sum(weights * jnp.square(values - mean)) / total)
+def _mean_and_deviation(values, weights, ddof=0):
+    """Weighted mean and standard deviation of all values; of none, 0."""
+    total = jnp.sum(weights)
+    mean = jnp.sum(weights * values) / jnp.maximum(total, 1.0)
+    return mean, jnp.sqrt(jnp.sum(weights * jnp.square(values - mean)) / jnp.maximum(total - ddof, 1.0))
 
 
-def _normalized(values, kept, index, epsilon):
-    """Group-centred values over the group's standard deviation (ddof 0)."""
+def _whitened(values, kept, lengths, over, ddof, epsilon):
+    """Values of kept rows with mean 0 and deviation 1 over completions, or over their tokens."""
+    weights = kept.astype(values.dtype) * (lengths if over == "tokens" else 1)
+    mean, deviation = _mean_and_deviation(jnp.where(kept, values, 0.0), weights, ddof)
+    return jnp.where(kept, (values - mean) / (deviation + epsilon), 0.0)
+
+
+def _normalized(values, kept, index, ddof, epsilon):
+    """Group-centred values over the group's standard deviation."""
     centred = deviations(values, index, kept)
-    variance = group_sums(jnp.square(centred), index) / jnp.maximum(group_sizes(index, kept), 1.0)
+    variance = group_sums(jnp.square(centred), index) / jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
     return centred / (jnp.sqrt(variance) + epsilon)
 
 
@@ -47,11 +54,12 @@ def batch_whitened_advantages(
     *,
     baseline: Literal["none", "group"] = "group",
     over: Literal["completions", "tokens"] = "completions",
+    ddof: Literal[0, 1] = 0,
     epsilon: float = 1e-6,
 ) -> Float[Array, " batch"]:
     """Rewards, or rewards over their group's mean, brought to mean 0 and deviation 1 over the batch.
 
-    A_i = (a_i − ā) / (σ_a + ε),  a = r or r − r̄; mean and standard deviation (ddof 0) over all kept rows.
+    A_i = (a_i − ā) / (σ_a + ε),  a = r or r − r̄; mean and standard deviation over all kept rows.
 
     Args:
         rewards: any unit; ignored where not kept.
@@ -60,6 +68,7 @@ def batch_whitened_advantages(
         lengths: in tokens; read with over "tokens" alone.
         baseline: what is taken off a reward first.
         over: what mean and deviation are over; with "tokens" a completion counts as often as it has tokens.
+        ddof: taken off the number that the deviation's mean divides by; 1 in verl's code.
         epsilon: in units of reward, above 0.
     Raises:
         ValueError: epsilon not above 0.
@@ -77,9 +86,7 @@ def batch_whitened_advantages(
     values = jnp.where(kept, rewards, 0.0)
     if baseline == "group":
         values = deviations(rewards, group_index(group_ids), kept)
-    weights = kept.astype(values.dtype) * (lengths if over == "tokens" else 1)
-    mean, deviation = _mean_and_deviation(values, weights)
-    return jnp.where(kept, (values - mean) / (deviation + epsilon), 0.0)
+    return _whitened(values, kept, lengths, over, ddof, epsilon)
 
 
 def batch_deviation_advantages(
@@ -201,18 +208,24 @@ def part_normalized_advantages(
     part_weights: Mapping[str, Float[Array, " batch"]],
     group_ids: Int[Array, " batch"],
     kept: Bool[Array, " batch"],
+    lengths: Int[Array, " batch"],
     *,
+    over: Literal["completions", "tokens"] = "completions",
+    ddof: Literal[0, 1] = 0,
     epsilon: float = 1e-6,
 ) -> Float[Array, " batch"]:
     """Each part of the reward in deviations of its own group, added up by weight, then whitened over the batch.
 
-    a_i = Σ_p w_p (r_p,i − r̄_p) / (σ_p + ε);  A_i = (a_i − ā) / (σ_a + ε), over the kept rows of the batch, ddof 0.
+    a_i = Σ_p w_p (r_p,i − r̄_p) / (σ_p + ε);  A_i = (a_i − ā) / (σ_a + ε), over the kept rows of the batch.
 
     Args:
         reward_parts: values by part, not weighted; NaN in rows without it, which then is 0 there.
         part_weights: by part, in the reward.
         group_ids: any integers, any group sizes, any order.
         kept: rows that count; the others get 0.
+        lengths: in tokens; read with over "tokens" only.
+        over: what ā and σ_a are over; with "tokens" a completion counts as often as it has tokens.
+        ddof: taken off the numbers that σ_p and σ_a divide by; both options are "tokens" and 1 in the authors' code.
         epsilon: in units of a part, and of a, above 0.
     Raises:
         ValueError: epsilon not above 0, or no parts.
@@ -221,7 +234,8 @@ def part_normalized_advantages(
     Examples:
         >>> parts = {"right": jnp.array([1.0, 0.0]), "form": jnp.array([0.1, 0.0])}
         >>> weights = {"right": jnp.array([1.0, 1.0]), "form": jnp.array([0.5, 0.5])}
-        >>> advantages = part_normalized_advantages(parts, weights, jnp.array([0, 0]), jnp.array([True, True]))
+        >>> kept, lengths = jnp.array([True, True]), jnp.array([3, 3])
+        >>> advantages = part_normalized_advantages(parts, weights, jnp.array([0, 0]), kept, lengths)
         >>> [round(x, 3) for x in advantages.tolist()]
         [1.0, -1.0]
     """
@@ -231,9 +245,8 @@ def part_normalized_advantages(
     total = jnp.zeros(kept.shape)
     for part, values in reward_parts.items():
         there = kept & jnp.isfinite(values)
-        total += part_weights[part] * _normalized(jnp.where(there, values, 0.0), there, index, epsilon)
-    mean, deviation = _mean_and_deviation(jnp.where(kept, total, 0.0), kept.astype(total.dtype))
-    return jnp.where(kept, (total - mean) / (deviation + epsilon), 0.0)
+        total += part_weights[part] * _normalized(jnp.where(there, values, 0.0), there, index, ddof, epsilon)
+    return _whitened(total, kept, lengths, over, ddof, epsilon)
 
 
 def log_mean_exp_advantages(

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from recjax.algorithms.losses import Algorithm, RowTerms, token_terms
-from recjax.algorithms.ratios import log_ratio as masked_log_ratio
-from recjax.algorithms.ratios import per_token, sequence_sum
+from recjax.algorithms.losses import Algorithm, RowTerms, impossible, token_terms
+from recjax.algorithms.ratios import bounded_exp, log_difference, per_token, sequence_sum
 from recjax.algorithms.regularizers import KLEstimator, kl_estimate
 from recjax.algorithms.trajectories import one_per_trajectory
 
@@ -38,7 +37,7 @@ def ratio_quantiles(
         1.0
     """
     quantiles = jnp.nanquantile(jnp.where(completion_mask, log_ratio, jnp.nan), jnp.array(list(QUANTILES.values())))
-    return dict(zip(QUANTILES, jnp.exp(quantiles), strict=True))
+    return dict(zip(QUANTILES, bounded_exp(quantiles), strict=True))
 
 
 def clip_fraction(
@@ -128,7 +127,7 @@ def diagnose(
     """Scalars of a whole batch, by name; those of the ratio are left out where there are no behaviour log-probs.
 
     Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept. Rows of
-    a trajectory count as one.
+    a trajectory count as one. Tokens of `ratios.impossible_tokens` are counted by policy and take no other part.
 
     Examples:
         >>> from recjax import algorithms
@@ -149,9 +148,14 @@ def diagnose(
         "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
         "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
     }
+    found = impossible(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    for policy in ("policy", "behaviour", "teacher"):
+        if policy in found:
+            scalars[f"impossible_tokens/{policy}"] = jnp.sum(found[policy], dtype=jnp.float32)
     if behaviour_logprobs is None:
         return scalars
-    log_ratio = masked_log_ratio(logprobs, behaviour_logprobs, completion_mask)
+    completion_mask &= ~(jnp.isneginf(logprobs) | jnp.isneginf(behaviour_logprobs))
+    log_ratio = log_difference(logprobs, behaviour_logprobs, completion_mask)
     terms = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
     clipped = clip_fraction(terms.clip, terms.advantages, completion_mask & rows.kept[:, None])
     scalars |= {f"ratio/{name}": value for name, value in ratio_quantiles(log_ratio, completion_mask).items()}

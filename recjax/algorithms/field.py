@@ -28,7 +28,8 @@ FIELD = {
         "2501.03262",
         "ρA·one-side(ρ), A = r whitened over the batch",
         {**CLIPPED, "advantage": {"name": "batch_whitened", "baseline": "none"}},
-        "over completions; reference code counts a completion once for each token: over=tokens. No KL in the reward",
+        "over completions; reference code counts a completion once for each token: over=tokens, ddof=1. No KL in the"
+        " reward",
     ),
     "reinforce_pp_baseline": Preset(
         "REINFORCE++-baseline",
@@ -60,6 +61,7 @@ FIELD = {
         "2601.05242",
         "ρA·one-side(ρ), A = Σ_p w_p (r_p − r̄_p)/σ_p, whitened over the batch",
         {**CLIPPED, "advantage": {"name": "part_normalized"}},
+        "over completions with ddof 0; the authors' verl code has over=tokens and ddof=1, their TRL code ddof=1 only",
     ),
     "oapl": Preset(
         "OAPL, A*-PO",
@@ -149,23 +151,27 @@ FIELD = {
     "m2po": Preset(
         "M2PO",
         "2510.01161",
-        "ρA, 0 at the tokens of largest (log ρ)² until the mean of the others is at most 0.04",
-        {"advantage": NORMALIZED, "weight": IMPORTANCE, "mask": {"name": "second_moment"}},
-        "over the whole batch; AReaL's code measures μ against π_prox",
+        "ρA, 0 where A > 0 and log ρ > b, or A < 0 and log ρ < −b; b keeps the mean of min((log ρ)², b²) below 0.04",
+        {"advantage": NORMALIZED, "weight": IMPORTANCE, "mask": {"name": "one_side_second_moment"}},
+        "as in the authors' code, whose b is of a micro-batch, here of the whole batch; AReaL's form leaves out the"
+        " largest (log ρ)² whatever A: mask={name: second_moment}",
     ),
     "bapo": Preset(
         "BAPO",
         "2510.18927",
         "ρA·one-side(ρ; bounds that rise until A > 0 has half)",
         {**CLIPPED, "clip": {"name": "balanced"}},
-        "bounds of the whole batch; reference code has them of each micro-batch",
+        "as in the paper, with bounds of the whole batch; the authors' verl code has bounds of each micro-batch,"
+        " raises the lower one first, counts tokens outside of the bounds at the bound, and clips A < 0 at ρ = 3 as"
+        " well; its example starts from 0.8 to 0.95 and 1.2 to 2",
     ),
     "clip_cov": Preset(
         "Clip-Cov",
         "2505.22617",
-        "ρA·one-side(ρ), 0 at the 0.2 % of tokens of highest covariance of log π and A",
+        "ρA·one-side(ρ), 0 at the 0.02 % of tokens of highest covariance of log π and A",
         {**CLIPPED, "mask": {"name": "covariance"}},
-        "the paper picks among high covariances at random; here the highest",
+        "the authors pick as many at random among unclipped tokens with a covariance of 1 to 5; here the highest. A"
+        " share of 0.002 is KL-Cov's",
     ),
     "high_entropy": Preset(
         "Beyond the 80/20 rule",
@@ -219,7 +225,8 @@ FIELD = {
         "2602.10693",
         "s^k exp(λ(1−s))A, s = exp(Σ log ρ); k, λ = 2, 3 where A > 0, else 3, 2",
         {"advantage": NORMALIZED, "ratio": {"name": "sequence_product"}, "weight": {"name": "peaked"}},
-        "mean over tokens; the paper's reduction was not read",
+        "mean over tokens, as in the authors' scripts; their code bounds each token's log ρ to ±20 before the sum as"
+        " well, and multiplies a correction for the engine into s",
     ),
     # --- Weights.
     "cispo": Preset(
@@ -232,8 +239,10 @@ FIELD = {
     "aspo": Preset(
         "ASPO",
         "2510.06062",
-        "min(1/ρ, 3)A where A > 0, ρA where A < 0, with the dual clip at 3",
-        {"advantage": NORMALIZED, "clip": {"name": "dual"}, "weight": {"name": "inverse"}},
+        "min(1/ρ, 3)A·one-side(ρ) where A > 0, min(ρ, 3)A·one-side(ρ) where A < 0",
+        {"advantage": NORMALIZED, "clip": ONE_SIDE, "weight": {"name": "inverse"}},
+        "beyond 3 tokens keep their gradient, as in the authors' code, whose range is 0.4 at each completion's 20 % of"
+        " tokens of highest entropy",
     ),
     "sapo": Preset(
         "SAPO",
@@ -247,7 +256,9 @@ FIELD = {
         "2504.14945",
         "ρA on own tokens, γp/(p+γ)²·A on an expert's, γ = 0.1",
         {"advantage": NORMALIZED, "weight": {"name": "expert_shaped"}},
-        "an expert's completions are those without a policy version: experience.mix",
+        "an expert's completions are those without a policy version: experience.mix. The authors' script has A = r − r̄"
+        " without σ and the sum over tokens by a fixed length: advantage={name: group_mean}, reduction={name:"
+        " fixed_length, length: N}",
     ),
     "p3o": Preset(
         "P3O",

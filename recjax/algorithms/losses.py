@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.algorithm import Algorithm
+from recjax.algorithms.anchors import behaviour_anchor
 from recjax.algorithms.consistency import pairwise_consistency_loss
 from recjax.algorithms.options import require
-from recjax.algorithms.ratios import bounded_exp, log_ratio, per_token, sequence_sum
+from recjax.algorithms.ratios import bounded_exp, impossible_tokens, log_difference, per_token, sequence_sum
 from recjax.algorithms.reading import call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
 from recjax.algorithms.trajectories import first_rows, one_per_trajectory, trajectory_sums
@@ -67,6 +68,39 @@ class TokenTerms(NamedTuple):
     advantages: Float[Array, "batch #time"]
     clip: Bool[Array, "batch time"]
     coefficients: Float[Array, "batch time"]
+
+
+def impossible(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behaviour_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+) -> dict[str, Bool[Array, "batch time"]]:
+    """The `impossible_tokens` of rows kept under the policies that an algorithm reads, by policy.
+
+    Arguments are those of `token_loss`.
+
+    Examples:
+        >>> from recjax import algorithms
+        >>> algorithm = algorithms.build("reinforce", {})
+        >>> mask = jnp.array([[True, True], [True, True]])
+        >>> rows = row_terms(algorithm, jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask.any(-1), jax.random.key(0))
+        >>> print(impossible(algorithm, jnp.array([[-1.0, -jnp.inf], [-4.0, -1.0]]), None, rows, mask)["policy"])
+        [[False  True]
+         [False False]]
+    """
+    read = {"policy": logprobs, "proximal": rows.proximal_logprobs, "teacher": rows.teacher_logprobs}
+    read["behaviour"] = behaviour_logprobs if algorithm.needs_behaviour_logprobs else None
+    return impossible_tokens(read, completion_mask & rows.kept[:, None])
+
+
+def _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask):
+    """`completion_mask` in rows kept, without impossible tokens."""
+    mask = completion_mask & rows.kept[:, None]
+    for tokens in impossible(algorithm, logprobs, behaviour_logprobs, rows, completion_mask).values():
+        mask &= ~tokens
+    return mask
 
 
 def _behaviour(algorithm: Algorithm, logprobs, behaviour_logprobs):
@@ -139,7 +173,7 @@ def row_terms(
     if completion_mask is not None:
         values["completion_mask"] = completion_mask & kept[:, None]
     if scored is not None:
-        values |= _scored_values(scored, completion_mask & kept[:, None])
+        values |= _scored_values(algorithm, scored, completion_mask & kept[:, None])
     values["advantages"] = advantages = call(algorithm.advantage, values)
     if first and advantages.ndim == 2:
         remedy = "must be [batch], of whole trajectories, or of a function that reads `trajectories`; choose such a one"
@@ -161,19 +195,24 @@ def row_terms(
             group_ids,
             foreign,
             mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
-            proximal_logprobs=values["scored_logprobs"] if scored is not None else None,
+            proximal_logprobs=jnp.where(completion_mask & kept[:, None], scored.logprobs, 0.0)
+            if scored is not None
+            else None,
             teacher_logprobs=teacher_logprobs,
             trajectories=trajectories,
         )
     )
 
 
-def _scored_values(scored: Scored, mask):
-    """What the scoring pass found, by the names that functions read it by; 0 where masked."""
-    values = {"scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
+def _scored_values(algorithm: Algorithm, scored: Scored, mask):
+    """Results of the scoring pass by the names that functions read them by, 0 where masked, and the mask to read."""
+    mask &= ~jnp.isneginf(scored.logprobs)
+    if scored.behaviour_logprobs is not None and algorithm.needs_behaviour_logprobs:
+        mask &= ~jnp.isneginf(scored.behaviour_logprobs)
+    values = {"completion_mask": mask, "scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
     values["scored_entropy"] = jnp.where(mask, scored.entropy, 0.0)
     if scored.behaviour_logprobs is not None:
-        values["scored_log_ratio"] = log_ratio(scored.logprobs, scored.behaviour_logprobs, mask)
+        values["scored_log_ratio"] = log_difference(scored.logprobs, scored.behaviour_logprobs, mask)
     return values
 
 
@@ -201,7 +240,7 @@ def token_terms(
         [[ 0.5  0.5]
          [-0.5 -0.5]]
     """
-    mask = completion_mask & rows.kept[:, None]
+    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
     logprobs = jax.lax.stop_gradient(jnp.where(mask, logprobs, 0.0))
     behaviour_logprobs = jnp.where(mask, _behaviour(algorithm, logprobs, behaviour_logprobs), 0.0)
     values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
@@ -212,16 +251,20 @@ def token_terms(
         teacher = None if rows.teacher_logprobs is None else jnp.where(mask, rows.teacher_logprobs, 0.0)
         values["advantages"] += call(algorithm.distillation, values | {"teacher_logprobs": teacher})
     anchor = call(algorithm.anchor, values) if algorithm.reads_ratio else behaviour_logprobs
-    values |= {"anchor_logprobs": anchor, "log_ratio": log_ratio(logprobs, anchor, mask)}
+    values |= {"anchor_logprobs": anchor, "log_ratio": log_difference(logprobs, anchor, mask)}
     values["ratio"] = ratio = bounded_exp(call(algorithm.ratio, values))
     weights = per_token(rows.weights) * call(algorithm.token_weight, values) * values["advantages"]
+    mismatch = log_difference(anchor, behaviour_logprobs, mask)
+    of_anchor = values | {"log_ratio": mismatch, "ratio": bounded_exp(mismatch)}
     if algorithm.correction is not None:
-        mismatch = log_ratio(anchor, behaviour_logprobs, mask)
-        weights *= call(algorithm.correction, values | {"ratio": jnp.exp(mismatch), "log_ratio": mismatch})
+        weights *= call(algorithm.correction, of_anchor)
+    # A mask measures how far a batch is off-policy: where the anchor is not μ, as anchor/μ.
+    of_anchor["ratio"] = bounded_exp(call(algorithm.ratio, of_anchor))
+    masked_by = values if algorithm.anchor is behaviour_anchor else of_anchor
     clip = mask if rows.mask is None else rows.mask
-    for function in (algorithm.clip, algorithm.mask):
+    for function, read in ((algorithm.clip, values), (algorithm.mask, masked_by)):
         if not is_of_whole_batch(function):
-            clip = clip & call(function, values)
+            clip = clip & call(function, read)
     terms = TokenTerms(ratio, values["advantages"], clip, jnp.where(mask & clip, weights, 0.0))
     return jax.lax.stop_gradient(terms)
 
@@ -263,7 +306,7 @@ def token_loss(
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
-    mask = completion_mask & rows.kept[:, None]
+    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
     coefficients = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask).coefficients
     logprobs = jnp.where(mask, logprobs, 0.0)
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
@@ -316,8 +359,9 @@ def policy_gradient(
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
-    values = {"per_token": of_tokens, "completion_mask": completion_mask & rows.kept[:, None]}
-    return call(algorithm.reduction, values | {"trajectories": rows.trajectories})
+    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    values = {"per_token": of_tokens, "completion_mask": mask, "trajectories": rows.trajectories}
+    return call(algorithm.reduction, values)
 
 
 def pairwise_consistency(
@@ -347,8 +391,9 @@ def pairwise_consistency(
     """
     del reference_logprobs, entropy
     behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    policy, anchor = (sequence_sum(x, completion_mask, rows.trajectories)[:, 0] for x in (logprobs, behaviour_logprobs))
-    kept = one_per_trajectory(rows.kept & jnp.any(completion_mask, axis=-1), rows.trajectories)
+    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    policy, anchor = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in (logprobs, behaviour_logprobs))
+    kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
     return pairwise_consistency_loss(policy, anchor, rows.rewards, rows.weights, rows.group_ids, kept, tau=tau)
 
 

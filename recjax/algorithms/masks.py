@@ -93,6 +93,8 @@ def second_moment_mask(
 ) -> Bool[Array, "batch time"]:
     """True for the most tokens of least (log ρ)² whose mean is at most τ; equal ones are kept or left together.
 
+    Tokens count whatever their advantage, as in AReaL; `one_side_second_moment_mask` is the authors' own form.
+
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
         completion_mask: True at tokens that count.
@@ -112,6 +114,43 @@ def second_moment_mask(
     not_above = jnp.searchsorted(rising, squares, side="right")
     means = sums[not_above - 1] / not_above
     return (means <= tau).reshape(completion_mask.shape) & completion_mask
+
+
+def one_side_second_moment_mask(
+    scored_log_ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    tau: float = 0.04,
+) -> Bool[Array, "batch time"]:
+    """False for tokens that went furthest where the advantage pushes, once (log ρ)² of such tokens is above τ in mean.
+
+    Such tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1; all others are kept. The bound b is the largest |log ρ| among
+    them with mean min((log ρ)², b²) below τ; tokens beyond it are left out. Without one that small all are left out.
+
+    Args:
+        scored_log_ratio: log ρ of each token of the whole batch.
+        advantages: only the sign is read.
+        completion_mask: True at tokens that count.
+        tau: in nats², 0 or more.
+    Raises:
+        ValueError: a negative τ.
+    Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, whose moment is of a micro-batch.
+
+    Examples:
+        >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.15, 1.0]]), jnp.array([[True, True, True, True]])
+        >>> print(one_side_second_moment_mask(log_ratio, jnp.array([1.0]), mask))
+        [[ True  True  True False]]
+    """
+    require(tau >= 0, "tau", tau, "must be 0 or more")
+    pushed = completion_mask & (per_token(advantages) * scored_log_ratio > 0)
+    squares = jnp.where(pushed, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
+    rising = jnp.sort(squares)
+    count, sums = jnp.sum(pushed), jnp.cumsum(jnp.where(jnp.isfinite(rising), rising, 0.0))
+    not_above = jnp.searchsorted(rising, squares, side="right")
+    capped = sums[not_above - 1] + squares * (count - not_above)
+    within = (capped < tau * count) | (sums[-1] <= tau * count)
+    return (within.reshape(pushed.shape) | ~pushed) & completion_mask
 
 
 def high_entropy_mask(
@@ -140,7 +179,7 @@ def covariance_mask(
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
     *,
-    share: float = 0.002,
+    share: float = 0.0002,
 ) -> Bool[Array, "batch time"]:
     """False for the share of the batch's tokens that lower the entropy most, by how log π and A go together.
 

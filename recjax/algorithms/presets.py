@@ -13,7 +13,7 @@ from recjax.algorithms.axes import ADDED_TERMS, AXES, WEIGHTS, function_of
 from recjax.algorithms.catalogue import PAPER
 from recjax.algorithms.field import FIELD
 from recjax.algorithms.options import did_you_mean, require, resolved_options
-from recjax.algorithms.reading import is_of_whole_batch, names_read
+from recjax.algorithms.reading import base, is_of_whole_batch, names_read
 
 REINFORCE = {
     "objective": {"name": "policy_gradient"},
@@ -187,6 +187,10 @@ def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]
     """Refuses a ratio, an anchor or a correction that changes nothing."""
     if algorithm.correction is not None and algorithm.anchor is Algorithm().anchor:
         remedy = "is of the anchor to the behaviour policy, and here they are the same; set anchor.name, or use weight"
+        require(False, "correction", dict(overrides.get("correction", {})), remedy)
+    if algorithm.correction is not None and "scored_log_ratio" in names_read(algorithm.row_weight):
+        name = getattr(base(algorithm.row_weight), "__name__", "the weight")
+        remedy = f"{name} is a ratio to the behaviour policy as well, which would count twice; remove one of them"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     for axis, names in (("anchor", RATIO), ("ratio", ("ratio",))):
         read = algorithm.reads(*names) or (axis == "anchor" and algorithm.correction is not None)

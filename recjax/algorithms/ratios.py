@@ -3,6 +3,8 @@
 The functions of the axis `ratio` map the log-ratio of each token to the log-ratio that clip and weight read.
 """
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,7 +20,9 @@ def log_difference(
     other_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
-    """log π − log μ; 0, with zero gradient, where masked, whatever stands there.
+    """log ρ = log π − log μ; 0, with zero gradient, where masked, whatever stands there.
+
+    It has no bound: sums and means over a completion come first, and `bounded_exp` bounds their result.
 
     Examples:
         >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
@@ -29,30 +33,34 @@ def log_difference(
     return jnp.where(completion_mask, logprobs, 0.0) - jnp.where(completion_mask, other_logprobs, 0.0)
 
 
-def log_ratio(
-    logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
-    completion_mask: Bool[Array, "batch time"],
-) -> Float[Array, "batch time"]:
-    """log ρ = log π − log μ, within ±MAX_LOG_RATIO so that ρ = exp(log ρ) is finite; 0 where masked.
-
-    Examples:
-        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
-        >>> mask = jnp.array([[True, True, False]])
-        >>> print(log_ratio(logprobs, behaviour_logprobs, mask))
-        [[0.5 0.  0. ]]
-    """
-    return jnp.clip(log_difference(logprobs, behaviour_logprobs, completion_mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
 def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp of a log-ratio, that first brought within ±MAX_LOG_RATIO.
+    """exp of a log-ratio, of a token or of a completion, that is first brought within ±MAX_LOG_RATIO.
 
     Examples:
         >>> print(bounded_exp(jnp.array([0.0, 1e6])))
         [1.000000e+00 4.851652e+08]
     """
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def impossible_tokens(
+    logprobs: Mapping[str, Float[Array, "batch time"] | None], completion_mask: Bool[Array, "batch time"]
+) -> dict[str, Bool[Array, "batch time"]]:
+    """True at tokens to which a policy gives probability 0, a log-probability of −inf, by policy.
+
+    No ratio or loss of such a token is finite. The losses treat it as a token that nobody chose, in values, gradients
+    and counts. NaN is not −inf and stays NaN in the loss.
+
+    Args:
+        logprobs: by policy; None: not read.
+        completion_mask: True at tokens that count.
+
+    Examples:
+        >>> mask = jnp.array([[True, True, False]])
+        >>> print(impossible_tokens({"policy": jnp.array([[-1.0, -jnp.inf, -jnp.inf]])}, mask)["policy"])
+        [[False  True False]]
+    """
+    return {name: completion_mask & jnp.isneginf(values) for name, values in logprobs.items() if values is not None}
 
 
 def sequence_sum(

@@ -18,8 +18,10 @@ EVERYWHERE = {
     "trajectories": "[batch], equal for rows of one completion; None where each row is one, so its default is None",
 }
 MICRO_BATCH = {
-    "ratio": "ρ = π/anchor at the level of the axis `ratio`, [batch, time]; of `correction`: anchor/μ",
-    "log_ratio": "log π − log anchor of each token, [batch, time]",
+    "ratio": "ρ = π/anchor at the level of the axis `ratio`, [batch, time]; for `correction`, and for `mask` where the"
+    " anchor is not μ: anchor/μ",
+    "log_ratio": "log π − log anchor of each token, [batch, time], without a bound; for `correction`, and for `mask`"
+    " where the anchor is not μ: log anchor − log μ",
     "logprobs": "log π of each token, [batch, time]",
     "behaviour_logprobs": "log μ of each token, [batch, time]; μ sampled it",
     "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]: log μ, unless that says otherwise",

@@ -119,14 +119,21 @@ def tapered_weights(
 
 
 def inverse_weights(
-    ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: float = 3.0
+    ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    *,
+    cap: float = 3.0,
+    cap_negative: float = 3.0,
 ) -> Float[Array, "batch time"]:
-    """min(1/ρ, c) where A > 0, so that unlikely tokens gain most; ρ elsewhere.
+    """min(1/ρ, c) where A > 0, so that unlikely tokens gain most; min(ρ, c') elsewhere.
+
+    The token keeps its gradient beyond either cap, the soft dual clip.
 
     Args:
         ratio: ρ of each token, above 0.
         advantages: only the sign is read.
         cap: c, 1 or more.
+        cap_negative: c', 1 or more.
     Raises:
         ValueError: a cap below 1.
     Reference: arXiv 2510.06062 (ASPO).
@@ -137,7 +144,8 @@ def inverse_weights(
         [2.0, 1.0, 0.667]
     """
     require(cap >= 1, "cap", cap, "must be 1 or more")
-    return jnp.where(per_token(advantages) > 0, jnp.minimum(1 / ratio, cap), ratio)
+    require(cap_negative >= 1, "cap_negative", cap_negative, "must be 1 or more")
+    return jnp.where(per_token(advantages) > 0, jnp.minimum(1 / ratio, cap), jnp.minimum(ratio, cap_negative))
 
 
 def soft_weights(

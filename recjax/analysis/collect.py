@@ -1,4 +1,4 @@
-"""The metrics of many runs as one table, small enough to keep beside its figures."""
+"""The metrics of many runs as one table, small enough to commit with its figures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +26,14 @@ COLUMNS = (
     "evaluation/accuracy",
     "evaluation/initial_kl",
 )
-WINDOW = 5  # optimiser steps that one row of the table averages
+WINDOW = 5  # optimizer steps averaged in a row of the table
 
 
 def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """One row for every WINDOW steps of every run: its settings, the window's last step, means of COLUMNS.
+    """One row for every WINDOW steps of every run: the run's settings, the window's last step, and means of COLUMNS.
 
-    Evaluations keep the step they were made at, the one before training being step 0; one within a window has a row
-    of its own, with nothing but the evaluation. What a row has not is NaN.
+    An evaluation keeps its own step; the evaluation before training has step 0. An evaluation within a window has a
+    separate row, whose other columns are NaN.
 
     Raises:
         ValueError: none of the runs has metrics yet.
@@ -45,7 +45,7 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
 
 
 def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | None:
-    """The table of run folders, each with its settings; None where none has metrics."""
+    """The table of run folders, each with its settings; None if no folder has metrics."""
     tables = []
     for settings, folder in folders:
         if rows := read_metrics(folder / "metrics.jsonl"):
@@ -61,7 +61,7 @@ def _joined(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame | No
 
 
 def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
-    """The table of some runs by their folders; its one axis, `run`, has the folders as they were given.
+    """The table of runs given by their folders; its only axis, `run`, holds the folders' names.
 
     Raises:
         ValueError: a folder without metrics.
@@ -69,11 +69,14 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
             raise ValueError(f"{str(folder)!r} holds no metrics.jsonl; give folders of runs that have begun")
-    return _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
+    table = _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
+    if table is None:
+        raise ValueError(f"{', '.join(map(str, folders))}: no metrics yet; the first row comes before the first step")
+    return table
 
 
 def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
-    """The table of a sweep file's runs, or one that was written to Parquet.
+    """The table of a sweep file's runs, or a table read from Parquet.
 
     Raises:
         ValueError: the source is neither, or has no metrics.
@@ -81,10 +84,16 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
     if Path(source).suffix == ".parquet":
         if not Path(source).is_file():
             raise ValueError(f"{str(source)!r}: there is no such table")
-        return pd.read_parquet(source)
+        try:
+            table = pd.read_parquet(source)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{source}: not a Parquet file ({error}); write it with --table again") from error
+        if "step" not in table or not axes_of(table) or not set(COLUMNS) & set(table):
+            raise ValueError(f"{source}: not a table of runs with settings, steps and metrics; write one with --table")
+        return table
     return collect(read_sweep(source, smoke)[1])
 
 
 def axes_of(table: pd.DataFrame) -> list[str]:
-    """The settings that tell the runs of a table apart, in the order of the sweep file."""
+    """The settings that distinguish the runs of a table, in the order of the sweep file."""
     return [name for name in table.columns if name != "step" and name not in COLUMNS]

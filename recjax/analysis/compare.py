@@ -1,4 +1,4 @@
-"""What a run comes to in one number, and how far two kinds of runs differ in it."""
+"""Summaries of runs in one number, and differences between two kinds of runs."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,17 +23,17 @@ def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Seri
 
 
 def whole(table: pd.DataFrame) -> pd.Series:
-    """The mean of each run's evaluations after step 0, by its settings: higher where it learns sooner."""
+    """The mean of each run's evaluations after step 0, by its settings; higher for runs that learn sooner."""
     return _evaluations(table[table["step"] > 0], ACCURACY).mean()
 
 
 def fallen(table: pd.DataFrame) -> pd.Series:
-    """How far each run ends below its best evaluation, by its settings; 0 for one that ends at its best."""
+    """The drop from each run's best evaluation to its last, by its settings; 0 for a run that ends at its best."""
     return _evaluations(table, ACCURACY).max() - final(table, last=1)
 
 
 class Estimate(NamedTuple):
-    """A mean over runs, pairs of runs or problems, the 95 % interval of its percentile bootstrap, and their number."""
+    """A mean over runs, pairs of runs or problems, its 95 % percentile bootstrap interval, and the number of values."""
 
     mean: float
     low: float
@@ -42,7 +42,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean of values and its interval; of three values the interval is about as wide as they are apart.
+    """The mean of values and its interval; with three values the interval is about as wide as their range.
 
     Raises:
         ValueError: fewer than two values.
@@ -58,7 +58,7 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     """The ends of the 95 % interval of a statistic's percentile bootstrap.
 
     Args:
-        numbers: that the statistic reads in one resample.
+        numbers: count of numbers that the statistic reads in one resample.
     """
     # Resampled in parts, which keeps the memory bounded and changes no number.
     options = {"batch": max(1, 10_000_000 // numbers), "n_resamples": resamples, "rng": np.random.default_rng(0)}
@@ -72,7 +72,7 @@ def difference(values: pd.Series, axis: str, first: str, second: str, **where: S
     Args:
         values: one number a run, by its settings.
         axis: the setting in which the two differ.
-        where: settings that the pairs are of: values by axis.
+        where: the pairs' settings, as values by axis.
     Raises:
         ValueError: fewer than two pairs.
     """

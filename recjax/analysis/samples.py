@@ -1,4 +1,4 @@
-"""What several completions of each problem come to: pass@k, majority@k, means with intervals over problems."""
+"""Metrics of several completions a problem: pass@k, majority@k, and means with intervals over problems."""
 
 import functools
 import math
@@ -18,10 +18,10 @@ QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
 def pass_at_k(accurate: int, samples: int, k: int) -> float:
     """The chance that k of the samples, chosen without replacement, hold an accurate one: 1 − C(n−c, k) / C(n, k).
 
-    Whole numbers up to the one division, so it is exact to a float's precision for every n.
+    It computes with integers up to the one division, so the result is exact to a float's precision for every n.
 
     Args:
-        accurate: c, how many of the samples are.
+        accurate: c, the number of accurate samples.
         samples: n.
         k: at most n.
     Reference: arXiv 2107.03374 §2.1.
@@ -31,11 +31,11 @@ def pass_at_k(accurate: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(votes: Sequence[Hashable | None], accurate: Sequence[bool]) -> np.ndarray:
-    """What the most frequent answer among k samples is worth, for k = 1 … n: the mean over all C(n, k) subsets.
+    """The value of the most frequent answer among k samples, for k = 1 … n: the mean over all C(n, k) subsets.
 
-    An answer is worth the share of accurate completions among all that give it: 0 or 1, but where something else than
-    the answer counts too. Answers that tie share the win equally, which is a draw among them. Samples without an
-    answer have no vote; a subset without any vote is worth 0.
+    An answer's value is the share of accurate completions among all completions with this answer: 0 or 1, unless
+    accuracy depends on more than the answer. Tied answers share the win equally. Samples without an answer have no
+    vote; a subset without a vote has value 0.
 
     Args:
         votes: each sample's answer; None: it gives none.
@@ -51,8 +51,8 @@ def majority_at_k(votes: Sequence[Hashable | None], accurate: Sequence[bool]) ->
 def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[float, ...]:
     """Sums over subsets by size and by the winner's votes.
 
-    For a winner of `top` votes, ways[p, q] counts the choices of p samples so far in which no answer has more than
-    `top` votes and q have exactly that many; worth[p, q] sums over them what those q are worth.
+    For a winner with `top` votes, ways[p, q] counts the choices of p samples so far in which no answer has more than
+    `top` votes and q answers have exactly `top`; worth[p, q] sums the values of these q answers over the choices.
     """
     total = sum(count for count, _ in answers) + silent
     worth_of_size = np.zeros(total + 1)
@@ -74,15 +74,15 @@ def _majority(answers: tuple[tuple[int, float], ...], silent: int) -> tuple[floa
 
 
 def sizes(samples: int) -> list[int]:
-    """The k that are reported: powers of two up to the number of samples, and that number."""
+    """The reported values of k: powers of two up to the number of samples, and the number of samples."""
     return sorted({*(2**power for power in range(samples.bit_length())), samples})
 
 
 def results(rows: pd.DataFrame) -> dict[str, Any]:
-    """Every number of an evaluation, each metric as its value and its 95 % interval.
+    """All numbers of an evaluation, each with its 95 % interval.
 
-    Metrics are means over problems of a number a problem has; quantiles of length are of all completions. Intervals
-    are percentile bootstraps over problems, None with a single one.
+    A metric is the mean of a number over problems; length quantiles are over all completions. Intervals are percentile
+    bootstraps over problems, and None for a single problem.
 
     Args:
         rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate, truncated, tokens; as
@@ -124,7 +124,7 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _known_means(values: np.ndarray) -> np.ndarray:
-    """Each problem's mean over its completions that have a reward, of the problems that have such a one."""
+    """Each problem's mean over its completions with a reward; problems without such a completion are excluded."""
     values = values.astype(np.float64)
     known = values[~np.isnan(values).all(-1)]
     return np.nanmean(known, -1) if len(known) else np.array([np.nan])

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from recjax.config import Config, load_config
-from recjax.config.load import parse_yaml
+from recjax.config.yaml_values import read_yaml_file, write_override
 
+LOGS = "logs"  # the folder beside those of the runs
 _OPTIONAL = ("overrides", "smoke")  # keys of a file
 
 
@@ -38,47 +37,67 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{str(path)!r}: there is no such sweep file")
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+    content = read_yaml_file(path)
     needed, known = {"config", "output", "settings", "grids"}, ["config", "output", "settings", "grids", *_OPTIONAL]
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
         raise ValueError(f"{path}: takes the keys {', '.join(known)}, all needed but {' and '.join(_OPTIONAL)}")
     part = content.get("smoke") if smoke else content
     if not isinstance(part, dict) or "grids" not in part:
         raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
+    for key in ("config", "output"):
+        if not isinstance(content[key], str):
+            raise ValueError(f"{path}: {key} = {content[key]!r}: takes text; put it in quotes")
     base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
-    # YAML may hold a name as a number.
-    settings = {
-        axis: {str(name): block or {} for name, block in names.items()} for axis, names in content["settings"].items()
-    }
+    settings = {axis: _named(path, axis, names) for axis, names in _mapping(path, "settings", content["settings"])}
+    shared = [_mapping(path, "overrides", content.get("overrides"))]
+    last = [_mapping(path, "smoke.overrides", part.get("overrides"))] if smoke else []
+    if not isinstance(part["grids"], list) or not part["grids"]:
+        raise ValueError(f"{path}: grids = {part['grids']!r}: takes a list of one grid or more")
     runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
+        if name == LOGS:
+            raise ValueError(f"{path}: the setting {name} would be the folder of the logs; rename it")
         if name not in runs:
-            blocks = [content.get("overrides", {}), *(settings[axis][key] for axis, key in chosen.items())]
-            blocks += [part.get("overrides", {})] if smoke else []
-            overrides = [*itertools.chain(*map(_as_overrides, blocks)), *extra, f"output={output}/{name}"]
+            blocks = [*shared, *(settings[axis][key] for axis, key in chosen.items()), *last]
+            overrides = [write_override(*change) for change in itertools.chain.from_iterable(blocks)]
+            overrides += [*extra, write_override("output", f"{output}/{name}")]
             try:
                 runs[name] = SweepRun(chosen, overrides, load_config(base, overrides))
             except ValueError as error:
                 raise ValueError(f"{path}: run {name}: {error}") from error
+        elif runs[name].settings != chosen:
+            these, those = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
+            raise ValueError(f"{path}: {these}, and {those}, would both be run {name}; rename one of these settings")
     return base, list(runs.values())
 
 
-def _cross(path: Path, settings: dict[str, dict], grid: dict[str, Any]) -> list[dict[str, str]]:
+def _mapping(path: Path, place: str, block: Any) -> list[tuple[str, Any]]:
+    """The keys, as text, and values of a block of the file; of a block without content none."""
+    if not isinstance(block, dict | None):
+        raise ValueError(f"{path}: {place} = {block!r}: takes keys and values")
+    pairs = [(str(key), value) for key, value in (block or {}).items()]
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{path}: {place}: the name {twice[0]!r} stands twice (1 and '1' are one name); rename one")
+    return pairs
+
+
+def _named(path: Path, axis: str, names: Any) -> dict[str, list[tuple[str, Any]]]:
+    """The changes of the config that each name of an axis stands for."""
+    named = _mapping(path, f"settings.{axis}", names)
+    return {name: _mapping(path, f"settings.{axis}.{name}", block) for name, block in named}
+
+
+def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, str]]:
     """Every combination of a grid's names, the last axis changing fastest."""
     if not isinstance(grid, dict) or list(grid) != list(settings):
         raise ValueError(f"{path}: a grid must name the axes {', '.join(settings)} in this order; got {grid!r}")
     choices = []
     for axis, defined in settings.items():
+        if grid[axis] != "all" and not isinstance(grid[axis], list):
+            raise ValueError(f"{path}: {axis} = {grid[axis]!r}: a grid takes a list of names, or all")
         choices.append([*defined] if grid[axis] == "all" else [str(name) for name in grid[axis]])
         if unknown := [name for name in choices[-1] if name not in defined]:
             raise ValueError(f"{path}: {axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")
     return [dict(zip(settings, names, strict=True)) for names in itertools.product(*choices)]
-
-
-def _as_overrides(block: dict[str, Any]) -> list[str]:
-    texts = {key: yaml.safe_dump(value, default_flow_style=True, width=10_000) for key, value in block.items()}
-    return [f"{key}={text.splitlines()[0]}" for key, text in texts.items()]

@@ -27,11 +27,14 @@ class RolloutConfig(Block):
     temperature: Float = key(1.0, "Sampling temperature", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
     top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
+    min_p: Float = key(
+        0.0, "Sample only from tokens at least this share as likely as the likeliest; 0: all", ge=0, le=1
+    )
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     def sampling(self) -> Sampling:
         """The distribution that a run samples from, and trains under."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def check(self) -> None:
         """Refuses to drop long prompts without a limit."""

@@ -17,6 +17,13 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 _LARGEST = 1e20  # float32 overflows soon after
 
 
+# Arguments of transformers' apply_chat_template that recjax sets itself.
+_TEMPLATE_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
+    " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
 def _in_64_bits(value: int) -> int:
     if abs(value) >= 2**63:
         raise ValueError("must be a 64-bit number")
@@ -85,14 +92,20 @@ def takes(annotation: Any) -> str:
     is_list = typing.get_origin(annotation) is list
     if choices := choices_of(annotation):
         return ("a list of " if is_list else "") + ", ".join(choices)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return " or ".join(map(takes, typing.get_args(annotation)))
+    if len(parts := parts_of(annotation)) > 1:
+        return " or ".join(map(takes, parts))
     if is_list:
-        return f"a list of {_PLURALS[_plain(typing.get_args(annotation)[0])]}"
-    return _TYPES[_plain(annotation)]
+        return f"a list of {_PLURALS[plain_type(typing.get_args(annotation)[0])]}"
+    return _TYPES[plain_type(annotation)]
 
 
-def _plain(annotation: Any) -> type:
+def parts_of(annotation: Any) -> tuple:
+    """The types of a union, or the one type."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def plain_type(annotation: Any) -> type:
     """The type behind `Annotated[type, …]` or `dict[…]`."""
     annotation = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     return typing.get_origin(annotation) or annotation
@@ -120,6 +133,16 @@ def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any]) -
         quotes = "; put it in quotes, within another pair of quotes on a command line" * kind.startswith("string")
         problem = f"takes {takes(field.annotation)}{quotes}"
     return f"{name} = {value!r:.300}: {problem}"
+
+
+def wrong_with_variables(values: Any) -> str | None:
+    """The reason why a value cannot be the variables of a chat template; None if it can."""
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in values):
+        return "takes variables of the chat template by name, such as {enable_thinking: false}"
+    reserved = [name for name in values if name in _TEMPLATE_ARGUMENTS]
+    if "tools" in reserved:
+        return "tools are no variable of this kind; give them by themselves, as a column or field `tools`"
+    return f"{reserved[0]} is set by recjax; remove it" if reserved else None
 
 
 def require_one(name: str, values: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import yaml
 from pydantic.fields import FieldInfo
 
 from recjax.config.fields import Block, block_of, takes
@@ -47,9 +46,7 @@ def sections(of: type[Block] = Config, name: str = "") -> Iterator[Section]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "–"
-    return yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True, width=1000).split(
-        "\n"
-    )[0]
+    return write_yaml(field.get_default(call_default_factory=True), flow=True)
 
 
 def as_text() -> str:

@@ -3,36 +3,17 @@
 import difflib
 import functools
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 
-from recjax.config.fields import Block, block_of, refusal
+from recjax.config.fields import Block, block_of, parts_of, plain_type, refusal
 from recjax.config.schema import KEYS, Config
 from recjax.config.tasks import TASKS
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose numbers are those of YAML 1.2: 1e-6 is a float."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
-    list("-+0123456789."),
-)
-
-
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text."""
-    return yaml.load(text, _Loader)
+from recjax.config.yaml_values import is_decimal, read_override, read_yaml_file, write_yaml
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequence[str] = ()) -> Config:
@@ -40,8 +21,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequen
 
     Args:
         path: YAML file.
-        overrides: `dotted.key=value` strings; values are YAML, so 1e-6 is a float and null is None. A text as `task`,
-            here or in the file, replaces the whole block by the task that it names.
+        overrides: `dotted.key=value` strings; see `read_override`. A text as `task`, here or in the file, replaces the
+            whole block by the task that it names.
         without: dotted keys of the file that are not read.
     Raises:
         ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
@@ -50,10 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequen
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"--config {str(path)!r}: there is no such file")
-    try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+    values = read_yaml_file(path)
     for key in without:
         block, _, name = key.rpartition(".")
         functools.reduce(dict.__getitem__, filter(None, block.split(".")), values).pop(name)
@@ -84,16 +62,17 @@ def _merge(into: dict, layer: Any, block: type[Block], prefix: str, source: str,
             hint = f"did you mean {near[0]!r}?" if near else f"keys here: {', '.join(block.model_fields)}"
             raise ValueError(f"{source}: unknown key {name!r} (value {value!r:.300}); {hint}")
         sources[name] = source
-        nested = block_of(block.model_fields[key].annotation)
+        annotation = block.model_fields[key].annotation
+        nested = block_of(annotation)
         if name == "task" and isinstance(value, str):
             into[key] = _named_task(value, source)
         elif nested and value is not None:
             into[key] = into[key] if isinstance(into.get(key), dict) else {}
             _merge(into[key], value, nested, f"{name}.", source, sources)
         elif isinstance(value, dict) and value and isinstance(into.get(key), dict):
-            into[key] = _merged(into[key], _literal(value, f"{source}: {name}"))
+            into[key] = _merged(into[key], _literal(value, annotation, f"{source}: {name}"))
         else:
-            into[key] = _literal(value, f"{source}: {name}")
+            into[key] = _literal(value, annotation, f"{source}: {name}")
 
 
 def _merged(old: Mapping, new: Mapping) -> dict:
@@ -104,20 +83,31 @@ def _merged(old: Mapping, new: Mapping) -> dict:
     return {**old, **new, **both}
 
 
-def _literal(value: Any, place: str) -> Any:
-    """The value with \\${ as ${ in its texts.
+def _literal(value: Any, annotation: Any, place: str) -> Any:
+    """The value with \\${ as ${ in texts; as a number or a boolean if the key takes one and the text is one.
 
     Raises:
         ValueError: a text holds ${…}, which other tools replace and recjax does not.
     """
-    if isinstance(value, dict):
-        return {_literal(key, place): _literal(each, f"{place}.{key}") for key, each in value.items()}
-    if isinstance(value, list):
-        return [_literal(each, place) for each in value]
-    if isinstance(value, str) and re.search(r"(?<!\\)\$\{", value):
+    parts = parts_of(annotation)
+    if isinstance(value, dict | list):
+        kind = type(value)
+        of = next((typing.get_args(part)[-1] for part in parts if typing.get_origin(part) is kind), None)
+        if isinstance(value, list):
+            return [_literal(each, of, place) for each in value]
+        return {_literal(name, str, place): _literal(each, of, f"{place}.{name}") for name, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    kinds = {plain_type(part) for part in parts} if annotation is not None else {str}
+    if str not in kinds and kinds & {int, float} and is_decimal(value):
+        # An integer's key refuses a float later, and names itself.
+        return int(value) if re.fullmatch(r"[-+]?[0-9_]+", value) else float(value)
+    if bool in kinds and value.lower() in ("yes", "on", "no", "off"):
+        return value.lower() in ("yes", "on")
+    if re.search(r"(?<!\\)\$\{", value):
         remedy = "write the value itself, or \\${ where these characters are meant"
         raise ValueError(f"{place} = {value!r}: ${{…}} is not replaced; {remedy}")
-    return value.replace("\\${", "${") if isinstance(value, str) else value
+    return value.replace("\\${", "${")
 
 
 def _messages(error: pydantic.ValidationError, merged: dict, sources: Mapping[str, str], path: Path) -> Iterator[str]:
@@ -142,9 +132,12 @@ def _parse_override(text: str) -> dict:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         raise ValueError(f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
+    parts = parts_of(KEYS[key].annotation) if key in KEYS else ()
+    takes_yaml = any(block_of(part) or typing.get_origin(part) in (list, dict) for part in parts)
     try:
-        parsed = parse_yaml(value)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        value.encode()  # an argument that is not UTF-8
+        parsed = read_override(value, takes_text=str in parts, takes_yaml=takes_yaml)
+    except ValueError as error:
         raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
@@ -184,4 +177,4 @@ def unknown_keys(values: Any) -> list[str]:
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML, the algorithm with every axis and option spelled out below it as a comment."""
     comment = "".join(f"#   {axis}: {options}\n" for axis, options in config.algorithm.resolved().items())
-    return yaml.safe_dump(config.model_dump(), sort_keys=False) + "# algorithm, resolved:\n" + comment
+    return write_yaml(config.model_dump()) + "# algorithm, resolved:\n" + comment

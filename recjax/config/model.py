@@ -1,11 +1,12 @@
 """The config blocks `model`, `warm_start` and `mesh`: the policy, its supervised start, and the devices it lies on."""
 
+import datetime
 import re
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import Block, Float, Int, key, require_one
+from recjax.config.fields import Block, Float, Int, key, require_one, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -37,6 +38,14 @@ class ModelConfig(Block):
 
     path: str | None = key(None, "Folder or hub name of a model in Hugging Face format")
     decoder: DecoderShape | None = key(None)
+    chat_date: str | None = key(
+        None,
+        "Day (YYYY-MM-DD) for chat templates that read the clock (strftime_now); null: the day of the run's first"
+        " start, which recjax keeps in the run's config.yaml",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        dict, "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win"
+    )
     teacher: str | None = key(None, "Folder or hub name of a model with the same tokenizer, for algorithm.distillation")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Dtype of the computation; auto: bfloat16 where the device has it"
@@ -53,7 +62,7 @@ class ModelConfig(Block):
     logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
 
     def check(self) -> None:
-        """Refuses two models or none, head counts that do not divide a decoder's sizes, and freezing with adapters."""
+        """Refuses two models or none, sizes that heads do not divide, invalid days, and freezing with adapters."""
         require_one("model", {"path": self.path, "decoder": self.decoder})
         if shape := self.decoder:
             hidden, heads = shape.hidden_size, shape.num_heads
@@ -61,6 +70,17 @@ class ModelConfig(Block):
             require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
             remedy = f"must divide model.decoder.num_heads = {heads}"
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
+        if self.chat_date is not None:
+            try:
+                is_day = datetime.date.fromisoformat(self.chat_date).isoformat() == self.chat_date
+            except ValueError:
+                is_day = False
+            require(is_day, "model.chat_date", self.chat_date, "takes a day as YYYY-MM-DD, such as 2026-11-26")
+        if self.chat_template_kwargs:
+            reason = wrong_with_variables(self.chat_template_kwargs)
+            require(not reason, "model.chat_template_kwargs", self.chat_template_kwargs, reason or "")
+            remedy = "does not apply to model.decoder, whose tokenizer has no chat template; remove this key"
+            require(self.decoder is None, "model.chat_template_kwargs", self.chat_template_kwargs, remedy)
         for pattern in self.freeze:
             try:
                 re.compile(pattern)

@@ -116,6 +116,11 @@ class TrainingConfig(Block):
         ge=1,
     )
     checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
+    impossible_tokens: Literal["error", "drop"] = key(
+        "error",
+        "Treatment of tokens with probability 0, log-prob −inf, under a policy. error: end the run; drop: exclude them"
+        " from the loss and count them",
+    )
     keep_checkpoints: Int = key(2, "Newest checkpoints that recjax keeps; it deletes older ones", ge=1)
     profile_steps: list[Int] | None = key(
         None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
@@ -144,10 +149,13 @@ class EvaluationConfig(Block):
     temperature: Float = key(1.0, "Sampling temperature; 0: greedy", ge=0, le=HIGHEST_TEMPERATURE)
     top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
     top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
+    min_p: Float = key(
+        0.0, "Sample only from tokens at least this share as likely as the likeliest; 0: all", ge=0, le=1
+    )
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def check(self) -> None:
         """Refuses temperatures just above 0, and keys that do not apply to greedy completions."""
@@ -158,7 +166,7 @@ class EvaluationConfig(Block):
             remedy = "needs sampled completions; raise evaluation.temperature from 0, or remove this key"
             require_defaults("evaluation", self, ("initial_kl",), remedy)
             remedy = "does not apply at evaluation.temperature = 0; remove this key"
-            require_defaults("evaluation", self, ("top_k", "top_p"), remedy)
+            require_defaults("evaluation", self, ("top_k", "top_p", "min_p"), remedy)
 
 
 class SamplesConfig(Block):

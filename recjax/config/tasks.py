@@ -7,7 +7,7 @@ from recjax.config.fields import Block, Float, Int, block_of, key, require_defau
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
-_SOURCE = "Hub data set, folder with its files, or .parquet or .jsonl file"
+_SOURCE = "Hub data set, folder with its files, or one file as for task.file"
 _HELD_OUT = "null: recjax holds out a third of train, at most 1,024 problems"
 
 
@@ -21,9 +21,9 @@ class ArithmeticTask(Block):
 
 
 class FileTask(Block):
-    """Problems from your own files: JSON Lines or Parquet."""
+    """Problems from your own files: JSON Lines, JSON or Parquet."""
 
-    train: str = key(..., ".jsonl or .parquet file of training problems")
+    train: str = key(..., ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems")
     evaluation: str | None = key(None, f"File of held-out problems; {_HELD_OUT}")
     prompt_column: str = key("prompt", "Column of prompts: text, or lists of messages")
     answer_column: str = key("answer", "Column of answers, which the reward compares completions with")

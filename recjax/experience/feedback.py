@@ -24,7 +24,10 @@ class Given(NamedTuple):
 
 
 def give_rewards(
-    folder: str | Path, entries: Sequence[Mapping[str, Any]], place: Callable[[int], str] = "entry {}".format
+    folder: str | Path,
+    entries: Sequence[Mapping[str, Any]],
+    place: Callable[[int], str] = "entry {}".format,
+    refuse: Callable[[int, str], None] | None = None,
 ) -> Given:
     """Completes pending rows of a store.
 
@@ -36,6 +39,8 @@ def give_rewards(
 
     Args:
         place: what error messages call each entry, by its number.
+        refuse: is told the number of each entry that cannot be used, and why, and the other entries are written; None:
+            such an entry is an error.
     Raises:
         ValueError: an entry that cannot be used, an unknown id, two rewards for a row, or a row that has another
             reward already; nothing is written.
@@ -51,14 +56,23 @@ def give_rewards(
         late: dict[str, Grade] = {}
         comments: dict[str, str] = {}
         for number, entry in enumerate(entries):
-            for name, given in _resolved(entry, rows, groups, place(number)):
-                before = rows[name][1] or late.get(name)
-                if before is not None and before != given:
-                    which = "has another reward" if rows[name][1] else "has another reward above"
-                    raise ValueError(f"{place(number)}: row {name!r} {which}, {before.reward}; a reward is given once")
-                late[name] = given
-                if entry.get("comment") is not None:
-                    comments[name] = str(entry["comment"])
+            try:
+                given = dict(_resolved(entry, rows, groups, place(number)))
+                for name, own in given.items():
+                    before = rows[name][1] or late.get(name)
+                    if before is not None and before != own:
+                        which = "has another reward" if rows[name][1] else "has another reward above"
+                        raise ValueError(
+                            f"{place(number)}: row {name!r} {which}, {before.reward}; a reward is given once"
+                        )
+            except ValueError as error:
+                if refuse is None:
+                    raise
+                refuse(number, str(error))
+                continue
+            late |= given
+            if entry.get("comment") is not None:
+                comments |= dict.fromkeys(given, str(entry["comment"]))
         new = {name: given for name, given in late.items() if rows[name][1] is None}
         # All of them before the first is written: a bad row must change nothing.
         tables = {part: _completed(part, new, comments) for part in sorted({rows[name][0] for name in new})}

@@ -274,8 +274,9 @@ class Follower:
             remedy = "say in experience.missing_logprobs what stands for them, 'unneeded' or 'current'"
             why = "no_logprobs" if missing == "error" else None
             return rows, why, f"{place} has no behaviour log-probs; {remedy}"
-        if (found := Sampling(first.temperature, first.top_k, first.top_p)) != rollout.sampling():
+        if first.sampling != rollout.sampling():
+            found = first.sampling or ("unknown",) * len(Sampling._fields)
             was, takes = (", ".join(map(str, sampling)) for sampling in (found, rollout.sampling()))
-            words = f"{place} was sampled with temperature, top_k, top_p = {was}, and rollout has {takes}"
+            words = f"{place} was sampled with {', '.join(Sampling._fields)} = {was}, and rollout has {takes}"
             return rows, "other_sampling", f"{words}: its log-probs are of another distribution"
         return rows, None, ""

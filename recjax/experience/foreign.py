@@ -3,15 +3,16 @@
 import csv
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recjax.experience.store import Experience, parts_of
+from recjax.experience.store import CHAT_TEMPLATE, Experience, parts_of
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
-from recjax.tasks.reading import Row, read_file
+from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, Row, as_text, read_file, template_of
 
 
 class Columns(NamedTuple):
@@ -79,7 +80,8 @@ def imported(
     for file in map(Path, files):
         for values, place in _read(file, columns):
             row, number = _Source(values, columns, place), len(rows)
-            rows.append(_row(row, name, number, source or file.stem, time, tokenizer=tokenizer, sampling=sampling))
+            named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
+            rows.append(_row(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
             places.append(place)
             seen |= dict.fromkeys(values)
     if not rows:
@@ -87,23 +89,29 @@ def imported(
     for column, wanted in columns._asdict().items():
         if wanted not in (*seen, Columns._field_defaults[column]):
             raise ValueError(f"--{column}_column {wanted!r}: no row has it; the columns are {', '.join(seen)}")
-    return Imported(rows, places, [column for column in seen if column not in columns])
+    taken = {*columns, *(TEMPLATE_COLUMNS if any(row.messages for row in rows) else ())}
+    return Imported(rows, places, [column for column in seen if column not in taken])
 
 
 def _read(file: Path, columns: Columns) -> Iterable[Row]:
     """Rows of a file and where they stand: by line from 1, in Parquet by row from 0."""
-    if file.suffix not in (".jsonl", ".csv", ".parquet"):
-        raise ValueError(f"{file}: give .jsonl, .csv or .parquet files")
-    return _csv_rows(file, columns) if file.suffix == ".csv" else read_file(file, "--input")
+    if file.suffix.lower() == ".csv":
+        return _csv_rows(file, columns)
+    if not ENDING.search(file.name):
+        raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
+    return read_file(file, "--input")
 
 
 def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
     """Cells of text, numbers and JSON; an empty cell is null, except that a completion may be empty."""
     structured = {columns.messages, columns.reward_parts, columns.prompt_tokens, columns.tokens, columns.logprobs}
     structured |= {columns.reward, columns.truncated}
+    csv.field_size_limit(2**31 - 1)  # a completion may be longer than the library's own limit
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.DictReader(text, restkey="", strict=True)
         try:
+            if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+                raise ValueError(f"--input: {file}: line 1: the column {repeated[0]!r} is given twice; remove one")
             for cells in reader:
                 place = f"--input: {file}: line {reader.line_num}"
                 if "" in cells or None in cells.values():
@@ -149,7 +157,8 @@ def _row(
     row: _Source, name: str, number: int, source: str, time: datetime, tokenizer: str | None, sampling: Sampling | None
 ) -> Experience:
     prompt, messages, completion = _texts(row)
-    asked = prompt if messages is None else json.dumps(messages)
+    template = {} if messages is None else template_of(Row(row.values, row.place))
+    asked = prompt if messages is None else json.dumps([messages, template] if template else messages)
     group = hashlib.sha256(asked.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
     return Experience(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
@@ -159,10 +168,11 @@ def _row(
         time=time,
         prompt=prompt,
         messages=messages,
-        answer=None if row.get("answer") is None else _label(row, "answer"),
+        answer=None if row.get("answer") is None else _answer(row),
         reward=None if row.get("reward") is None else _number(row, "reward", row.get("reward")),
         reward_parts=_reward_parts(row),
         truncated=_truncated(row),
+        metadata=json.dumps({CHAT_TEMPLATE: template}) if template else None,
         **_token_columns(row, tokenizer, sampling),
     )
 
@@ -211,9 +221,14 @@ def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
 
 def _label(row: _Source, column: str) -> str:
     value = row.get(column)
-    is_label = isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
-    row.require(is_label, column, "takes text or a number")
+    row.require(as_text(value), column, "takes text or a number")
     return str(value)
+
+
+def _answer(row: _Source) -> str:
+    text = as_text(row.get("answer"))
+    row.require(text, "answer", "takes text or a number")
+    return text
 
 
 def _number(row: _Source, column: str, value: Any) -> float:
@@ -263,5 +278,5 @@ def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | Non
         "completion_tokens": tokens,
         "completion_mask": None if tokens is None else [True] * len(tokens),
         "behaviour_logprobs": logprobs,
-        **dict(zip(Sampling._fields, sampling or (None,) * 3, strict=True)),
+        **dict(zip(Sampling._fields, sampling or (None,) * len(Sampling._fields), strict=True)),
     }

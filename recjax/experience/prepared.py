@@ -25,8 +25,9 @@ from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience import ledger
-from recjax.experience.store import SCHEMA, existing_parts, read_part, to_rows
+from recjax.experience.store import SCHEMA, VERSION, existing_parts, read_part, to_rows
 from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.hub.chat_rendering import turn_end
 from recjax.hub.policy import Policy
 from recjax.manifest import check_manifest, size_and_digest, write_manifest
 from recjax.whole_files import whole_file, writing
@@ -171,8 +172,8 @@ def _of_tokenizer(policy: Policy) -> str:
     with tempfile.TemporaryDirectory() as folder:
         policy.tokenizer.save_pretrained(folder)
         files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
-    versions = [__version__, transformers.__version__, tokenizers.__version__]
-    return _digest([files, policy.stop_ids[:1], versions])
+    versions = [__version__, VERSION, transformers.__version__, tokenizers.__version__]
+    return _digest([files, policy.stop_ids[:1], turn_end(policy.tokenizer), policy.vocabulary, versions])
 
 
 def _state(parts: Sequence[Path], made_by: str) -> str:
@@ -215,13 +216,18 @@ def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
     """The rows with tokens in every one of them; see `tokenised`."""
     named = set(table["tokenizer"].unique().to_pylist())
     lacking = table["prompt_tokens"].null_count or table["completion_tokens"].null_count
-    if named <= {name} and not lacking:
+    if named <= {name} and not lacking and _highest_token(table) < policy.vocabulary:
         return table
     rows = tokenised(list(to_rows(table)), policy)
     for column in ("tokenizer", "prompt_tokens", "completion_tokens", "completion_mask"):
         values = pa.array([getattr(row, column) for row in rows], SCHEMA.field(column).type)
         table = table.set_column(SCHEMA.get_field_index(column), SCHEMA.field(column), values)
     return table
+
+
+def _highest_token(table: pa.Table) -> int:
+    highest = (pc.max(pc.list_flatten(table[name])).as_py() for name in ("prompt_tokens", "completion_tokens"))
+    return max(token or 0 for token in highest)
 
 
 def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:

@@ -24,10 +24,9 @@ from recjax.experience.group import (
     graded,
     is_whole,
     oldest_version,
-    reward_spread,
     without,
 )
-from recjax.experience.replay import Entry
+from recjax.experience.replay import Entry, Judge
 from recjax.experience.rows import groups_of, rows_of
 from recjax.experience.store import Experience
 
@@ -48,6 +47,7 @@ class Settings(NamedTuple):
     replay: whether groups are sampled from those that are ready, or taken in order.
     oldest_first: the order is that of the weights that sampled a group, not that of arrival.
     limits: of the groups that are ready; without replay those of a queue.
+    judge: says which groups have a signal, and what a group's priority is of.
     """
 
     offset: int
@@ -56,10 +56,11 @@ class Settings(NamedTuple):
     replay: bool
     oldest_first: bool
     limits: ReplayConfig
+    judge: Judge = Judge()
 
 
 def settings_of(config: Config) -> Settings:
-    """The settings of a run."""
+    """The settings that a config says; `judge` also depends on the weights of the reward."""
     experience, regime = config.experience or ExperienceConfig(), config.regime
     once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
@@ -272,7 +273,7 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
         if not group.completions:
             left["groups_without_reward"] += 1
             continue
-        if limits.keep_no_signal or reward_spread(group) > 0:
+        if limits.keep_no_signal or settings.judge.has_signal(group):
             ready.append(Entry(group, step, 0))
         else:
             left["no_signal"] += 1
@@ -310,7 +311,8 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     if len(ready) < count:
         return queue, None
     if settings.replay:
-        chosen = replay.sampled(ready, count, step, seed, settings.limits)
+        seen = [entry._replace(group=settings.judge.seen(entry.group)) for entry in ready]
+        chosen = replay.sampled(seen, count, step, seed, settings.limits)
     elif settings.oldest_first:
         chosen = sorted(range(len(ready)), key=lambda place: oldest_version(ready[place].group) or 0)[:count]
     else:

@@ -72,7 +72,7 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         truncated=completion.truncated,
         policy_version=completion.policy_version,
         metadata=_metadata(completion),
-        **dict(zip(Sampling._fields, completion.sampling or (None,) * 3, strict=True)),
+        **dict(zip(Sampling._fields, completion.sampling or (None,) * len(Sampling._fields), strict=True)),
     )
 
 
@@ -107,7 +107,6 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             f"row {row.id!r} is a part of the trajectory {row.trajectory!r}, whose first row is not before it; bring"
             " that back, or remove the other rows of the trajectory as well"
         )
-    sampling = Sampling(row.temperature, row.top_k, row.top_p)
     return Completion(
         id=row.id,
         source=row.source,
@@ -115,7 +114,7 @@ def _completion(rows: Sequence[Experience]) -> Completion:
         tokens=row.completion_tokens,
         mask=row.completion_mask,
         behaviour_logprobs=row.behaviour_logprobs,
-        sampling=None if None in sampling else sampling,
+        sampling=row.sampling,
         policy_version=row.policy_version,
         truncated=row.truncated,
         grade=None if row.reward is None else Grade(row.reward, row.reward_parts, row.accurate),

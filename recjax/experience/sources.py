@@ -68,17 +68,19 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
     others = ~without & ~groups.rows.each(lambda *found: _is_of(found, sampling), *Sampling._fields)[heads]
     if others.any():
         (first,) = groups.rows.at(heads[others][:1]).select(columns).to_pylist()
-        found = [first[name] for name in Sampling._fields]
-        temperature, top_k, top_p = ("unknown",) * 3 if None in found else found
+        found = {name: first[name] for name in Sampling._fields} | {"min_p": first["min_p"] or 0.0}
+        words = ", ".join(f"{name} {'unknown' if None in found.values() else value}" for name, value in found.items())
         raise ValueError(
-            f"row {first['id']!r} of source {first['source']!r} was sampled with temperature {temperature}, top_k"
-            f" {top_k}, top_p {top_p}, but rollout has {', '.join(map(str, sampling))}: its log-probs are of another"
-            " distribution. Set rollout to the same, or experience.missing_logprobs to 'unneeded'"
+            f"row {first['id']!r} of source {first['source']!r} was sampled with {words}, but rollout has"
+            f" {', '.join(map(str, sampling))}: its log-probs are of another distribution. Set rollout to the same, or"
+            " experience.missing_logprobs to 'unneeded'"
         )
 
 
 def _is_of(columns: Sequence[pa.Array], sampling: Sampling) -> np.ndarray:
     """Which rows are known to be sampled so."""
+    *columns, min_p = columns
+    columns = [*columns, pc.fill_null(min_p, 0.0)]  # as in `Experience.sampling`
     equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
     return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
 

@@ -20,14 +20,17 @@ from filelock import FileLock
 from recjax.experience import ledger
 from recjax.experience.store_checks import check_rows, check_schema
 from recjax.manifest import size_and_digest, sync_folder
+from recjax.models.sampling import Sampling
 from recjax.whole_files import writing
 
-VERSION = "3"
-_CAME_LATER = {"1": ("trajectory", "metadata"), "2": ("metadata",)}  # columns, by the versions that lack them
+VERSION = "4"
+# Columns by the versions that lack them.
+_CAME_LATER = {"1": ("trajectory", "metadata", "min_p"), "2": ("metadata", "min_p"), "3": ("min_p",)}
 _READABLE = (*_CAME_LATER, VERSION)
 _VERSION_KEY = b"recjax.experience.version"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
+CHAT_TEMPLATE = "chat_template"  # in a row's metadata: variables that its messages give the chat template
 PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # the prompt of rows that do not say what was asked
 SCHEMA = pa.schema(
     [
@@ -51,6 +54,7 @@ SCHEMA = pa.schema(
         ("temperature", pa.float64()),
         ("top_k", pa.int32()),
         ("top_p", pa.float64()),
+        ("min_p", pa.float64()),
         ("time", pa.timestamp("us", tz="UTC")),
         ("trajectory", pa.string()),
         ("metadata", pa.string()),
@@ -64,7 +68,8 @@ class Experience(NamedTuple):
 
     Exactly one of `prompt` (text) and `messages` (a chat) is given. `tokenizer` names the vocabulary that the tokens
     are of. completion_mask is True at tokens that the behaviour policy chose; behaviour_logprobs are under the
-    distribution that sampled them, which temperature, top_k and top_p describe. A row without a reward is pending.
+    distribution that sampled them, which temperature, top_k, top_p and min_p describe. A row without a reward is
+    pending.
     policy_version counts the optimiser updates of the weights that sampled the row; None: of another model.
     trajectory: of an agent's rows the id of the first one, whose prompt_tokens are each row's own; else None.
     metadata: a JSON object of what else is known, such as who asked; nothing here reads it.
@@ -91,8 +96,15 @@ class Experience(NamedTuple):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     trajectory: str | None = None
     metadata: str | None = None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The distribution that sampled the tokens; None: not known. Rows of before there was a min_p have none."""
+        found = Sampling(self.temperature, self.top_k, self.top_p, self.min_p or 0.0)
+        return None if None in found else found
 
 
 _ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behaviour_logprobs")
@@ -228,7 +240,7 @@ def _as_now(table: pa.Table) -> pa.Table:
     found = (table.schema.metadata or {}).get(_VERSION_KEY, b"").decode()
     for name in _CAME_LATER.get(found, ()):
         if name not in table.schema.names:
-            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), pa.string()))
+            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
     return table
 
 

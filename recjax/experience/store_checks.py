@@ -25,6 +25,7 @@ _NUMBERS = (
     ("temperature", lambda x: (x >= 0) & np.isfinite(x), "must be a finite number, 0 or more, or null"),
     ("top_k", lambda x: x >= 0, "must be 0 (all tokens) or more, or null"),
     ("top_p", lambda x: (x > 0) & (x <= 1), "must be above 0 and at most 1, or null"),
+    ("min_p", lambda x: (x >= 0) & (x <= 1), "must be from 0 to 1, or null"),
 )
 
 

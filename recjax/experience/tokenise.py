@@ -3,14 +3,15 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.store import PROMPT_LEFT_OUT, Experience
-from recjax.hub.chat_rendering import render_chats
+from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Experience
+from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
-from recjax.hub.tokenizers import encode_prompts
+from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -21,18 +22,24 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
     """The rows with tokens of the policy's vocabulary in every one of them; tokens that are there stay.
 
-    A prompt becomes tokens as it does for sampling: chats through the model's template, the begin-of-sequence token
-    once if the tokenizer uses one. A completion gets the first of the policy's stop tokens at its end, unless the row
-    is truncated: then it was cut off and did not end. All of its tokens count as chosen by whoever wrote it.
+    A prompt becomes tokens as it does for sampling: chats through the model's template, plain text with the
+    begin-of-sequence token once if the tokenizer uses one. A completion gets an end token, unless the row is truncated:
+    then it was cut off and did not end. In a chat this is the token that the template writes after an assistant's turn,
+    elsewhere the first of the policy's stop tokens. All of its tokens count as chosen by whoever wrote it.
 
     Raises:
         ValueError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
-            or a completion without tokens, with the row's id; or a chat that the tokenizer's template refuses.
+            a token that the model has no embedding of, or a completion without tokens, with the row's id; or a chat
+            that the tokenizer's template refuses.
     """
     name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
+    writes_chats = any(row.completion_tokens is None and row.messages is not None for row in rows)
+    begin = _turn_begin(policy.tokenizer) if writes_chats else ""
     # A group shares its prompt: each chat is rendered once.
-    asked = {json.dumps(row.messages): row.messages for row in rows if row.prompt_tokens is None and row.messages}
-    rendered = dict(zip(asked, render_chats(policy.tokenizer, list(asked.values())) if asked else [], strict=True))
+    asked = {_chat_of(row): row for row in rows if row.prompt_tokens is None and row.messages}
+    chats, variables = [row.messages for row in asked.values()], [chat_template_of(row) for row in asked.values()]
+    texts = render_chats(policy.tokenizer, chats, variables=variables) if asked else []
+    rendered = dict(zip(asked, texts, strict=True))
     for row in rows:
         if row.tokenizer not in (None, name):
             raise ValueError(
@@ -45,35 +52,61 @@ def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
                 " record prompts, and leave this row out"
             )
         if row.prompt_tokens is None:
-            text = row.prompt if row.messages is None else rendered[json.dumps(row.messages)]
+            is_chat = row.messages is not None
+            text = rendered[_chat_of(row)] if is_chat else row.prompt
             # Each text is encoded once.
-            if text not in prompts:
-                prompts[text] = _prompt_tokens(policy.tokenizer, text, row)
-            row = row._replace(prompt_tokens=prompts[text])
+            if (text, is_chat) not in prompts:
+                prompts[text, is_chat] = _prompt_tokens(policy.tokenizer, text, row)
+            row = row._replace(prompt_tokens=prompts[text, is_chat])
         if row.completion_tokens is None:
-            tokens = _completion_tokens(row, policy)
+            is_whole = row.messages is None or row.completion.startswith(begin)
+            tokens = _completion_tokens(row, policy, row.completion if is_whole else begin + row.completion)
             row = row._replace(completion_tokens=tokens, completion_mask=np.ones(len(tokens), bool))
+        for column in ("prompt_tokens", "completion_tokens"):
+            place = f"row {row.id!r} of source {row.source!r}: {column}"
+            check_embedded(policy.tokenizer, getattr(row, column), policy.vocabulary, place)
         done.append(row._replace(tokenizer=name))
     return done
 
 
+def chat_template_of(row: Experience) -> dict[str, Any]:
+    """The variables that a row's metadata gives the chat template; none where somebody else has written it."""
+    found = json.loads(row.metadata).get(CHAT_TEMPLATE) if row.metadata else None
+    return found if isinstance(found, dict) else {}
+
+
+def _chat_of(row: Experience) -> str:
+    return json.dumps([row.messages, chat_template_of(row)])
+
+
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experience) -> np.ndarray:
     try:
-        return np.array(encode_prompts(tokenizer, [text])[0], np.int32)
+        return np.array(encode_prompts(tokenizer, [text], rendered=row.messages is not None)[0], np.int32)
     except ValueError as error:
         raise ValueError(f"row {row.id!r} of source {row.source!r}: {error}") from error
 
 
-def _completion_tokens(row: Experience, policy: Policy) -> np.ndarray:
+def _turn_begin(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The blanks that the chat template writes between a rendered prompt and the answer, as Llama 2's does."""
+    asked, reply = [{"role": "user", "content": "hello"}], "recjax-reply"
     try:
-        tokens = policy.tokenizer.encode(row.completion, add_special_tokens=False)
-    except Exception as error:
-        # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+        prompt, chat = render_chats(tokenizer, [asked, [*asked, {"role": "assistant", "content": reply}, *asked]])
+    except ValueError:
+        return ""
+    begin, found, _ = chat.removeprefix(prompt).partition(reply)
+    return begin if found and chat.startswith(prompt) and not begin.strip() else ""
+
+
+def _completion_tokens(row: Experience, policy: Policy, text: str) -> np.ndarray:
+    try:
+        tokens = encode_after(policy.tokenizer, row.prompt_tokens, text)
+    except ValueError as error:
         raise ValueError(
             f"row {row.id!r} of source {row.source!r}: completion {row.completion!r:.80} has text outside the policy's"
             " vocabulary; leave the row out, or train a model that knows it"
         ) from error
-    tokens = [*tokens, *([] if row.truncated else policy.stop_ids[:1])]
+    end = None if row.messages is None else turn_end(policy.tokenizer)
+    tokens = [*tokens, *([] if row.truncated else policy.stop_ids[:1] if end is None else [end])]
     if not tokens:
         raise ValueError(f"row {row.id!r} of source {row.source!r}: the completion was cut off before its first token")
     return np.array(tokens, np.int32)

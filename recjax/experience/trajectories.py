@@ -1,12 +1,15 @@
 """Trajectories as a batch: a row is a whole sequence, context and turns, and a trajectory has one row or several."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.group import Completion, Group, Row
+from recjax.tasks.grading.thinking import opening_tag, unclosed_tag
 
 
 def pad_trajectories(
@@ -154,3 +157,32 @@ def _fill(batch: Batch, place: int, completion: Completion, row: Row) -> None:
     batch.policy_version[place] = FOREIGN if completion.policy_version is None else completion.policy_version
     for part, values in batch.reward_parts.items():
         values[place] = ((grade and grade.reward_parts) or {}).get(part, np.nan)
+
+
+def thoughts_opening(group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tag of thoughts inside which a completion's text begins; empty where it begins outside thoughts.
+
+    The text of a trajectory is its last reply. Where that reply continues earlier ones as plain text, it is inside the
+    thoughts that they have not closed. A special token at the end of a reply or behind it begins a new turn.
+    """
+
+    def text_of(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    rows = rows_of_trajectory(completion, group)
+    if not rows:
+        return ""
+    place, end, _ = completion.turns[-1] if completion.turns else (len(rows) - 1, None, 0.0)
+    row, special = rows[place], set(tokenizer.all_special_ids)
+    tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
+    ends = {turn.end for turn in completion.turns if turn.row == place}
+    starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})
+    for start, stop in itertools.pairwise(starts):
+        piece = tokens[start:stop]
+        if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):
+            opening = ""
+        text = text_of(piece)
+        if mask[start] or opening:
+            opening = unclosed_tag(opening + text)
+        opening = opening or opening_tag(text)
+    return opening

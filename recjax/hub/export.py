@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
 from recjax.hub.families import FIELDS, SILU
-from recjax.hub.tokenizers import TOKENIZER_FILES
 from recjax.hub.weights import MODULES, read_config, tensor_names
 from recjax.manifest import write_manifest
 from recjax.models.decoder_config import DecoderConfig
@@ -27,8 +26,14 @@ from recjax.whole_files import writing
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What goes along with the weights; a licence asks to be passed on.
-COMPANION_FILES = (*TOKENIZER_FILES, "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")
+# By name, as a folder may also hold an adapter's or a trainer's files, which are no part of the merged model. A
+# license asks to be passed on.
+COMPANION_FILES = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "*.jinja"),
+    *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*"),
+)
 
 
 def check_output(output: str | Path) -> None:
@@ -70,7 +75,7 @@ def export_model(
         raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
     with appearing_whole(Path(output)) as partial:
         for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
-            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
+            if file.is_file() and file.name != "config.json":
                 copy = partial / file.relative_to(base)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
@@ -79,6 +84,8 @@ def export_model(
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype
         write_json(partial / "config.json", fields)
+        if read_config(partial).tie_embeddings != config.tie_embeddings:  # the base's weights had a head of their own
+            write_json(partial / "config.json", fields | {"tie_word_embeddings": config.tie_embeddings})
         for name, content in beside.items():
             (partial / name).write_bytes(content)
         _write_weights(partial, config, params, dtype, max_shard_bytes)

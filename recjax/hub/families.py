@@ -70,6 +70,7 @@ IGNORED_FIELDS = {
     *("unsloth_fixed", "unsloth_version"),
     # Tokens, and how they are sampled.
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "do_sample", "temperature", "top_k", "top_p"),
+    "min_p",
     *("repetition_penalty", "max_length", "cache_implementation"),
     # What other tasks read, and what a call returns.
     *("id2label", "label2id", "problem_type", "is_encoder_decoder"),

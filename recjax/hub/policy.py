@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, DecoderShape
+from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder, stop_token_ids
-from recjax.hub.weights import load_pretrained, read_config
+from recjax.hub.weights import load_pretrained, pretrained_config, read_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import in_compute_dtype
@@ -28,6 +29,11 @@ class Policy(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     slots: int | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the decoder has an embedding of, as its tokenizer may have more or fewer; without one, all."""
+        return len(self.tokenizer) if self.decoder is None else self.decoder.config.vocab_size
 
 
 def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
@@ -48,8 +54,15 @@ def policy_alone(config: Config, characters: str) -> Policy:
         characters: what the built-in tokenizer must know, for a decoder made from scratch.
     """
     if config.model.path:
-        decoder_config = read_config(model_folder(config.model.path))
-        tokenizer = load_tokenizer(config.model.path)
+        decoder_config = pretrained_config(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
+        set_template_kwargs(tokenizer, config.model.chat_template_kwargs)
+        if date := tokenizer.init_kwargs.get(CHAT_DATE):
+            logger.info(
+                "the chat template of %s reads the clock: all prompts get the date %s (model.chat_date)",
+                config.model.path,
+                date,
+            )
     else:
         tokenizer = character_tokenizer(characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
@@ -57,6 +70,13 @@ def policy_alone(config: Config, characters: str) -> Policy:
     kernel = attention_kernel(config.model.attention, decoder_config, dtype)
     decoder = Decoder(decoder_config, dtype, config.model.remat, attention=kernel)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
+    if min(stop_ids) >= decoder_config.vocab_size:
+        logger.warning(
+            "%s: no completion ends before its limit, as the embedding has %d tokens and the ids that end one are %s",
+            config.model.path,
+            decoder_config.vocab_size,
+            stop_ids,
+        )
     return Policy(decoder, tokenizer, stop_ids, config.rollout.slots)
 
 
@@ -92,8 +112,9 @@ def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher 
             f"model.teacher = {config.model.teacher!r}: its tokenizer is not the policy's, {differing} entries of the"
             " vocabularies differ; a teacher gives log-probs of the policy's own tokens, so take one of the same family"
         )
-    decoder = teacher_decoder(config)
-    return Teacher(decoder, in_compute_dtype(decoder, load_pretrained(config.model.teacher)[1], copy=False))
+    decoder_config, params = load_pretrained(config.model.teacher)
+    decoder = teacher_decoder(config).clone(config=decoder_config)
+    return Teacher(decoder, in_compute_dtype(decoder, params, copy=False))
 
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:

@@ -1,13 +1,26 @@
 """Tokenizers: Hugging Face's from a folder or the hub, and a small built-in one; prompts in, token ids out."""
 
+import functools
+import importlib.util
 import json
+import os
+import re
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import tokenizers
+from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from recjax.hub.chat_rendering import CHAT_DATE, turn_end
+
+_CONTEXT = 32  # tokens before a text that may change how it is read
+_PARTS = 3  # tokens at most that are a character without its last byte
+_BEFORE = ("\n", "a", "0", ".", "(")  # texts that a text is encoded after; few tokens reach from one of them into it
+Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 
 
@@ -58,9 +71,12 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name.
+def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name, which decodes every token to its own text, spaces included.
 
+    Args:
+        chat_date: YYYY-MM-DD, the date that a chat template which reads the clock gets; None: today. It stays the same
+            as long as the tokenizer is used.
     Raises:
         ValueError: the folder or hub has none, or it cannot be read.
     """
@@ -69,13 +85,41 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
     check_no_code(folder)
+    _check_readable(folder)
+    # A folder may ask for clean_up_tokenization_spaces, which removes spaces before punctuation when it decodes.
+    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise bare Exceptions, so nothing narrower would catch a damaged file.
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
         ) from error
+    tokenizer.init_kwargs.pop(CHAT_DATE, None)  # of a folder that a dated tokenizer was saved to
+    if reads_clock(folder):
+        tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
+    return tokenizer
+
+
+def reads_clock(path: str | Path) -> bool:
+    """Whether a chat template of a folder or hub name writes the current date or time into prompts."""
+    files = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
+    found = (file for pattern in files for file in model_folder(path).glob(pattern))
+    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in found)
+
+
+def _check_readable(folder: Path) -> None:
+    """Refuses a tokenizer.model without the package that reads it, which transformers may not name."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return
+    with (folder / "tokenizer.model").open("rb") as file:
+        is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", file.readline(1000)) is not None
+    package, install = ("tiktoken", "tiktoken") if is_tiktoken else ("sentencepiece", '"recjax[sentencepiece]"')
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"{folder} holds its tokenizer as tokenizer.model alone, and the package {package} that reads it is not"
+            f" installed; pip install {install}, or put the model's tokenizer.json there"
+        )
 
 
 def check_no_code(folder: Path) -> None:
@@ -99,10 +143,10 @@ def check_no_code(folder: Path) -> None:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), folder: str | Path | None = None
 ) -> tuple[int, ...]:
-    """Ids that end a completion: the end-of-sequence token's, then each stop string's.
+    """Ids that end a completion: the end-of-sequence token's, the chat template's, then each stop string's.
 
     Args:
-        tokenizer: gives the end-of-sequence id.
+        tokenizer: gives the end-of-sequence id, and the token that its chat template writes after an assistant's turn.
         stop: strings that are one token each; only that very token stops, not a longer one that begins alike.
         folder: the model's folder or hub name, whose generation_config.json (where there is none, config.json) may
             list more end-of-sequence ids: chat models often have several. None reads no file.
@@ -111,10 +155,11 @@ def stop_token_ids(
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else _listed_eos(model_folder(folder))
+    ids += [] if (end := turn_end(tokenizer)) is None else [end]
     for text in stop:
-        tokens = _encode(tokenizer, text, "stop string")
+        tokens = encode_after(tokenizer, (), text, "stop string")
         # The second test refuses text that the tokenizer only knows as its unknown token.
-        if len(tokens) != 1 or tokenizer.decode(tokens) != text:
+        if len(tokens) != 1 or token_texts(tokenizer, tokens) != [text]:
             raise ValueError(
                 f"stop string {text!r} must be exactly one token, but this tokenizer reads it as "
                 f"{tokenizer.convert_ids_to_tokens(tokens)}; choose a single token"
@@ -129,11 +174,38 @@ def _listed_eos(folder: Path) -> list[int]:
     """The end-of-sequence ids in a model's files, read as transformers does."""
     for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
         try:
-            eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+            eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
-        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            raise ValueError(f"{file}: eos_token_id = {eos!r:.200}: takes a token id or a list of them; correct it")
+        return ids
     return []
+
+
+@functools.lru_cache(maxsize=2**18)
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """The UTF-8 bytes that a token adds to a text; several tokens may share the bytes of one character."""
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if "\ufffd" not in text:
+        if token in tokenizer.all_special_ids:
+            return text.encode()
+        # After itself: some tokenizers drop the space before a text's first token.
+        return tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(text) :].encode()
+    name = tokenizer.convert_ids_to_tokens(token) or ""
+    if number := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
+        return bytes.fromhex(number[1])
+    known = _byte_characters()
+    return bytes(map(known.get, name)) if known.keys() >= {*name} else text.encode()
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """The bytes that characters stand for in the tokens of byte-level tokenizers: most stand for themselves."""
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    plain = [ord(character) for character in characters if ord(character) < 256]
+    return dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
@@ -145,22 +217,151 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[in
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], first: int = 0) -> list[list[int]]:
-    """Token ids of each prompt, with the tokenizer's begin-of-sequence token once if it uses one.
+# --- Text that follows other text. Tokenizers of the SentencePiece kind put a space before a text that they encode, and
+# take one away from a text that they decode. Both are right at the beginning of a text and wrong in the middle.
 
-    Text from a chat template may hold that token already; it is then not added again. No end-of-sequence is added.
+
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tokens) -> str:
+    """The text that tokens add to the text of the tokens before them, special tokens as they are written.
+
+    Args:
+        before: all tokens that precede, such as a prompt; none, or the begin-of-sequence token alone, is the beginning
+            of a text.
+    """
+    if _begins(tokenizer, before) or _changes_nothing(tokenizer, int(before[-1])):
+        return _decode(tokenizer, tokens)
+    context = [int(token) for token in before[-_CONTEXT:]]
+    head = _decode(tokenizer, context)
+    # A context that begins in the middle of a character could make the characters behind it unreadable.
+    for _ in range(_PARTS if len(before) > _CONTEXT else 0):
+        if not head.startswith("\ufffd"):
+            break
+        context = context[1:]
+        head = _decode(tokenizer, context)
+    whole = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
+    # The tokens may complete a character that the context ends in.
+    return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
+
+
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, what: str = "text") -> list[int]:
+    """Token ids of a text that follows tokens, with no special tokens added.
+
+    Args:
+        before: all tokens that precede; none: some text that is not known.
+        what: names the text in an error.
+    Raises:
+        ValueError: text that the tokenizer does not know.
+    """
+    alone = _encode(tokenizer, text, what)
+    once, twice = _decode(tokenizer, alone), _decode(tokenizer, alone * 2)
+    is_same_everywhere = twice == 2 * once and (once[:1] == " ") == (text[:1] == " ")
+    if is_same_everywhere or (len(before) and _begins(tokenizer, before)):
+        return alone
+    last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
+    for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
+        head, whole = (tokenizer.encode(each, add_special_tokens=False) for each in (earlier, earlier + text))
+        if head and whole[: len(head)] == head and len(whole) > len(head) and tokenizer.unk_token_id not in head:
+            return whole[len(head) :]
+    return alone
+
+
+def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
+    """Whether what follows these tokens is the beginning of a text."""
+    return len(before) == 0 or (len(before) == 1 and before[0] == tokenizer.bos_token_id)
+
+
+@functools.lru_cache(maxsize=256)
+def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
+    """Whether tokens have the same text after this token as at the beginning."""
+    if _reads_alike(tokenizer):
+        return not _decode(tokenizer, [last]).endswith("\ufffd")
+    # Some tokenizers put a space before the text behind each added token.
+    added = tokenizer.added_tokens_decoder.get(last)
+    if added is None:
+        return False
+    alone, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
+    return after == [last, *alone]
+
+
+def _reads_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether whole characters have the same text at the beginning and in the middle, as the tokenizer's kind says."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse | None)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]:
+    """The text of each token in the middle of a text; half a character is U+FFFD."""
+    texts = {token: _decode(tokenizer, [token]) for token in tokens}
+    if not _reads_alike(tokenizer):
+        for token, once in texts.items():
+            twice = _decode(tokenizer, [token, token])
+            if twice != 2 * once and "\ufffd" not in once and token not in tokenizer.all_special_ids:
+                texts[token] = twice[len(once) :]
+    return [texts[token] for token in tokens]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
+    ids, options = [int(token) for token in tokens], {"clean_up_tokenization_spaces": False}
+    text = tokenizer.decode(ids, **options)
+    # Some tokenizers cannot read any of several characters in a row when the last one is not complete.
+    for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
+        whole = tokenizer.decode(ids[:-count], **options)
+        if not whole.endswith("\ufffd"):
+            return text if text.startswith(whole) else whole + "\ufffd" * count
+    return text
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    first: int = 0,
+    *,
+    rendered: bool | Sequence[bool] = False,
+    vocabulary: int | None = None,
+) -> list[list[int]]:
+    """Token ids of each prompt; plain text begins with the tokenizer's begin-of-sequence token if it uses one.
+
+    A chat template writes all of its special tokens itself, so a rendered chat gets none, as in transformers'
+    `apply_chat_template`. Plain text that begins with the token already does not get it again. No end-of-sequence is
+    added.
 
     Args:
         first: number of the first prompt in errors, where there are others before it.
+        rendered: whether prompts, or each of them, come from a chat template.
+        vocabulary: rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
+        ValueError: a prompt has no tokens, characters that the tokenizer does not know, or a token that the model has
+            no embedding of.
     """
     begin = [tokenizer.bos_token_id]
     prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
+    are_rendered = [rendered] * len(prompts) if isinstance(rendered, bool) else rendered
     encoded = []
-    for index, prompt in enumerate(prompts, first):
+    for index, (prompt, is_rendered) in enumerate(zip(prompts, are_rendered, strict=True), first):
         ids = _encode(tokenizer, prompt, f"prompt {index},")
-        encoded.append(ids if ids[:1] == prefix else prefix + ids)
+        encoded.append(ids if is_rendered or ids[:1] == prefix else prefix + ids)
         if not encoded[-1]:
             raise ValueError(f"prompt {index}, {prompt!r}, has no tokens; a prompt needs at least one")
+        check_embedded(tokenizer, encoded[-1], vocabulary, f"prompt {index}, {prompt!r:.80}")
     return encoded
+
+
+def check_embedded(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, place: str
+) -> None:
+    """Refuses tokens that the model has no embedding of: its tokenizer may have more of them than it has rows.
+
+    Args:
+        vocabulary: rows of the model's embedding; None checks nothing.
+        place: where the tokens are, for the error.
+    Raises:
+        ValueError: with the place, the token, the model's folder and both sizes.
+    """
+    if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
+        return
+    raise ValueError(
+        f"{place}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
+        f" {tokenizer.name_or_path or 'memory'} has an embedding of {vocabulary} tokens and a tokenizer of"
+        f" {len(tokenizer)}; take the tokenizer that belongs to the weights, resize the embedding"
+        " (transformers' resize_token_embeddings), or remove the token from the text"
+    )

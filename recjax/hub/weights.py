@@ -1,8 +1,10 @@
 """Pretrained weights: Hugging Face folders as a config and a parameter tree."""
 
 import contextlib
+import dataclasses
 import functools
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -22,7 +24,10 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put
 from recjax.models.trainable import flatten, unflatten
 
+logger = logging.getLogger(__name__)
+
 MOST_LAYERS = 1000
+_COMPARED_ROWS = 4096  # of the embedding and the head, at one time
 
 # Module of the decoder → Hugging Face's; a decoder has some of them. A `kernel` is stored transposed there, [out, in].
 MODULES = {
@@ -41,6 +46,7 @@ MODULES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
+_EMBEDDING, _HEAD = (f"{MODULES[name]}.weight" for name in ("embedding", "head"))
 # Where outputs are normalised too, what elsewhere names the MLP's norm names the norm of attention's output.
 POST_NORM_MODULES = {
     "layers/attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
@@ -63,6 +69,10 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     """
     folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
     _check_unchanged(folder)
+    if adapters := sorted(file.name for file in folder.glob("adapter_model.*")):
+        logger.warning(
+            "%s: %s is not read; merge the adapter into the weights to have it in the model", folder, adapters[0]
+        )
     config = read_config(folder)
     return config, read_params(folder, config)
 
@@ -82,8 +92,24 @@ def _check_unchanged(folder: Path) -> None:
             ) from error
 
 
+def pretrained_config(path: str | Path) -> DecoderConfig:
+    """The decoder config of a folder or hub name; no weights are read, but for the check that `read_config` makes.
+
+    Raises:
+        ValueError: as `model_folder` and `read_config`.
+    """
+    config = read_config(model_folder(path))
+    if not config.tie_embeddings:
+        return config
+    # A hub name's weights may not be here yet, and they may have a head of their own.
+    return read_config(model_folder(path, (*TOKENIZER_FILES, "model*.safetensors")))
+
+
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder config that a folder's config.json describes.
+
+    Where config.json ties the head to the embedding, but the weights hold a head with other values, the head is kept
+    apart, as transformers does.
 
     Raises:
         ValueError: config.json is missing or unreadable, or asks for maths that the decoder does not do.
@@ -99,9 +125,47 @@ def read_config(folder: Path) -> DecoderConfig:
     try:
         check_fields(written)
         _check_layers(folder, written)
-        return decoder_config(_with_defaults(folder))
+        config = decoder_config(_with_defaults(folder))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    if config.tie_embeddings and _has_own_head(folder):
+        _warn_of_own_head(folder)
+        return dataclasses.replace(config, tie_embeddings=False)
+    return config
+
+
+def _has_own_head(folder: Path) -> bool:
+    """Whether the weights hold both embedding and head, with different values; False where no weights are there."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = {_EMBEDDING: single, _HEAD: single}
+    elif index.is_file():
+        files = {name: folder / file for name, file in _weight_map(index).items() if name in (_EMBEDDING, _HEAD)}
+    else:
+        return False
+    if len(files) < 2 or not all(file.is_file() for file in files.values()):
+        return False
+    with contextlib.ExitStack() as stack:
+        opened = {name: stack.enter_context(_opened(file)) for name, file in files.items()}
+        if not all(name in opened[name].keys() for name in files):
+            return False
+        embedding, head = (opened[name].get_slice(name) for name in (_EMBEDDING, _HEAD))
+        if (shape := tuple(embedding.get_shape())) != tuple(head.get_shape()):
+            return True
+        for start in range(0, shape[0], _COMPARED_ROWS):
+            rows = slice(start, min(start + _COMPARED_ROWS, shape[0]))
+            if not np.array_equal(embedding[rows].astype(np.float32), head[rows].astype(np.float32)):
+                return True
+        return False
+
+
+@functools.cache
+def _warn_of_own_head(folder: Path) -> None:
+    logger.warning(
+        "%s: config.json says tie_word_embeddings, but lm_head.weight has other values than the embedding; both are"
+        " kept, and config.json should say false",
+        folder,
+    )
 
 
 def _with_defaults(folder: Path) -> dict:
@@ -250,7 +314,7 @@ def _check_names(folder: Path, expected: set[str], found: dict) -> None:
             f"{folder}: {len(missing)} tensors that config.json calls for are in none of the safetensors files, first "
             f"{missing[0]!r}; check num_hidden_layers and tie_word_embeddings, or fetch the files again"
         )
-    extra = {name for name in found.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {"lm_head.weight"}
+    extra = {name for name in found.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {_HEAD}
     if extra:
         first = min(extra)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Attention over keys that lie in several places, under one softmax; by an accelerator's own kernel where it can."""
+"""Attention over several key-value segments under one softmax, with an accelerator's own kernel where one fits."""
 
 import math
 
@@ -9,11 +9,11 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 KERNELS = ("plain", "cudnn", "splash")
-LANES = 128  # tokens that a block of splash attention has at least
+LANES = 128  # smallest block of splash attention, in tokens
 
 
 def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1 _ length"]:
-    """Which keys each query may look at, from their masks: real ones, of its own sequence where masks are ids.
+    """True where a query may attend to a key: the key is real and, if masks are ids, in the query's sequence.
 
     Raises:
         ValueError: one mask is boolean and the other holds sequence ids.
@@ -27,7 +27,7 @@ def attention_mask(queries: Array, keys: Array) -> Bool[Array, "rows repeats 1 1
 
 
 def pairs(queries: Array, keys: Array) -> tuple[Array, Array]:
-    """Something of each query and of each key, shaped to broadcast to [rows, batch/rows, 1, 1, time, length]."""
+    """An array of queries and an array of keys, reshaped to broadcast to [rows, batch/rows, 1, 1, time, length]."""
     return queries.reshape(keys.shape[0], -1, 1, 1, queries.shape[1], 1), keys[:, None, None, None, None, :]
 
 
@@ -48,9 +48,9 @@ def attend(
             the batch, mask broadcastable to [rows, batch/rows, 1, 1, time, length] and True where attention may look.
         scale: factor on the scores.
         cap: bound c of the scaled scores s, c · tanh(s / c); None: no bound.
-        ids: the mask of the tokens themselves, where it and causality are all that a lone segment's mask is made of.
-        kernel: of KERNELS, what computes several tokens' attention to themselves alone. Over contexts, for a single
-            token, and where the kernel lacks something, it is plain. At padding the kernels differ, and mean nothing.
+        ids: the tokens' own mask, if the only segment's mask follows from it and causality; None otherwise.
+        kernel: one of KERNELS, for self-attention of several tokens. Attention over contexts, attention of a single
+            token and options that the kernel lacks use "plain". Results at padding are undefined.
     Returns:
         [batch * time, heads * head_dim].
     """
@@ -69,7 +69,7 @@ def attend(
 def plain_attention(
     queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Attention as it is defined, its scores whole in memory; arguments are those of `attend`."""
+    """Attention by its definition, with all scores in memory; the arguments are documented in `attend`."""
     batch, heads, time, _ = queries.shape
     scores = []
     for keys, _, mask in segments:
@@ -87,14 +87,15 @@ def plain_attention(
 
 
 def _by_row(x: Array, held: Array, axis: int) -> Float[Array, "batch heads time units"]:
-    """Products with the keys or values of each row and head, in float32.
+    """Matmuls with the keys or values of each row and head, in float32.
 
-    XLA on the CPU is several times as fast where these are the second matrix, which einsum would not say.
+    They are written out because XLA on the CPU is several times faster if keys and values are the second operand, which
+    einsum does not guarantee.
 
     Args:
         x: [batch, heads, time, length or head_dim].
         held: [rows, kv_heads, length, head_dim].
-        axis: of `held`, the one that is summed over.
+        axis: axis of `held` to sum over.
     """
     (batch, heads, time, size), (rows, kv_heads, *_) = x.shape, held.shape
     dtype, repeats, sharing = jnp.promote_types(x.dtype, held.dtype), batch // rows, heads // kv_heads * time
@@ -118,7 +119,7 @@ def cudnn_attention(
     """Causal attention by cuDNN's flash attention, in bfloat16 on an NVIDIA GPU.
 
     Args:
-        mask: no query may look ahead; it tells cuDNN more than causality does.
+        mask: True where a query may attend; must not allow later tokens.
     """
     time = queries.shape[2]
     # cuDNN takes even numbers of tokens.
@@ -137,10 +138,10 @@ def splash_attention(
     cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Causal attention of tokens to those of their own id, by splash attention on a TPU, which skips what it masks.
+    """Causal attention between tokens with equal ids, by splash attention on a TPU, which skips masked blocks.
 
     Args:
-        scale, cap: as those of `attend`.
+        scale, cap: see `attend`.
         interpret: run the kernel step by step, on any device.
     """
     time = queries.shape[2]
@@ -162,7 +163,7 @@ def splash_attention(
 
 
 def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Array, scale: float, cap: float | None):
-    """`splash_attention` of the rows and heads that each device of the mesh in context has, which XLA cannot split."""
+    """`splash_attention` on each device's own rows and heads, as XLA cannot split the kernel over a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return splash_attention(queries, keys, values, ids, scale, cap)
@@ -182,12 +183,12 @@ def _splash_on_each_device(queries: Array, keys: Array, values: Array, ids: Arra
 
 
 def _lengthened(x: Array, axis: int, multiple: int) -> Array:
-    """The array with zeros at the end of an axis, up to a multiple."""
+    """The array, padded with zeros at the end of an axis to a multiple."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, padding)
 
 
 def capped(x: Array, cap: float | None) -> Array:
-    """cap · tanh(x / cap), or x where there is no cap."""
+    """cap · tanh(x / cap); x if cap is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -17,7 +17,7 @@ from recjax.models.placement import constrain, constrain_params, stream_axes
 from recjax.models.products import product
 from recjax.models.rotary import turns_of
 
-# What the forward pass keeps of a layer, beside its input, where the backward pass computes the rest again.
+# Activations that the forward pass saves in addition to a layer's input; the backward pass recomputes all others.
 REMAT = {
     "none": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
@@ -26,11 +26,11 @@ REMAT = {
 
 
 class Context(NamedTuple):
-    """Keys and values of tokens that come before the ones being processed, for all layers.
+    """Keys and values of earlier tokens, for all layers.
 
-    `rows` may be fewer than the batch: each context row then serves batch/rows consecutive rows, which is how one
-    prompt is computed once and shared by all completions of its group. `mask` and `positions` are as the decoder's.
-    An unrolled decoder takes keys and values as tuples of each layer's [rows, kv_heads, length, head_dim].
+    A context may have fewer rows than the batch: each context row then serves batch/rows consecutive rows, so that a
+    prompt is run once for all completions of its group. `mask` and `positions` mean the same as in the decoder's call.
+    An unrolled decoder takes keys and values as tuples of [rows, kv_heads, length, head_dim] arrays, one a layer.
     """
 
     keys: Float[Array, "layers rows kv_heads length head_dim"] | tuple[Array, ...]
@@ -40,7 +40,7 @@ class Context(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Token ids, and what attention has to know of them; [batch, time] each, the last two as the decoder takes them."""
+    """Token ids with their positions and mask, each [batch, time]; see `Decoder.__call__`."""
 
     ids: Array
     positions: Array
@@ -48,12 +48,14 @@ class Tokens(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Tokens to final hidden states and the layers' keys and values; the head is `logits`, applied in chunks.
+    """Maps tokens to final hidden states and to the layers' keys and values; `logits` applies the head in chunks.
 
-    `remat`, a key of REMAT, trades time of the backward pass for memory. `unrolled` writes the layers out instead of
-    scanning over them: parameters are `recjax.models.unrolling.unrolled_params`, keys and values are tuples over
-    layers. `attention` is one of recjax.models.attention.KERNELS. `cache_dtype`: of the room that a sampler makes
-    for the keys and values of what it samples; None: `dtype`.
+    Attributes:
+        remat: a key of REMAT; trades time of the backward pass for memory.
+        unrolled: write the layers out instead of scanning over them. Parameters are then
+            `recjax.models.unrolling.unrolled_params`, and keys and values are tuples over layers.
+        attention: one of recjax.models.attention.KERNELS.
+        cache_dtype: dtype of a sampler's key-value cache; None: `dtype`.
     """
 
     config: DecoderConfig
@@ -77,19 +79,20 @@ class Decoder(nn.Module):
 
         Args:
             tokens: token ids.
-            positions: in tokens from the start of the token's own sequence; they rotate, and they measure windows.
-            mask: True where a token is real; padding is never attended to. For several sequences packed into a row:
-                integer ids, 0 at padding, and a token attends to tokens of its own id alone.
+            positions: number of tokens before each token in its own sequence; rotary embeddings and windows use them.
+            mask: True at real tokens; no token attends to padding. For several sequences packed into a row: integer
+                ids, 0 at padding; a token attends only to tokens with its own id.
             contexts: earlier tokens that every row may attend to.
-            place: where keys and values of these tokens are written in the last context, whose mask and positions are
-                as they are after that: a loop that reads what it has just written needs no copy. None: nowhere.
-            prefixes: where `mask` is of ids, another id that each token attends to as well, of a prompt that several
-                sequences of its row go on from. None: none has one.
-            turns: as `turns` gives them of these positions, if it is at hand. None: they are computed here.
+            place: index in the last context at which the keys and values of these tokens are written; the context's
+                mask and positions already include them. A sampling loop so updates its cache without a copy. None:
+                write nothing.
+            prefixes: a second id, for each token, of tokens that it attends to: a prompt that several packed sequences
+                of the row share. Requires integer ids in `mask`. None: no shared prompts.
+            turns: `turns(positions)`, if the caller has it; None: compute it here.
         Returns:
             Hidden states after the final norm, and (keys, values) of these tokens, each
-            [layers, batch, kv_heads, time, head_dim], or a tuple over layers where `unrolled`; with `place`, those of
-            the last context.
+            [layers, batch, kv_heads, time, head_dim], or a tuple over layers if `unrolled`; with `place`, the keys and
+            values of the last context.
         """
         (hidden,), keys_values = self.run((Tokens(tokens, positions, mask),), contexts, place, prefixes, turns)
         return hidden, keys_values
@@ -97,9 +100,9 @@ class Decoder(nn.Module):
     def turns(
         self, positions: Int[Array, "batch time"]
     ) -> tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None:
-        """Cosine and sine of the angles at positions; None where they differ from layer to layer.
+        """Cosine and sine of the rotary angles; None if layers have different frequencies.
 
-        A loop over tokens has them computed before it begins: inside, the compiler would have every layer do that.
+        Sampling loops compute them before the loop, as XLA would otherwise compute them in every layer.
         """
         frequencies = rotary_frequencies(self.config)
         return turns_of(positions, frequencies) if frequencies.ndim == 1 else None
@@ -107,10 +110,10 @@ class Decoder(nn.Module):
     def of_groups(
         self, prompts: Tokens, completions: Tokens
     ) -> tuple[Float[Array, "prompts prompt_time hidden"], Float[Array, "batch time hidden"]]:
-        """Hidden states of prompts and of the completions that go on from them, in one pass: a prompt is run once.
+        """Hidden states of prompts and of their completions, in one pass that runs each prompt once.
 
         Args:
-            completions: batch/prompts of each prompt, one prompt's after the other's.
+            completions: batch/prompts consecutive rows for each prompt.
         """
         (of_prompts, of_completions), _ = self.run((prompts, completions))
         return of_prompts, of_completions
@@ -124,12 +127,13 @@ class Decoder(nn.Module):
         prefixes: Int[Array, "batch time"] | None = None,
         turns: tuple[Array, Array] | None = None,
     ) -> tuple[list[Float[Array, "batch time hidden"]], tuple]:
-        """Runs the layers on parts, each of which also attends to those before it, whose rows it has a multiple of.
+        """Runs the layers on several parts; each part also attends to all earlier parts.
 
         Args:
-            contexts, place, prefixes, turns: as above; the last three with a single part.
+            parts: the number of rows of each part is a multiple of the number of rows of every earlier part.
+            contexts, place, prefixes, turns: see `__call__`; the last three require a single part.
         Returns:
-            Hidden states of each part; keys and values, as above, of the last one.
+            Hidden states of each part; keys and values of the last part, as `__call__` returns them.
         """
         config = self.config
         shapes = [part.ids.shape for part in parts]
@@ -141,7 +145,7 @@ class Decoder(nn.Module):
             name="embedding",
         )
         rows, units = stream_axes(sum(time for _, time in shapes))
-        # Rows that are split along "fsdp" need whole vectors; looked up in parts, they would first lie everywhere.
+        # Rows split along "fsdp" need whole embedding vectors; a lookup in a split table replicates all rows first.
         table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
         ids = joined([part.ids.reshape(-1) for part in parts], shapes)
         embedded = constrain(jnp.take(table, ids, axis=0), rows, units)
@@ -188,12 +192,12 @@ class Decoder(nn.Module):
 def _looking(
     part: Tokens, turns: tuple | None, sources: list, own: bool, prefixes: Array | None, windowed: bool
 ) -> Part:
-    """Where the tokens of a part look.
+    """The attention masks and distances of a part.
 
     Args:
-        turns: of all layers; None: they differ.
-        sources: masks and positions of the places; of the part's `own` tokens last, or not.
-        windowed: layers have windows.
+        turns: rotary turns, if all layers share them; None otherwise.
+        sources: masks and positions of the tokens to attend to; if `own`, the last are the part's own.
+        windowed: whether layers have windows.
     """
     masks = [attention_mask(part.mask, theirs) for theirs, _ in sources]
     if own:
@@ -205,7 +209,7 @@ def _looking(
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-    """Scores of the next token, float32; callers pass few rows at a time, never a whole [batch, time]."""
+    """Logits of the next token in float32; callers pass a few rows, never a whole [batch, time]."""
     subscripts = "re,ev->rv" if "head" in params else "re,ve->rv"
     weights = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"]
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -215,7 +219,7 @@ def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hid
 
 @functools.partial(jax.jit, static_argnames="config")
 def init_params(config: DecoderConfig, key: Array) -> dict:
-    """Fresh float32 parameters: a plain nested dict, each layer's arrays stacked on a leading axis."""
+    """Random float32 parameters: a plain nested dict, with the layers' arrays stacked on a leading axis."""
     token = jnp.zeros((1, 1), jnp.int32)
     params = Decoder(config).init(key, token, token, jnp.ones((1, 1), bool))["params"]
     if not config.tie_embeddings:
@@ -226,5 +230,5 @@ def init_params(config: DecoderConfig, key: Array) -> dict:
 
 
 def abstract_params(config: DecoderConfig) -> dict:
-    """Shapes and dtypes of `init_params`, with nothing computed."""
+    """Shapes and dtypes of `init_params`, without computing anything."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))

@@ -1,4 +1,4 @@
-"""The shape of a decoder, and what other families do that Llama does not."""
+"""The shape of a decoder, and options of families other than Llama."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from recjax.models.rotary import RopeScaling, stretched
 
 
 class Lora(NamedTuple):
-    """Adapters of rank `rank` beside the projections named in `targets`: x W + (alpha / rank) x A B.
+    """Adapters of rank `rank` on the projections in `targets`: x W + (alpha / rank) x A B.
 
     Reference: arXiv 2106.09685 §4.1.
     """
@@ -27,20 +27,21 @@ ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approxim
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder (sizes in units, not bytes), and what other families do that Llama does not.
+    """The shape of a decoder, with sizes in units and not bytes, and options of families other than Llama.
 
     Attributes:
         qkv_bias: queries, keys and values have biases.
-        qk_norm: RMSNorm on every head of queries and keys, before they are rotated.
-        windows: for each layer, how many tokens a query looks back on, itself included, or None for all; empty: all.
-        rope_layers: for each layer, whether it rotates queries and keys; empty: all do.
-        local_rope_theta: rotary base of the layers with a window, which then take no scaling; None: as the others.
-        activation: of the MLP's gate, a key of ACTIVATIONS.
+        qk_norm: RMSNorm on every head of queries and keys, before the rotation.
+        windows: for each layer, the number of tokens that a query attends to, itself included, or None for all tokens;
+            empty: every layer attends to all tokens.
+        rope_layers: for each layer, whether it rotates queries and keys; empty: every layer does.
+        local_rope_theta: rotary base of layers with a window, which then use no scaling; None: one base for all.
+        activation: activation of the MLP's gate, a key of ACTIVATIONS.
         norm_offset: added to the stored scale of every norm.
-        post_norms: the outputs of attention and MLP are normalised too, before they are added to the stream.
-        scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
+        post_norms: normalize the outputs of attention and MLP, before they are added to the stream.
+        scale_embeddings: multiply embeddings by sqrt(hidden_size).
         attention_scale: factor on the attention scores; None: head_dim ** -0.5.
-        lora: adapters, for those who train nothing else.
+        lora: adapters; None: no adapters.
         attention_cap, logit_cap: bound c of attention scores and of logits, c · tanh(x / c); None: no bound.
     """
 
@@ -71,7 +72,7 @@ class DecoderConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Weights in the matrix products of a layer, adapters left out."""
+        """Number of weights in a layer's matmuls, without adapters."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.hidden_size * (heads + 3 * self.intermediate_size)
 
@@ -80,7 +81,7 @@ def rotary_frequencies(config: DecoderConfig) -> np.ndarray:
     """Angular frequency of each pair of head dimensions, in radians per position.
 
     Returns:
-        [head_dim/2], or [layers, head_dim/2] where layers differ; frequency 0 leaves a layer unrotated.
+        [head_dim/2], or [layers, head_dim/2] if layers differ; a layer with frequency 0 does not rotate.
     Reference: RoFormer (arXiv 2104.09864) §3.2.
     """
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim

@@ -1,4 +1,4 @@
-"""One layer of the decoder, on a stream of all tokens whatever parts they come in."""
+"""One layer of the decoder, on a stream of all tokens of all parts."""
 
 import functools
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from recjax.models.placement import ROWS, constrain, stream_axes
 from recjax.models.products import all_but_kernel, dense_product
 from recjax.models.rotary import rotate, turns_of
 
-PRODUCT = "product"  # the name of what projections give
+PRODUCT = "product"  # checkpoint name of the projections' outputs
 
 
 class RMSNorm(nn.Module):
@@ -34,8 +34,8 @@ class RMSNorm(nn.Module):
         return _normalised(x, scale, self.config.norm_epsilon, self.dtype)
 
 
-# Of what stands between two products the backward pass keeps the inputs alone: arrays of a layer's width cost more to
-# write and read than these few operations on them.
+# The backward pass saves only the inputs of the operations between two matmuls: writing and reading arrays of a layer's
+# width costs more than recomputing these few operations.
 _cheap = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -53,17 +53,17 @@ def _gated(activation: str, gate: Array, up: Array) -> Array:
 
 
 class PerLayer(NamedTuple):
-    """What differs from layer to layer, scanned over; None where all layers are alike, which costs nothing."""
+    """Options that differ between layers, for the scan over layers; None: equal in all layers."""
 
     frequencies: np.ndarray | Array | None
     windows: np.ndarray | Array | None
 
 
 class Part(NamedTuple):
-    """Tokens that attend to the same places: contexts, the parts before them, and themselves.
+    """Tokens that attend to the same sources: contexts, earlier parts, and themselves.
 
-    `turns` as for `rotate`, or None where layers differ. `masks` and `distances` are of each of these places; `ids` as
-    for `attend`.
+    `masks` and `distances` have one entry for each source. `turns` is the argument of `rotate`, or None if layers
+    differ; `ids` is the argument of `attend`.
     """
 
     positions: Array
@@ -74,10 +74,10 @@ class Part(NamedTuple):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and a gated MLP, each on a normalised input and added to the stream.
+    """One transformer layer: attention and a gated MLP, each on a normalized input and added to the stream.
 
-    The stream is [all tokens, hidden], whatever parts it has: products of more rows are faster, and on CPU the
-    gradients of plain matrix products take half the time of those of [batch, time, hidden] ones.
+    The stream is [all tokens, hidden] for any number of parts: matmuls with more rows are faster, and on a CPU the
+    gradients of 2-D matmuls take half the time of gradients of [batch, time, hidden] matmuls.
     """
 
     config: DecoderConfig
@@ -131,13 +131,13 @@ class Block(nn.Module):
             masks = [mask & (distance < window) for mask, distance in zip(masks, part.distances, strict=True)]
         segments = [(*pair, mask) for pair, mask in zip(places, masks, strict=True)]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        # The mask of a layer with a window is made of more than ids.
+        # In a layer with a window, ids alone do not determine the mask.
         alone = {"ids": part.ids if window is None else None, "kernel": self.attention}
         return attend(queries, segments, scale, config.attention_cap, **alone)
 
 
 def _written(held: tuple[Array, Array], new: tuple[Array, Array], place: Array) -> tuple[Array, Array]:
-    """Keys and values with new ones written over those from `place` on."""
+    """Keys and values, overwritten with new ones from index `place`."""
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), place, 2)
         for old, x in zip(held, new, strict=True)
@@ -146,7 +146,7 @@ def _written(held: tuple[Array, Array], new: tuple[Array, Array], place: Array) 
 
 
 def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:
-    """The parts of a stream, each [batch, time, ...]: side by side, so that a device has whole rows of the first."""
+    """The parts of a stream, each [batch, time, ...]; a device holds whole rows of the first part."""
     rows = shapes[0][0]
     sizes = [batch * time // rows for batch, time in shapes]
     pieces = jax.lax.split(x.reshape(rows, sum(sizes), *x.shape[1:]), sizes, axis=1)
@@ -154,7 +154,7 @@ def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:
 
 
 def joined(parts: list[Array], shapes: list[tuple[int, int]]) -> Array:
-    """The stream of such parts, each of which is [batch * time, ...]; undoes `cut`."""
+    """The stream of parts that are [batch * time, ...] each; the inverse of `cut`."""
     rows, kept = shapes[0][0], parts[0].shape[1:]
     pieces = [part.reshape(rows, -1, *kept) for part in parts]
     return jnp.concatenate(pieces, axis=1).reshape(-1, *kept)

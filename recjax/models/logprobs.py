@@ -1,5 +1,7 @@
 """Log-probabilities of completions under the distribution that samples them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,24 +16,27 @@ from recjax.models.unrolling import params_for
 def sampling_logits(
     scores: Float[Array, "batch vocab"], sampling: Sampling, forced: Int[Array, " batch"] | None = None
 ) -> Float[Array, "batch vocab"]:
-    """Unnormalised log-probabilities of the sampling distribution; -inf where a token cannot be sampled.
+    """Unnormalized log-probabilities of the sampling distribution; -inf for tokens that cannot be sampled.
 
     Args:
         scores: the model's logits.
         sampling: temperature above 0, and cuts.
-        forced: tokens that stay possible whatever the cuts. A trainer passes the tokens it evaluates, so that a token
-            that has left the current policy's top-p set keeps a finite log-probability and gradient.
+        forced: tokens that no cut removes. A trainer passes the tokens it evaluates, so that a token outside the set
+            kept by the current policy keeps a finite log-probability and gradient.
     """
     scores = scores / sampling.temperature
     keep = jnp.ones(scores.shape, bool)
     if 0 < sampling.top_k < scores.shape[-1]:
         keep &= scores >= jax.lax.top_k(scores, sampling.top_k)[0][:, -1:]
     if sampling.top_p < 1.0:
-        # Top-p applies to what top-k left, as in transformers.
+        # Top-p applies to the tokens that top-k kept, as in transformers.
         descending = -jnp.sort(-jnp.where(keep, scores, -jnp.inf), axis=-1)
         probabilities = jax.nn.softmax(descending, axis=-1)
         inside = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
         keep &= scores >= jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
+    if sampling.min_p > 0:
+        # Relative to the most likely token, which the other cuts keep: in whatever order, the result is the same.
+        keep &= scores >= jnp.max(scores, axis=-1, keepdims=True) + math.log(sampling.min_p)
     if forced is not None:
         keep |= jnp.arange(scores.shape[-1]) == forced[:, None]
     return jnp.where(keep, scores, -jnp.inf)
@@ -40,9 +45,9 @@ def sampling_logits(
 def logprobs_and_entropy(
     scores: Float[Array, "batch vocab"], tokens: Int[Array, " batch"], sampling: Sampling
 ) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """log π(token) and the entropy of π in nats, π being the sampling distribution.
+    """log π(token) and the entropy of π in nats, where π is the sampling distribution.
 
-    At temperature 0 the tokens are taken as the argmax: log-probability and entropy are zero.
+    At temperature 0 every token counts as the argmax: log-probability and entropy are zero.
     """
     if sampling.temperature == 0:
         return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
@@ -62,8 +67,8 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
     """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
 
-    [batch, time, vocab] never exists whole: the scores of a chunk are recomputed in the backward pass. On a mesh each
-    device goes through its own rows, with a head that is gathered once and not for every chunk.
+    [batch, time, vocab] never exists whole: the backward pass recomputes each chunk's logits. On a mesh each device
+    computes its own rows, with a head that is gathered once and not for every chunk.
     """
     name = "head" if "head" in params else "embedding"
 
@@ -89,7 +94,7 @@ def chunked_logprobs(
 def last_hidden(
     hidden: Float[Array, "rows time hidden"], mask: Bool[Array, "rows time"]
 ) -> Float[Array, "rows hidden"]:
-    """The hidden state at each row's last real token; rows are padded on the right."""
+    """The hidden state at each row's last real token, for rows padded on the right."""
     return jnp.take_along_axis(hidden, (mask.sum(-1) - 1)[:, None, None], axis=1)[:, 0]
 
 
@@ -106,15 +111,15 @@ def completion_logprobs(
 ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
     """Log-probabilities and entropies of completions under the sampling distribution of `params`.
 
-    Each prompt is run once and shared by its batch/prompts consecutive completions, forwards and backwards.
+    Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
 
     Args:
-        params: with layers stacked, whether the decoder scans over them or has them unrolled.
+        params: parameters with stacked layers, also for an unrolled decoder.
         prompts: right-padded prompt tokens, each row with at least one.
         completions: right-padded completion tokens, grouped by prompt in the order of `prompts`.
-        completion_mask: True at real tokens. Values at other places are finite and mean nothing.
-        sampling: what the completions were sampled with.
-        chunk: positions whose vocabulary scores exist at one time.
+        completion_mask: True at real tokens. Results at padding are finite and undefined.
+        sampling: the distribution that sampled the completions.
+        chunk: token positions whose logits exist at the same time.
     """
     group = completions.shape[0] // prompts.shape[0]
     weights = {"params": params_for(decoder, params)}
@@ -146,10 +151,10 @@ def packed_logprobs(
     """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
 
     Args:
-        tokens, positions, segments, targets, prefixes: as in `recjax.training.packing.Packed`. Values at padding mean
-            nothing.
-        sampling: what the completions were sampled with.
-        chunk: positions whose vocabulary scores exist at one time.
+        tokens, positions, segments, targets, prefixes: see `recjax.training.packing.Packed`. Results at padding are
+            undefined.
+        sampling: the distribution that sampled the completions.
+        chunk: token positions whose logits exist at the same time.
     """
     weights = {"params": params_for(decoder, params)}
     hidden, _ = decoder.apply(weights, tokens, positions, segments, prefixes=prefixes)
@@ -159,12 +164,12 @@ def packed_logprobs(
 def completions_of_packed(
     values: Float[Array, "rows row_tokens"], first: Int[Array, " batch"], mask: Bool[Array, "batch time"]
 ) -> Float[Array, "batch time"]:
-    """Values at the places of completions' tokens; 0 where `mask` is False.
+    """Values of packed sequences at their completions' tokens; 0 where `mask` is False.
 
     Args:
-        values: of the targets of packed sequences.
-        first: as in `recjax.training.packing.Packed`.
-        mask: True at tokens of completions that are in these rows.
+        values: values of the packed sequences' targets.
+        first: see `recjax.training.packing.Packed`.
+        mask: True at tokens of completions in these rows.
     """
     places = jnp.where(mask, first[:, None] + jnp.arange(mask.shape[1]), 0)
     return jnp.where(mask, values.reshape(-1)[places], 0.0)

@@ -1,7 +1,7 @@
-"""Where parameters, batches and activations lie on a mesh of devices.
+"""Placement of parameters, batches and activations on a mesh of devices.
 
-The mesh is the one in context (`jax.set_mesh`), with the axes "data", "fsdp" and "tensor"; see recjax.training.mesh.
-Where none is, everything lies on one device and nothing here does anything.
+The mesh is the mesh in context (`jax.set_mesh`), with the axes "data", "fsdp" and "tensor"; see recjax.training.mesh.
+Without a mesh, everything lies on one device and these functions change nothing.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch
 
-# The end of a parameter's path → the mesh axes of its dimensions. Layers are stacked on a first axis, which is whole.
+# End of a parameter's path → mesh axes of its dimensions. Layers are stacked on a first axis, which is never split.
 RULES = (
     (r"embedding/embedding", ("tensor", "fsdp")),
     (r"head/kernel", ("fsdp", "tensor")),
@@ -32,7 +32,7 @@ RULES = (
     (r"(layers/\w+_norm|norm)/scale", ()),
 )
 
-# What a dimension of an array is split over: no axis, one, or several together.
+# The mesh axes that split a dimension of an array: none, one, or several.
 Axes = str | tuple[str, ...] | None
 
 
@@ -40,9 +40,9 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
     """The mesh axes of a parameter's dimensions.
 
     Args:
-        path: ends in a parameter's path, as those of Adam's moments do; scalars, which lie everywhere, may have any.
+        path: ends in a parameter's path, as the paths of Adam's moments do; scalars may have any path.
     Raises:
-        ValueError: no rule is for this path.
+        ValueError: no rule matches the path.
     """
     if not shape:
         return ()
@@ -55,17 +55,17 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
 def stream_axes(time: int) -> tuple[Axes, Axes]:
     """The mesh axes that split the stream, [batch * time, hidden].
 
-    Rows are split as those of a batch, and weights are gathered along "fsdp". A single token a row is less than the
-    weights are: there units are split along "fsdp", as in the weights, and every device multiplies by the part that it
-    has.
+    Rows are split like a batch's rows, and weights are gathered along "fsdp". With a single token a row, the stream is
+    smaller than the weights: then units are split along "fsdp" like the weights, and every device multiplies by its own
+    part of the weights.
     """
     return (ROWS, None) if time > 1 else ("data", "fsdp")
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """A sharding for every array of a tree: parameters, a part of them, copies in another dtype, an optimiser's state.
+    """A sharding for every array of a tree of parameters, of some of them, or of the optimizer's state.
 
-    A dimension that its axis does not divide is whole.
+    A dimension that its axis does not divide is not split.
 
     Args:
         tree: arrays or their shapes.
@@ -76,37 +76,37 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def laid_out_by_rules(mesh: Mesh, tree: Any) -> Any:
-    """Shapes of a tree of parameters, or of an optimiser's state, as they lie on a mesh."""
+    """Shapes and shardings of a tree of parameters or of the optimizer's state, on a mesh."""
     return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, param_shardings(mesh, tree))
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes that a tree of laid-out shapes takes on one device."""
+    """Bytes that a tree of sharded shapes takes on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 
 
 def constrain(x: Array, *axes: Axes) -> Array:
-    """The same array inside a jitted function, laid out over the mesh.
+    """The array inside a jitted function, with its sharding constrained to mesh axes.
 
     Args:
-        axes: mesh axes of each dimension; later dimensions are whole. A dimension that the axes' size does not divide
-            is whole as well: the numbers are the same, and no device count is refused for the sake of a layout.
+        axes: mesh axes of each dimension; later dimensions are not split. A dimension that the axes' size does not
+            divide is not split either, so that every number of devices works.
     """
     sizes = _sizes(jax.sharding.get_abstract_mesh())
     return jax.lax.with_sharding_constraint(x, _fitting(axes, x.shape, sizes)) if sizes else x
 
 
 def constrain_params(tree: Any) -> Any:
-    """The same tree inside a jitted function, laid out by the rules."""
+    """The tree inside a jitted function, with its shardings constrained by the rules."""
     return _by_path(lambda leaf, axes: constrain(leaf, *axes), tree)
 
 
 def put(x: np.ndarray, *axes: Axes) -> Array:
-    """A host array, whole on every process, on the mesh's devices, each of which is sent its own part alone.
+    """Puts a host array, whole on every process, on the mesh's devices; each device receives only its own part.
 
     Args:
-        axes: as for `constrain`.
+        axes: see `constrain`.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -116,9 +116,9 @@ def put(x: np.ndarray, *axes: Axes) -> Array:
 
 
 def put_rows(tree: Any) -> Any:
-    """Host arrays of a batch on the mesh's devices, their rows split; for one device as they are.
+    """Puts a batch's host arrays on the mesh's devices, with their rows split; returns them unchanged for one device.
 
-    A jitted function takes them there by itself, and sooner than they could be put there one by one.
+    For one device a jitted function transfers them by itself, and faster than one by one.
     """
     if jax.sharding.get_mesh().size == 1:
         return tree
@@ -126,14 +126,14 @@ def put_rows(tree: Any) -> Any:
 
 
 def put_params(tree: Any) -> Any:
-    """Host parameters, or an optimiser's state, on the mesh's devices by the rules."""
+    """Puts host parameters, or the optimizer's state, on the mesh's devices by the rules."""
     return _by_path(lambda leaf, axes: put(np.asarray(leaf), *axes), tree)
 
 
 def moved_params(mesh: Mesh, tree: Any) -> Any:
-    """Parameters from another mesh of the same devices, by the rules on this one; copied only where they move.
+    """Moves parameters from another mesh of the same devices to this mesh; copies only arrays that move.
 
-    One by one, as a device may need one of them whole for a moment.
+    It moves them one by one, as a device may hold a whole array for a moment.
     """
     if mesh.size <= 1:
         return tree
@@ -150,7 +150,7 @@ def moved_params(mesh: Mesh, tree: Any) -> Any:
 
 @functools.lru_cache
 def mover(there: NamedSharding) -> Callable[[Array], Array]:
-    """A jitted function that sends an array to where `there` says, from device to device."""
+    """A jitted function that sends an array to the sharding `there`, from device to device."""
     return jax.jit(lambda x: x, out_shardings=there)
 
 
@@ -161,7 +161,7 @@ def on_host(tree: Any) -> Any:
 
 
 def params_on_host(tree: Any) -> Any:
-    """As `on_host`, one array after the other, so that no device holds more than one of them whole."""
+    """`on_host` for one array after another, so that no device holds more than one whole array."""
     return jax.tree.map(on_host, tree)
 
 
@@ -171,25 +171,25 @@ def _whole(tree: Any) -> Any:
 
 
 def laid_out(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) -> jax.ShapeDtypeStruct:
-    """The shape of an array that would lie on a mesh, for programs that are compiled and not run.
+    """The shape and sharding of an array on a mesh, for programs that are compiled and not run.
 
     Args:
-        axes: as for `constrain`.
+        axes: see `constrain`.
     """
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _fitting(axes, shape, mesh.shape)))
 
 
 def row_shards() -> int:
-    """How many parts the mesh splits the rows of a batch into."""
+    """Number of parts into which the mesh splits the rows of a batch."""
     sizes = _sizes(jax.sharding.get_abstract_mesh())
     return math.prod(sizes.get(name, 1) for name in ROWS)
 
 
 def over_rows(function: Callable, whole: Any, *rows: Array) -> Any:
-    """`function(whole, *rows)`, where each device computes its own rows and `whole` is gathered once, before.
+    """`function(whole, *rows)`, where each device computes its own rows and `whole` is gathered once, before the call.
 
-    Its gradient adds up on each device and is summed over devices once, after; left to the compiler, both would happen
-    in every turn of a loop inside `function`. Rows that cannot be split are computed by all devices.
+    The gradient of `whole` adds up on each device and is summed over devices once, after the call. XLA alone would do
+    both in every iteration of a loop inside `function`. All devices compute rows that cannot be split.
     """
     shards = row_shards()
     if shards == 1 or any(len(x) % shards for x in rows):
@@ -200,13 +200,13 @@ def over_rows(function: Callable, whole: Any, *rows: Array) -> Any:
 
 
 def _sizes(mesh: AbstractMesh) -> dict[str, int]:
-    """Of the axes that arrays can be laid out over: inside shard_map and pmap, those that it does not split."""
+    """Sizes of the mesh axes that are free for sharding; axes that shard_map or pmap maps over are excluded."""
     automatic = [kind == AxisType.Auto for kind in mesh.axis_types]
     return {name: size for (name, size), free in zip(mesh.shape.items(), automatic, strict=True) if free}
 
 
 def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The axes of each dimension, or None where they do not divide it."""
+    """The axes of each dimension, or None if they do not divide the dimension."""
 
     def divides(axis: Axes, length: int) -> bool:
         names = (axis,) if isinstance(axis, str) else axis or ()
@@ -218,7 +218,7 @@ def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str,
 
 
 def _by_path(function: Any, tree: Any) -> Any:
-    """`function(leaf, axes)` of every leaf, with the axes that the rules give it."""
+    """Maps `function(leaf, axes)` over a tree, with each leaf's axes from the rules."""
 
     def of_leaf(key_path, leaf):
         return function(leaf, param_axes(jax.tree_util.keystr(key_path, simple=True, separator="/"), leaf.shape))

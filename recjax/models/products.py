@@ -1,4 +1,4 @@
-"""Products of matrices whose sums are in float32, forwards and backwards, in the form that the device is fast at."""
+"""Matmuls that accumulate in float32, forward and backward, in the form that the device computes fastest."""
 
 import functools
 import math
@@ -9,18 +9,18 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-# Platforms whose compiler has slow products, of bfloat16 none at all, where both matrices are summed over their rows.
+# Platforms on which XLA's aᵀ b is slow in float32 and missing in bfloat16.
 WRITE_TRANSPOSED = ("cpu",)
 
 
 def product(subscripts: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """The einsum of a matrix of rows with a matrix of weights, summed in float32 and then cast to `dtype`.
+    """The einsum of a matrix of rows with a matrix of weights, accumulated in float32 and then cast to `dtype`.
 
-    What flows back is cast to the dtype of `a`, so that the products of the backward pass are in low precision too; the
-    gradient of weights is as precise as these are. A copy of the weights in low precision is not kept for it.
+    The backward pass casts the incoming gradient to the dtype of `a`, so that its matmuls are in low precision too;
+    weight gradients have the precision of these matmuls. It keeps no low-precision copy of the weights.
 
     Args:
-        subscripts: the first index of `a` and of the result is that of rows; every index is in two of the three.
+        subscripts: rows are the first index of `a` and of the result; every index is in two of the three operands.
         b: weights, cast to the dtype of `a`.
     """
     return _product(subscripts, dtype, a, b)
@@ -60,7 +60,7 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
         return _summed_in_float32("rm,rn->mn", a, b)
 
     def transposed(a, b):
-        # Left to the compiler, the transpose would become a part of the product again.
+        # Without the layout constraint, XLA would fuse the transpose into the slow matmul again.
         return _summed_in_float32("mr,rn->mn", with_layout_constraint(a.T, Layout((0, 1))), b)
 
     if math.prod(jax.sharding.get_abstract_mesh().shape.values()) > 1:
@@ -71,13 +71,13 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
 def dense_product(
     x: Float[Array, "rows inputs"], kernel: Float[Array, "inputs units"], dimensions: tuple, **options
 ) -> Float[Array, "rows units"]:
-    """What flax.linen.Dense takes as its `dot_general`.
+    """The `dot_general` of flax.linen.Dense.
 
-    XLA on the CPU has fast products of bfloat16 that give float32; those that give bfloat16 it computes in float32.
+    XLA on the CPU has fast bfloat16 matmuls with a float32 result; it computes those with a bfloat16 result in float32.
     """
     return product("mk,kn->mn", x, kernel, x.dtype)
 
 
 def all_but_kernel(x: Array, kernel: Array, bias: Array | None, *, dtype: DTypeLike) -> tuple:
-    """What flax.linen.Dense takes as its `promote_dtype`: `product` casts the kernel."""
+    """The `promote_dtype` of flax.linen.Dense, which leaves the kernel to `product`."""
     return x.astype(dtype), kernel, None if bias is None else bias.astype(dtype)

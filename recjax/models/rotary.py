@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 
 class RopeScaling(NamedTuple):
-    """How rotary frequencies are stretched for long contexts; `kind` is "linear" or "llama3"."""
+    """Scaling of rotary frequencies for long contexts; `kind` is "linear" or "llama3"."""
 
     kind: str
     factor: float
@@ -20,11 +20,11 @@ class RopeScaling(NamedTuple):
 
 
 def stretched(frequencies: Float[np.ndarray, " half"], scaling: RopeScaling | None) -> Float[np.ndarray, " half"]:
-    """Frequencies for a context longer than the one trained on.
+    """Frequencies for a context longer than the training context.
 
     Raises:
-        ValueError: a kind of scaling that is not known.
-    Reference: Llama 3.1's piecewise stretching for `llama3`.
+        ValueError: an unknown kind of scaling.
+    Reference: Llama 3.1's piecewise scaling for `llama3`.
     """
     if scaling is None:
         return frequencies
@@ -40,16 +40,16 @@ def stretched(frequencies: Float[np.ndarray, " half"], scaling: RopeScaling | No
 
 
 def turns_of(positions: Int[Array, "batch time"], frequencies: np.ndarray | Array) -> tuple[Array, Array]:
-    """Cosine and sine, [batch, time, half] each, of the angles at these positions; `frequencies` is [half]."""
+    """Cosine and sine of the rotary angles, [batch, time, half] each; `frequencies` is [half]."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    # A barrier, as the compiler would have every product of theirs compute them again.
+    # Without the barrier, XLA recomputes them for every use.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def rotate(
     x: Float[Array, "batch heads time head_dim"], turns: tuple[Array, Array]
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Turns each pair (x_i, x_{i + head_dim/2}) by its angle, in float32; `turns` as `turns_of` gives them."""
+    """Rotates each pair (x_i, x_{i + head_dim/2}) by its angle, in float32; `turns` comes from `turns_of`."""
     cos, sin = (turn[:, None] for turn in turns)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

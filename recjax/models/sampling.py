@@ -4,7 +4,11 @@ from typing import NamedTuple
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled: softmax(logits / temperature), cut to `top_k` tokens (0 = all) and to mass `top_p`.
+    """The distribution softmax(logits / temperature), cut to the most likely tokens by three rules at once.
+
+    top_k: keeps this many tokens; 0: all.
+    top_p: keeps as few tokens as have this share of the probability that `top_k` keeps; 1: all.
+    min_p: keeps tokens at least this share as likely as the most likely token; 0: all.
 
     Temperature 0 means the most likely token, sampled with probability one.
     """
@@ -12,3 +16,4 @@ class Sampling(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0

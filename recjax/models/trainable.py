@@ -1,4 +1,4 @@
-"""Which parameters training changes: all, those that no pattern freezes, or only low-rank adapters."""
+"""Trained parameters: all of them, those that no pattern freezes, or only low-rank adapters."""
 
 import dataclasses
 import re
@@ -16,17 +16,17 @@ from recjax.models.placement import constrain_params
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter path is that of an adapter."""
+    """Whether a parameter path is an adapter's."""
     return "_lora_" in path
 
 
 def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
-    """The decoder with adapters beside its projections."""
+    """The decoder's config with adapters on its projections."""
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 
 def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.Array) -> tuple[Decoder, dict]:
-    """The decoder and its parameters with fresh adapters, which change nothing yet: A is random, B zero."""
+    """The decoder and its parameters with new adapters, which change no output yet: A is random, B zero."""
     decoder = decoder.clone(config=adapted(decoder.config, config))
     leaves = flatten(abstract_params(decoder.config))
     adapters = {path: jnp.zeros(leaf.shape) for path, leaf in leaves.items() if is_adapter(path)}
@@ -49,10 +49,10 @@ def merged(config: DecoderConfig, params: dict) -> dict:
 
 
 def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
-    """The parameters that are trained, and those that are not.
+    """The trained parameters and the frozen parameters.
 
     Raises:
-        ValueError: a pattern of `freeze` that no path has, or nothing left to train.
+        ValueError: a pattern of `freeze` that no path matches, or no parameter left to train.
     """
     leaves = flatten(params)
     frozen = {path for path in leaves if not is_adapter(path)} if config.lora else _matching(leaves, config.freeze)
@@ -73,17 +73,17 @@ def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
 
 
 def combine(first: dict, second: dict) -> dict:
-    """One tree of two that share no leaf."""
+    """Merges two trees that share no leaf."""
     return unflatten(flatten(first) | flatten(second))
 
 
 def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
-    """Parameters in the dtype that the decoder casts them to anyway; norm scales, which it does not cast, as they are.
+    """Parameters in the decoder's compute dtype, except norm scales, which the decoder does not cast.
 
-    Nothing is rounded that a forward pass would not round, so the policy is the same.
+    The policy stays the same, as a forward pass casts these parameters anyway.
 
     Args:
-        copy: give arrays of their own, which a donated update of `params` cannot touch.
+        copy: return new arrays, which a donated update of `params` cannot overwrite.
     """
 
     def cast(path: str, leaf: ArrayLike) -> jax.Array:
@@ -93,7 +93,7 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
 
 
 def flatten(params: dict) -> dict[str, Any]:
-    """Path → leaf of a nested dict, paths as "layers/query/kernel"."""
+    """Path → leaf of a nested dict, with paths such as "layers/query/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 

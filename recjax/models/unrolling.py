@@ -1,4 +1,4 @@
-"""Layers written out instead of scanned over, so that XLA on the CPU copies neither weights nor activations."""
+"""Layers written out instead of scanned, so that XLA on the CPU copies neither weights nor activations."""
 
 import operator
 
@@ -9,24 +9,24 @@ import numpy as np
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 
-# A sampler's layers are unrolled if there are no more than this, and if they have so many weights that copying them
-# costs more than the larger program does.
+# Sampling unrolls the layers up to this number of layers, from the number of weights at which copying them costs more
+# than the larger program.
 MOST_WRITTEN_OUT, LEAST_WEIGHTS = 32, 2**18
-# A trainer's are if there are no more than this; with more, compiling takes longer than it is worth. It is worth
-# more in low precision: of scanned layers, the stacks of activations are converted to float32 and back for each layer.
+# Training unrolls up to this number of layers; compiling more takes longer than the speed-up is worth. In low precision
+# the speed-up is larger, as scanned layers convert stacks of activations to float32 and back in each layer.
 MOST_TRAINED, MOST_TRAINED_LOW = 8, 32
 
 
 def unrolled_for_training(decoder: Decoder) -> Decoder:
-    """The decoder with its layers written out where that trains faster: on the CPU."""
+    """The decoder, with unrolled layers if that trains faster: on the CPU."""
     most = MOST_TRAINED if decoder.dtype == jnp.float32 else MOST_TRAINED_LOW
     return decoder.clone(unrolled=_on_cpu() and decoder.config.num_layers <= most)
 
 
 def made_for_sampling(decoder: Decoder) -> Decoder:
-    """The decoder as it samples fastest: on the CPU with its layers written out, and what it writes to in float32.
+    """The decoder in its fastest form for sampling: on the CPU with unrolled layers and a float32 cache.
 
-    XLA on the CPU converts all of an array of lower precision to float32 and back for each write into it.
+    XLA on the CPU converts a whole low-precision array to float32 and back for each write into it.
     """
     if not _on_cpu():
         return decoder
@@ -41,20 +41,20 @@ def _on_cpu() -> bool:
 
 
 def params_for(decoder: Decoder, params: dict) -> dict:
-    """Parameters with stacked layers as the decoder takes them: the same, or unrolled."""
+    """Converts parameters with stacked layers to the decoder's form: stacked, or unrolled."""
     return unrolled_params(decoder.config, params) if decoder.unrolled else params
 
 
 def unrolled_params(config: DecoderConfig, params: dict) -> dict:
-    """Parameters as an unrolled decoder takes them: each layer's arrays by themselves, under `layer_0` and so on."""
+    """Parameters of an unrolled decoder: each layer's arrays under `layer_0`, `layer_1`, …"""
     layers = {f"layer_{i}": jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(config.num_layers)}
     return {name: value for name, value in params.items() if name != "layers"} | layers
 
 
 def unrolled_arrays(config: DecoderConfig, params: dict) -> dict:
-    """As `unrolled_params`, outside of programs; on one CPU device each layer's arrays lie where the stacked ones do.
+    """`unrolled_params` outside of jitted programs; on one CPU device, views of the stacked arrays.
 
-    While they are held, JAX makes copies of `params` where these are donated.
+    While a view exists, JAX copies `params` before it donates them.
     """
     if any(len(stack.sharding.device_set) > 1 for stack in jax.tree.leaves(params["layers"])):
         return _unrolled(config, params)

@@ -1,4 +1,4 @@
-"""A run's two large programs, sampling and the update, compiled from shapes for devices that need not be here."""
+"""A run's two large programs, sampling and the update, compiled from shapes for devices that may be absent."""
 
 import re
 import time
@@ -29,9 +29,9 @@ class Plan(NamedTuple):
     """A run as shapes on a mesh.
 
     Attributes:
-        held: what is on the devices all the time, by name, laid out.
-        sampler: the weights that a batch is sampled from, by name; those of `held`, or made of them for the batch.
-        sampling_plan: how an engine samples a batch.
+        held: arrays that stay on the devices all the time, by name, as sharded shapes.
+        sampler: the sampler's weights, by name: arrays of `held`, or copies made for a batch.
+        sampling_plan: the plan by which the engine samples a batch.
     """
 
     config: Config
@@ -45,14 +45,14 @@ class Plan(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled program on one device; bytes.
+    """A compiled program on one device; sizes in bytes.
 
     Attributes:
-        needed: everything, arguments included; where the program does not fit, what the compiler says that it takes.
+        needed: total memory with arguments; for a program that does not fit, the size in the compiler's error.
         temporaries: the part of `needed` that is neither argument nor result.
-        flops: of its matrix products.
-        refusal: the compiler's words where the program alone is too large for the device. Temporaries and collectives
-            are then not known.
+        flops: floating-point operations of its matmuls.
+        refusal: the compiler's error if the program alone is too large for the device. Temporaries and collectives are
+            then unknown.
     """
 
     needed: int
@@ -64,10 +64,10 @@ class Program(NamedTuple):
 
 
 def plan(config: Config, target: Target) -> Plan:
-    """Shapes and layout of a run on a target's devices; reads no weights.
+    """Sharded shapes of a run on a target's devices; reads no weights.
 
     Raises:
-        ValueError: an invalid config, one with an agent or a store that is followed, or a mesh that does not divide the
+        ValueError: an invalid config, a config with an agent or a followed store, or a mesh that does not divide the
             devices or the model.
     """
     if config.task.agent:
@@ -92,12 +92,12 @@ def plan(config: Config, target: Target) -> Plan:
     free = target.memory - bytes_on_device(on_mesh | sampler)
     sampling_plan = sampling_of(config, model.decoder, mesh, known.prompt_tokens, free)
     planned = Plan(config, target, mesh, model, known.prompt_tokens, on_mesh, sampler, sampling_plan)
-    _turns(planned)  # refuses a budget of tokens that is too small
+    _turns(planned)  # raises an error if the token budget is too small
     return planned
 
 
 def given(plan: Plan, program: str) -> dict[str, Any]:
-    """What is passed to a program: a part of `plan.held`, for sampling with the weights of `plan.sampler`."""
+    """The arguments of a program from `plan.held`; for sampling, also the weights of `plan.sampler`."""
     if program == "sample":
         return plan.sampler | {"frozen parameters": plan.held["frozen parameters"]}
     names = ["trained parameters", "optimiser's state"]
@@ -107,25 +107,25 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
 
 
 def beside(plan: Plan, program: str) -> int:
-    """Bytes of a device that are held while a program runs, without its arguments."""
+    """Bytes that a device holds while a program runs, in addition to the program's arguments."""
     passed = given(plan, program)
     return bytes_on_device({name: tree for name, tree in plan.held.items() if name not in passed})
 
 
 def _prompts(plan: Plan, parts: int = 1) -> int:
-    """Prompts of a batch, filled up so that every device has as many in each part."""
+    """Number of prompts of a batch, padded so that each micro-batch has equally many on every device."""
     multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
     return -(-plan.config.rollout.prompts_per_step // multiple) * multiple
 
 
 def micro_batches_of(plan: Plan) -> int:
-    """Micro-batches of an update, where completions are not packed."""
+    """Number of micro-batches of an update without packing."""
     positions = sampled_shape(plan.config, plan.prompt_tokens).positions
     return plan.config.micro_batches(positions, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
 
 
 def compiled(plan: Plan, program: str) -> Program:
-    """One of PROGRAMS, traced, compiled and measured. Nothing runs."""
+    """Traces, compiles and measures one of PROGRAMS, without running it."""
     started, taken = time.perf_counter(), bytes_on_device(given(plan, program))
     parts = _sampling(plan) if program == "sample" else [_update(plan)]
     peaks, flops, traffic = [], 0, {}
@@ -147,17 +147,17 @@ def compiled(plan: Plan, program: str) -> Program:
 
 
 def _peak(executable: jax.stages.Compiled, target: Target) -> int:
-    """Bytes that a program takes of a device, its arguments and results included."""
+    """Bytes that a program takes on a device, with its arguments and results."""
     memory = executable.memory_analysis()
     lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     if target.devices[0].platform == "tpu":
-        # A TPU's temporaries are more than it holds of them at any one time.
+        # On a TPU, the sum of temporaries exceeds the largest part that exists at the same time.
         return memory.peak_memory_in_bytes
     return max(memory.peak_memory_in_bytes, lasting + memory.temp_size_in_bytes)
 
 
 def _needed(refusal: str) -> int:
-    """The bytes that the compiler says a program too large for the device would take."""
+    """The number of bytes in the compiler's error about a program that is too large."""
     found = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
     return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
 
@@ -196,7 +196,7 @@ def _traced_update(plan: Plan) -> jax.stages.Traced:
 
 
 def _packed(plan: Plan) -> Packed | None:
-    """The batch in as many micro-batches of packed rows as there can be; None without a budget of tokens."""
+    """The batch in the largest possible number of micro-batches of packed rows; None without a token budget."""
     if plan.config.training.tokens_per_micro_batch is None:
         return None
     batch, most = _prompts(plan) * plan.config.rollout.group_size, _turns(plan)
@@ -211,7 +211,7 @@ def _packed_shape(plan: Plan) -> RowShape:
 
 
 def _turns(plan: Plan) -> int:
-    """How often the update's loop over packed rows runs at most."""
+    """Largest number of iterations of the update's loop over packed rows."""
     rollout = plan.config.rollout
     if plan.config.training.tokens_per_micro_batch is None:
         return 1

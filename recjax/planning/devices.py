@@ -1,19 +1,19 @@
-"""Accelerators by name, for the question of which of them one run fits."""
+"""Accelerators by name, to find those that a run fits."""
 
 from typing import NamedTuple
 
-GPU_SHARE = 0.75  # of a GPU's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
 
 class Accelerator(NamedTuple):
-    """One device, as its maker's data sheet has it.
+    """One device, from its maker's data sheet.
 
     Attributes:
         gigabytes: memory, in 10^9 bytes.
-        bandwidth: of that memory, in 10^9 bytes a second.
-        teraflops: peak of dense bfloat16 products; of a device without bfloat16, of float16 ones.
-        has_bfloat16: whether it computes with it.
-        share: of the memory that JAX takes; all of a TPU's.
+        bandwidth: memory bandwidth, in 10^9 bytes a second.
+        teraflops: peak of dense bfloat16 matmuls; float16 for a device without bfloat16.
+        has_bfloat16: whether the device computes in bfloat16.
+        share: share of the memory that JAX takes; 1 for a TPU.
     """
 
     gigabytes: float
@@ -24,7 +24,7 @@ class Accelerator(NamedTuple):
 
     @property
     def usable_bytes(self) -> float:
-        """What JAX takes of the memory."""
+        """Bytes of the memory that JAX takes."""
         return self.share * self.gigabytes * 1e9
 
 
@@ -46,10 +46,10 @@ ACCELERATORS = {
 
 
 def accelerator(name: str) -> Accelerator:
-    """The device of that name.
+    """The device with a name.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: an unknown name.
     """
     if name not in ACCELERATORS:
         raise ValueError(f"--device {name!r} is not known; give one of {', '.join(ACCELERATORS)}")
@@ -57,6 +57,6 @@ def accelerator(name: str) -> Accelerator:
 
 
 def fitting(needed: float) -> tuple[list[str], list[str]]:
-    """The names of those that have so many bytes, and of those that do not."""
+    """Names of the devices with enough memory, and of the devices without."""
     fits = [name for name, device in ACCELERATORS.items() if needed <= device.usable_bytes]
     return fits, [name for name in ACCELERATORS if name not in fits]

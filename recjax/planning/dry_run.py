@@ -14,6 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RegimeConfig, load_config
+from recjax.console import plain_console
 from recjax.hub.policy import compute_dtype, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
@@ -30,7 +31,7 @@ from recjax.training.schedule import expected_staleness
 
 
 class DryRun(NamedTuple):
-    """What is known of a run before it starts; what is not is None or empty, as `notes` say."""
+    """Facts about a run before it starts; unknown ones are None or empty, and `notes` explain why."""
 
     model: Model | None
     task: Task | None
@@ -43,10 +44,10 @@ class DryRun(NamedTuple):
 
 
 def resolve(config: Config) -> DryRun:
-    """The decoder's shapes, the task and the length of prompts; nothing is measured.
+    """The decoder's shapes, the task and the length of prompts, without memory or staleness.
 
     Raises:
-        ValueError: an invalid config. A file that the network does not serve is a note and not an error.
+        ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
     """
     notes = []
 
@@ -54,14 +55,14 @@ def resolve(config: Config) -> DryRun:
         try:
             return load()
         except ValueError as error:
-            # A file that the network does not serve is an OSError, with the remedy around it.
+            # A failed download is an OSError within the ValueError that names the remedy.
             if not isinstance(error.__cause__, OSError):
                 raise
             notes.append(str(error))
             return None
 
     task = reached(lambda: load_task(config))
-    # A decoder made from scratch has a vocabulary of the task's own characters.
+    # A decoder made from scratch has the task's characters as its vocabulary.
     model = reached(lambda: _model(config, task)) if config.model.path or task else None
     prompt_tokens = config.rollout.max_prompt_tokens
     if model and task and prompt_tokens is None:
@@ -70,7 +71,8 @@ def resolve(config: Config) -> DryRun:
         except ValueError as error:
             notes.append(f"length of prompts not known: {error}")
         else:
-            prompt_tokens = encode_problems([*task.train, *task.evaluation], tokenizer, None).tokens.shape[1]
+            problems, vocabulary = [*task.train, *task.evaluation], model.decoder.config.vocab_size
+            prompt_tokens = encode_problems(problems, tokenizer, None, vocabulary).tokens.shape[1]
     return DryRun(model, task, prompt_tokens, notes)
 
 
@@ -104,7 +106,7 @@ def dry_run(config: Config) -> DryRun:
 
 
 def _model(config: Config, task: Task | None) -> Model:
-    """The decoder from config.json, or from the task's characters."""
+    """The decoder's shapes from config.json, or from the task's characters."""
     if config.model.path:
         decoder_config = read_config(model_folder(config.model.path, ("config.json",)))
     else:
@@ -117,12 +119,12 @@ def _model(config: Config, task: Task | None) -> Model:
 
 def _tokenizer(config: Config, task: Task) -> PreTrainedTokenizerBase:
     if config.model.path:
-        return load_tokenizer(config.model.path)
+        return load_tokenizer(config.model.path, config.model.chat_date)
     return character_tokenizer(characters([*task.train, *task.evaluation]))
 
 
 def compact(staleness: list[int]) -> str:
-    """A schedule in few words: runs that rise by one as "0–19", equal runs next to each other counted."""
+    """A schedule in a few words: "0–19" for values that rise by one, and counts for equal consecutive ranges."""
     rising = itertools.groupby(enumerate(staleness), key=lambda pair: pair[1] - pair[0])
     runs = [[value for _, value in pairs] for _, pairs in rising]
     words = []
@@ -133,15 +135,15 @@ def compact(staleness: list[int]) -> str:
 
 
 def first_steps(regime: RegimeConfig, steps: int) -> int:
-    """How many steps show the whole pattern of a regime."""
+    """Number of steps that show the whole pattern of a regime."""
     return min(2 * max(regime.sync_interval, regime.sync_offset) + 2, steps)
 
 
 def print_dry_run(path: str, overrides: list[str], device: str | None = None) -> int:
-    """The exit status of a dry run: 0, or 2 for an invalid config, with the reason on standard error.
+    """Prints a dry run and returns its exit status: 0, or 2 for an invalid config, with the reason on standard error.
 
     Args:
-        device: of ACCELERATORS, to plan for in place of this machine's.
+        device: name in ACCELERATORS, to plan for instead of this machine.
     """
     try:
         config = load_config(path, overrides)
@@ -161,7 +163,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
 
 def show(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console(soft_wrap=True, highlight=False)
     print_line, rollout, steps = console.print, config.rollout, config.training.steps
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in config.algorithm.resolved().items():
@@ -194,7 +196,7 @@ def show(config: Config, result: DryRun) -> None:
 
 
 def _show_devices(config: Config, needed: int, device: str | None) -> None:
-    """Says which single devices have so many bytes; a mesh of several splits some of it."""
+    """Prints the single devices with enough memory; a mesh of several devices splits some of it."""
     if device:
         one = accelerator(device)
         fits = "fits" if needed <= one.usable_bytes else "does not fit"
@@ -211,7 +213,7 @@ def _show_devices(config: Config, needed: int, device: str | None) -> None:
 
 
 def _in_phases(memory: Sequence[Item]) -> dict[str, int]:
-    """Bytes in all, by phase."""
+    """Total bytes, by phase."""
     always = sum(item.bytes for item in memory if item.phase == "always")
     parts = {phase: [item.bytes for item in memory if item.phase == phase] for phase in ("sample", "update")}
     return {phase: always + sum(sizes) for phase, sizes in parts.items() if sizes}

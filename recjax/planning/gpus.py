@@ -1,4 +1,4 @@
-"""GPUs as XLA's compiler is told of them, so that it compiles for ones that are not here."""
+"""Descriptions of GPUs for XLA's compiler, so that it can compile for absent GPUs."""
 
 import importlib.util
 from types import MappingProxyType
@@ -9,20 +9,20 @@ from jax.experimental import topologies
 
 from recjax.planning.devices import ACCELERATORS
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64)  # GPUs of a topology; hosts have up to 8
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs in a topology; a host has up to 8
 _A_HOST = 8
-# Where no GPU is there to time them, XLA's own matrix products find no sizes for some shapes; NVIDIA's library has all.
+# Without a GPU to time them, XLA's own matmuls find no tile sizes for some shapes; NVIDIA's library covers all shapes.
 GPU_OPTIONS = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 
 
 class Gpu(NamedTuple):
-    """What XLA asks of a kind of GPU beyond its memory, from NVIDIA's data sheets and CUDA's programming guide.
+    """Properties of a kind of GPU that XLA needs, from NVIDIA's data sheets and CUDA's programming guide.
 
     Attributes:
         capability: compute capability.
         multiprocessors: streaming multiprocessors, each with `lanes` float32 units and room for `threads` threads.
-        shared: bytes of shared memory of a multiprocessor; a block may have 1,024 fewer.
-        cache: bytes of the second-level cache.
+        shared: bytes of shared memory of a multiprocessor; a block may use 1,024 bytes fewer.
+        cache: bytes of the level-2 cache.
         clock: in GHz.
     """
 
@@ -56,13 +56,13 @@ def has_compiler() -> bool:
 
 
 def gpu_devices(name: str, kind: str, count: int) -> list[jax.Device]:
-    """Devices to compile for, on as few hosts as have them.
+    """Devices to compile for, on as few hosts as possible.
 
     Args:
-        name: of the topology, for error messages.
+        name: name of the topology, for error messages.
         kind: one of GPUS.
     Raises:
-        ValueError: JAX's CUDA plugin, which brings the compiler, is not installed.
+        ValueError: JAX's CUDA plugin, which contains the compiler, is not installed.
     """
     if not has_compiler():
         remedy = 'is not installed; it needs no GPU: pip install -e ".[cuda]"'

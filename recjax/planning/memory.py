@@ -1,6 +1,6 @@
-"""The memory plan: what a run holds, and what sampling and the update need beside it, each with its formula in words.
+"""The memory plan: arrays that a run holds, and additional memory of sampling and the update, with formulas in words.
 
-Everything is counted from shapes: no weights are read and nothing is compiled.
+It counts from shapes: it reads no weights and compiles nothing.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ TEACHER = "teacher's parameters"
 
 
 class Model(NamedTuple):
-    """A decoder and its parameters as shapes: those that training changes, and those that it does not."""
+    """A decoder and the shapes of its trained and frozen parameters."""
 
     decoder: Decoder
     trained: dict
@@ -35,16 +35,16 @@ class Model(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is on the devices all the time: its size in words, and its arrays as shapes."""
+    """Arrays that stay on the devices all the time: their size in words, and their shapes."""
 
     formula: str
     tree: Any
 
 
 class Item(NamedTuple):
-    """Some memory of all devices together: what it holds, how that is counted, and how many bytes it is.
+    """Memory of all devices together: its content, the formula of its size, and its size in bytes.
 
-    `phase` is "always", or the part of a step that needs it: "sample" or "update".
+    `phase` is "always", or the phase of a step that needs the memory: "sample" or "update".
     """
 
     phase: str
@@ -54,17 +54,17 @@ class Item(NamedTuple):
 
 
 def count(params: dict) -> int:
-    """Numbers in a tree of parameters."""
+    """Number of parameters in a tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
+    """Size in bytes of all arrays of a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def held(config: Config, model: Model) -> dict[str, Held]:
-    """What the loop keeps all the time, by name; offline, the sampler's copy is that of the weights at the start."""
+    """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
@@ -84,13 +84,13 @@ def held(config: Config, model: Model) -> dict[str, Held]:
 
 
 def _keeps_copy(config: Config) -> bool:
-    """Whether the sampler has weights of its own while the policy is updated."""
+    """Whether the sampler keeps its own copy of the weights during updates."""
     own = config.rollout.prompts_per_step - stored_per_batch(config)
     return own > 0 and not config.follows and outlives_updates(config.regime)
 
 
 def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
-    """Name and shapes of the weights that a batch is sampled from: a part of `held`, or the trained ones, cast."""
+    """Name and shapes of the sampler's weights: a part of `held`, or the trained weights in the compute dtype."""
     parts = held(config, model)
     for name in (COPY, START) if config.regime.offline else (COPY,):
         if name in parts:
@@ -100,18 +100,18 @@ def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
 
 
 def to_compute_with(decoder: Decoder, params: dict) -> dict:
-    """Parameters in the decoder's dtype, as shapes."""
+    """Shapes of parameters in the decoder's dtype."""
     return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
 
 
 def held_items(config: Config, model: Model) -> list[Item]:
-    """What there is of `held`, in bytes."""
+    """The items of `held`, with their bytes."""
     items = [Item("always", name, part.formula, tree_bytes(part.tree)) for name, part in held(config, model).items()]
     return [item for item in items if item.bytes]
 
 
 def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Item]:
-    """What sampling needs, of the larger of training's and evaluation's batches."""
+    """Memory of sampling, for the larger of training's and evaluation's batches."""
     decoder, rollout = model.decoder, config.rollout
     shape = decoder.config
     rows = rollout.prompts_per_step * most_completions(config)
@@ -132,15 +132,15 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
 
 
 def most_completions(config: Config) -> int:
-    """Completions of a prompt that are sampled at once, the larger of training's and evaluation's."""
+    """Number of completions of a prompt that are sampled together: the larger of training's and evaluation's."""
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
 def batch_arrays(shape: Shape, turns: int | None = None) -> Batch:
-    """The arrays of a batch, as shapes.
+    """Shapes of a batch's arrays.
 
     Args:
-        turns: the most of a trajectory, where their rewards are read.
+        turns: largest number of turns of a trajectory, if the algorithm reads rewards of turns.
     """
     batch = pad([], shape)
     if turns is not None:
@@ -150,7 +150,7 @@ def batch_arrays(shape: Shape, turns: int | None = None) -> Batch:
 
 
 def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list[Item], dict[str, int]]:
-    """What the update needs, and the bytes of its activations under every value of model.remat."""
+    """Memory of the update, and the bytes of its activations for every value of model.remat."""
     inputs, tokens, contents = _micro_batch(config, prompt_tokens)
     chunk, vocabulary = min(config.model.logprob_chunk, tokens), model.decoder.config.vocab_size
     activations = {remat: _activations(config, model, inputs, remat) for remat in REMAT}
@@ -166,7 +166,7 @@ def update_items(config: Config, model: Model, prompt_tokens: int) -> tuple[list
 
 
 def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtypeStruct], int, str]:
-    """What log-probs of a micro-batch are computed from, at how many places, and what that is in words."""
+    """The function of a micro-batch's log-probs, the number of scored positions, and its description in words."""
     shape = sampled_shape(config, prompt_tokens)
     if config.training.tokens_per_micro_batch:
         rows, tokens = shape_for(config, shape)
@@ -180,9 +180,9 @@ def _micro_batch(config: Config, prompt_tokens: int) -> tuple[list[jax.ShapeDtyp
 
 
 def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str) -> int:
-    """Bytes that the forward pass of a micro-batch keeps for the backward pass, parameters themselves left out.
+    """Bytes that a micro-batch's forward pass saves for the backward pass, without the parameters themselves.
 
-    They are the residuals of jax.vjp, as shapes: nothing is computed. A compiler may keep some more or fewer.
+    They are the residuals of jax.vjp as shapes, without computation. A compiler may save somewhat more or less.
     """
     decoder = model.decoder.clone(remat=remat)
     logprobs_of = packed_logprobs if config.training.tokens_per_micro_batch else completion_logprobs
@@ -201,9 +201,9 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
-    """One checkpoint: trained parameters, optimiser's state, a sampler's copy, and batches sampled ahead."""
+    """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
     parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
-    # Token ids and masks of prompts; those and log-probabilities of completions.
+    # Token ids and masks of prompts and completions, and log-probs of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
     saved = [parts[name].tree for name in ("trained parameters", "optimiser's state")]
     saved += [to_compute_with(model.decoder, model.trained)] if _keeps_copy(config) else []

@@ -1,4 +1,4 @@
-"""What a compiled program does, counted from its text: collectives and their bytes; matrix products from its trace."""
+"""Costs of a compiled program: collectives and their bytes, from its HLO text, and matmul FLOPs, from its trace."""
 
 import math
 import re
@@ -20,23 +20,24 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 
 
 class Traffic(NamedTuple):
-    """Collectives of one kind in a run of a program: how many, and the bytes that each device sends for them."""
+    """Collectives of one kind in one run of a program: their number, and the bytes that each device sends."""
 
     count: int
     bytes: int
 
 
 def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
-    """The collectives that one run of a compiled program makes, by kind.
+    """The collectives in one run of a compiled program, by kind.
 
-    Sent over a ring of n devices: (n−1)/n of the whole array for an all-gather, a reduce-scatter or an all-to-all,
-    twice that for an all-reduce, all of it for a permute. What a loop holds counts as often as the loop runs.
+    Bytes are counted for a ring of n devices: (n−1)/n of the whole array for an all-gather, a reduce-scatter or an
+    all-to-all, twice that for an all-reduce, the whole array for a permute. A collective in a loop counts once for each
+    iteration.
 
     Args:
         text: `compiled.as_text()`, HLO.
-        unknown_trips: how often a loop runs whose number of turns the program does not state.
+        unknown_trips: number of iterations of loops for which the program states none.
     Raises:
-        ValueError: the text is written in a way that is not known, and the count would be too low.
+        ValueError: the text has an unknown form, so that the count would be too low.
     """
     computations = _COMPUTATION.findall(text)
     if sum(len(_COLLECTIVE.findall(body)) for _, _, body in computations) != len(_COLLECTIVE.findall(text)):
@@ -65,7 +66,7 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
 
 
 def _called(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction runs, and how often."""
+    """The computations that an instruction runs, and the number of times."""
     if " async-done(" in line or " async-update(" in line:
         return
     line = line.split(", metadata=")[0] + line[line.find(", backend_config=") :] if ", metadata=" in line else line
@@ -79,7 +80,7 @@ def _called(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> Iter
 def _trips(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> int:
     if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
         return int(stated[1])
-    # TPU programs do not state it: a scan's condition compares its counter, from zero, with a constant.
+    # TPU programs do not state the number: a scan's condition compares its counter, from zero, with a constant.
     condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
     root = next(instruction for instruction in condition if instruction.lstrip().startswith("ROOT"))
     bounds = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition))
@@ -99,18 +100,18 @@ def _collectives_of(name: str, lines: list[str]) -> Iterator[tuple[str, int, str
             continue
         else:
             if kind == "all-gather" and started:
-                size = size * group // (group + 1)  # what starts it holds its operand as well
+                size = size * group // (group + 1)  # the start instruction also holds the operand
             if kind == "reduce-scatter":
-                size *= group  # shown as the part that each device keeps
+                size *= group  # the text shows the part that each device keeps
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"  # a TPU's, written as a sum and the slice of it that is kept
+                kind = "reduce-scatter"  # on a TPU: a sum and a slice of the sum
             sent = size * (group - 1) // group * (2 if kind == "all-reduce" else 1)
         channel = re.search(r"channel_id=(\d+)", line)
         yield kind, sent, channel[1] if channel else ""
 
 
 def _bytes(dtype: str, dimensions: str) -> int:
-    # The scalars beside an asynchronous permute are none of its data.
+    # The scalars of an asynchronous permute are not data.
     if not dimensions and dtype == "u32":
         return 0
     digits = re.search(r"\d+", dtype)
@@ -119,7 +120,7 @@ def _bytes(dtype: str, dimensions: str) -> int:
 
 
 def _group_size(line: str) -> int:
-    """How many devices take part together; written as sets, as a reshaped range, or as axes of a mesh."""
+    """Number of devices in a replica group, which HLO writes as sets, as a reshaped range, or as axes of a mesh."""
     if sets := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return len(sets[1].split(","))
     if reshaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
@@ -131,10 +132,10 @@ def _group_size(line: str) -> int:
 
 
 def matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, unknown_trips: int = 1) -> int:
-    """Floating-point operations of the matrix products of a traced program, over all devices; recomputed ones count.
+    """Floating-point operations of a traced program's matmuls over all devices, with recomputed matmuls.
 
     Args:
-        unknown_trips: how often a `while` runs.
+        unknown_trips: number of iterations of a `while` loop.
     """
     total = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:

@@ -1,4 +1,4 @@
-"""What would make a run that is too large for its devices fit: changes of the config, the cheapest first."""
+"""Changes of the config that may make a run fit its devices, the cheapest first."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from recjax.planning.ahead import PROGRAMS, Plan, micro_batches_of
 
 
 class Change(NamedTuple):
-    """Overrides of the config, what they cost, and the programs that they change."""
+    """Overrides of the config, their cost in words, and the programs that they change."""
 
     overrides: tuple[str, ...]
     cost: str
@@ -46,7 +46,7 @@ def _combined(parts: list[Change]) -> Change:
 
 
 def _more_fsdp(plan: Plan) -> list[Change]:
-    """More and more devices moved from the mesh's data axis to fsdp."""
+    """Meshes with more and more devices moved from the data axis to fsdp."""
     data, fsdp = plan.mesh.shape["data"], plan.mesh.shape["fsdp"]
     factors = [factor for factor in range(2, data + 1) if data % factor == 0]
     overrides = [(f"mesh.data={data // factor}", f"mesh.fsdp={fsdp * factor}") for factor in factors]
@@ -54,7 +54,7 @@ def _more_fsdp(plan: Plan) -> list[Change]:
 
 
 def _smaller_parts(plan: Plan) -> list[Change]:
-    """Micro-batches of fewer prompts: half as many, and the fewest that still give every device a prompt."""
+    """Micro-batches with fewer prompts: half as many, and the fewest that give every device a prompt."""
     rollout, training = plan.config.rollout, plan.config.training
     if training.tokens_per_micro_batch:
         key, sizes = "tokens_per_micro_batch", [training.tokens_per_micro_batch // part for part in (2, 4)]

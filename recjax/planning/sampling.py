@@ -1,4 +1,4 @@
-"""What an engine compiles for a batch, from shapes: weights sent to where it samples, prompts, a round of tokens."""
+"""The programs that an engine compiles for a batch, from shapes: transfer of weights, prompts, a round of tokens."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,10 @@ class Executable(NamedTuple):
     """A traced program.
 
     Attributes:
-        traced: for the devices of `mesh`.
-        times: how often it runs in a step.
-        turns: how often its loops run whose end depends on the data, at most.
-        beside: bytes of each device that it neither takes nor gives and that are there while it runs, beside what a
-            run holds all the time.
+        traced: the program, traced for the devices of the sampling mesh.
+        times: number of runs in a step.
+        turns: largest number of iterations of its loops whose end depends on the data.
+        beside: bytes on each device that are neither arguments nor results nor arrays that the run always holds.
     """
 
     traced: jax.stages.Traced
@@ -35,14 +34,14 @@ class Executable(NamedTuple):
 
 
 class SamplingPlan(NamedTuple):
-    """A batch as an engine samples it.
+    """The plan by which an engine samples a batch.
 
     Attributes:
-        mesh: where.
-        prompts, prompt_tokens: of the batch, filled up for the mesh.
-        rows: completions of the batch.
-        slots: completions that are sampled at one time.
-        moved: bytes of each device for the weights where they are not the sampler's copy itself.
+        mesh: devices that sample.
+        prompts, prompt_tokens: size of the batch's prompts, padded for the mesh.
+        rows: completions in the batch.
+        slots: completions that are sampled at the same time.
+        moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
     """
 
     mesh: Mesh
@@ -54,11 +53,11 @@ class SamplingPlan(NamedTuple):
 
 
 def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int, free: int) -> SamplingPlan:
-    """How an engine samples the larger of training's and evaluation's batches.
+    """The plan for the larger of training's and evaluation's batches.
 
     Args:
-        mesh: of the run.
-        free: bytes of each device beside what the run holds all the time.
+        mesh: the run's mesh.
+        free: bytes on each device that the run does not always hold.
     """
     weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
     here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
@@ -77,7 +76,7 @@ def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int
 
 
 def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
-    """Bytes of keys and values on one device, once completions are as long as they may be."""
+    """Bytes of the key-value cache on one device, for completions of the largest length."""
     copies = plan.prompts + (0 if plan.slots == plan.rows else plan.slots)
     with jax.set_mesh(plan.mesh):
         return capacity.cache_bytes(
@@ -90,10 +89,10 @@ def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
 
 
 def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
-    """The programs of a batch, the weights sent first.
+    """The programs of a batch, starting with the transfer of the weights.
 
     Args:
-        trained, frozen: the sampler's copy and the frozen parameters, as they lie on the run's mesh.
+        trained, frozen: the sampler's copy and the frozen parameters, sharded over the run's mesh.
     """
     weights, found, home = combine(trained, frozen), [], 0
     if plan.moved:
@@ -105,7 +104,7 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
 
 
 def _sent(weights: dict, placed: dict) -> list[Executable]:
-    """The weights, one array after the other, from where the run has them to where they are sampled with."""
+    """The transfer of the weights, one array after another, from the run's mesh to the sampling mesh."""
     found, there = [], bytes_on_device(weights)
     for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
         if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
@@ -116,7 +115,7 @@ def _sent(weights: dict, placed: dict) -> list[Executable]:
 
 
 def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> Executable:
-    """The batch's prompts, and the first token of every completion."""
+    """The program that runs the batch's prompts and samples every completion's first token."""
     shape, group, sampling = (plan.prompts, plan.prompt_tokens), plan.rows // plan.prompts, config.rollout.sampling()
 
     def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
@@ -130,7 +129,7 @@ def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict
 
 
 def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
-    """The cache as it grows last, as half the slots take it over, and a round of tokens in all of them."""
+    """The last growth of the cache, its transfer to half the slots, and a round of tokens in all slots."""
     longest, shares = config.rollout.max_completion_tokens, plan.slots == plan.rows
     time, lengths = capacity.round_time(longest), capacity.cache_lengths(longest)
     copies = plan.prompts if shares else plan.slots
@@ -163,7 +162,7 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
 
 
 def _cache(decoder: Decoder, mesh: Mesh, rows: int, time: int) -> tuple:
-    """Keys and values, as shapes that lie on a mesh."""
+    """Sharded shapes of keys and values."""
     config = decoder.config
     shape = (config.num_layers, rows, config.num_kv_heads, time, config.head_dim)
     return (laid_out(mesh, shape, decoder.dtype, None, ROWS, "tensor"),) * 2

@@ -1,4 +1,4 @@
-"""What a program can be compiled for: TPU slices and GPUs that are not here, by name, and this host's own devices."""
+"""Targets to compile for: absent TPU slices and GPUs, by name, and this host's own devices."""
 
 import importlib.util
 import os
@@ -18,9 +18,9 @@ CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8",
 
 
 class Chip(NamedTuple):
-    """A generation of TPUs: what its compiler lets a program use of a chip's memory, in GiB, and its slices.
+    """A generation of TPUs: the memory of a chip that its compiler lets a program use, in GiB, and its slices.
 
-    `options` make one device of a chip that has two cores.
+    `options` are compiler options that make one device of a chip with two cores.
     """
 
     memory: float
@@ -48,16 +48,16 @@ class Target(NamedTuple):
 
 
 def load_target(name: str) -> Target:
-    """The devices that `name` stands for: "host", a TPU slice such as "v5e:4x4" or GPUs such as "h100-80:8".
+    """The devices of a topology: "host", a TPU slice such as "v5e:4x4", or GPUs such as "h100-80:8".
 
-    Slices and GPUs need not be here.
+    Slices and GPUs may be absent.
 
     Raises:
-        ValueError: no such topology, or what compiles for it is not installed.
+        ValueError: an unknown topology, or its compiler is not installed.
     """
     if name == "host":
         devices = jax.local_devices()
-        # What the allocator may take of a GPU, an equal share of the memory for CPU devices.
+        # The allocator's limit for a GPU; an equal share of the memory for CPU devices.
         share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
         return Target(name, devices, (devices[0].memory_stats() or {}).get("bytes_limit", share))
     generation, _, shape = name.partition(":")
@@ -75,7 +75,7 @@ def load_target(name: str) -> Target:
 
 
 def larger_slices(name: str) -> list[str]:
-    """Topologies of the same generation with more chips, the next first."""
+    """Topologies of the same generation with more chips, in ascending order."""
     generation, _, shape = name.partition(":")
     counts = tuple(map(str, COUNTS)) if _gpu_kind(generation) else ()
     slices = CHIPS[generation].slices if generation in CHIPS else counts
@@ -83,17 +83,17 @@ def larger_slices(name: str) -> list[str]:
 
 
 def _gpu_kind(name: str) -> str | None:
-    """The one of GPUS that is meant, whose memory may be left out where one kind has that name."""
+    """The entry of GPUS for a name, which may omit the memory size if only one kind has this name."""
     kinds = [kind for kind in GPUS if name in (kind, kind.partition("-")[0])]
     return kinds[0] if len(kinds) == 1 else None
 
 
 def _slice_devices(name: str, shape: str, chip: Chip) -> Sequence[jax.Device]:
-    # A machine without TPUs has no metadata server to ask, and libtpu need not warn of that.
+    # A machine without TPUs has no metadata server; this stops libtpu's warnings about it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Compiling must not take a TPU away from other processes.
+    # Compiling must not lock a TPU that other processes use.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options = chip.options | ({"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {})
     try:

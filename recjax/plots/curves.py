@@ -1,4 +1,4 @@
-"""Curves over optimiser steps: a row of panels a metric, a column a regime, a line with its band a set of seeds."""
+"""Curves over optimizer steps: a row of panels a metric, a column a regime, a line with its band a set of seeds."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ def draw_curves(
 ) -> Figure:
     """A grid of panels, a metric a row; each line is the mean over runs, its band their lowest and highest.
 
-    Where there is one column only, its panels are laid out in rows of up to four.
+    A single column's panels are laid out in rows of up to four.
 
     Args:
         table: rows as `collect` makes them.
         lines: the column of the table whose values are the lines, in the order they first appear.
         columns: the column whose values are the panels of a row.
         metrics: which of collect's COLUMNS.
-        names: what to call a value of `lines` or `columns` in the figure; others go by their own name.
+        names: labels in the figure for values of `lines` or `columns`; a value without a label keeps its own name.
     """
     names = names or {}
     compared, across = list(dict.fromkeys(table[lines])), list(dict.fromkeys(table[columns]))
@@ -47,7 +47,7 @@ def draw_curves(
         of_metric[0].set_ylabel(LABELS.get(metric, metric))
     for column, axes in enumerate(panels[0]):
         if not single:
-            axes.set_title(names.get(across[column], across[column]), fontsize="medium")
+            axes.set_title(names.get(across[column], across[column]), fontsize="medium", parse_math=False)
         panels[-1, column].set_xlabel("optimiser step")
     handles = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
     add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))

@@ -1,4 +1,4 @@
-"""The coefficient on ∇log π of every preset over the ratio: where an objective pushes, and where it has stopped."""
+"""The coefficient on ∇log π of every preset over the ratio: where an objective pushes, and where it stops."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ COLUMNS = 7
 
 
 def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " points"] | None:
-    """What multiplies ∇log π of the only token of a completion, at each of RATIOS.
+    """The factor on ∇log π of a completion's only token, at each of RATIOS.
 
     Returns:
-        None where that is not of the token alone: with a teacher, pairs of completions, or masks of the whole batch.
+        None if the factor depends on more than the token: on a teacher, on pairs of completions, or on the whole batch.
     """
     if algorithm.compares_completions or algorithm.needs_teacher:
         return None
@@ -38,7 +38,7 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
 
 
 def draw_coefficients() -> Figure:
-    """A panel a preset, those of one curve together: A = 1 and A = −1 over the ratio, in units of |A|."""
+    """One panel for all presets of the same curve: A = 1 and A = −1 over the ratio, in units of |A|."""
     panels: dict[bytes, tuple[list[str], np.ndarray, np.ndarray]] = {}
     for name in PRESETS:
         curves = [coefficients(build_algorithm(name, {}), advantage) for advantage in (1.0, -1.0)]
@@ -64,7 +64,7 @@ def draw_coefficients() -> Figure:
 
 
 def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
-    """Where runs of many algorithms ended: a row an algorithm, best first, a dot a seed, a bar at the mean of each.
+    """Final accuracies of many algorithms: one row an algorithm, best first, one dot a seed, and a bar at the mean.
 
     Args:
         ends: columns algorithm, regime, accuracy.

@@ -1,9 +1,10 @@
-"""A run's kept completions as one HTML page, which opens from disk and asks nothing of any network."""
+"""A run's kept completions as one HTML page, which opens from disk without a network."""
 
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
+
+from recjax.whole_files import json_text
 
 
 def sample_page(name: str, about: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -14,7 +15,7 @@ def sample_page(name: str, about: str, rows: Sequence[dict[str, Any]]) -> str:
         about: what it was, in a few words.
         rows: as `recjax.training.kept_samples` writes them, in order of steps.
     """
-    data = json.dumps({"name": name, "about": about, "rows": list(rows)}, ensure_ascii=False)
+    data = json_text({"name": name, "about": about, "rows": list(rows)}, ensure_ascii=False)
     # "<" would end the element that holds the data, were it of "</script>".
     data = data.replace("<", "\\u003c")
     template = files("recjax.plots").joinpath("sample_page.html").read_text(encoding="utf-8")

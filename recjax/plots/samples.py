@@ -1,4 +1,4 @@
-"""The picture of an evaluation: what more samples bring, accuracy by difficulty, how long completions are."""
+"""The picture of an evaluation: accuracy over the number of samples, accuracy by difficulty, completion lengths."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
 
     Args:
         rows: one a completion, with `tokens` and `truncated`.
-        numbers: what `recjax.analysis.samples.results` makes of them.
+        numbers: the result of `recjax.analysis.samples.results` for these rows.
     """
     panels = [_more_samples, *([_by_difficulty] if numbers["difficulty"] else []), _lengths]
     figure = new_figure(4.6 * len(panels), 3.9, title)
@@ -25,10 +25,10 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
 
 
 def _bars(estimates: list[dict[str, Any]]) -> tuple[pd.Series, np.ndarray]:
-    """Values, and how far their intervals reach below and above."""
+    """Values, and the distances from them to the ends of their intervals."""
     table = pd.DataFrame(estimates).astype(float)
     reach = [table["value"] - table["low"], table["high"] - table["value"]]
-    # A percentile interval may just miss the value itself; of a single problem there is none.
+    # A percentile interval may just miss the value itself; a single problem has no interval.
     return table["value"], np.maximum(np.nan_to_num(reach), 0)
 
 
@@ -49,7 +49,7 @@ def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> N
     axes.bar(range(len(labels)), values, yerr=reach, color=COLOURS[0], alpha=0.75, capsize=3)
     axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
     long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
-    axes.set_xticks(range(len(labels)), labels, **long)
+    axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
 
 
 def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:

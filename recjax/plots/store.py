@@ -14,18 +14,18 @@ from recjax.plots.style import COLOURS, GREY, add_legend, few_ticks, new_figure,
 
 
 def by_source(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
-    """The rows of each source, in the order of the sources' first rows."""
+    """The rows of each source; sources are in the order of their first rows."""
     names = dict.fromkeys(row.source for row in rows)
     return {name: [row for row in rows if row.source == name] for name in names}
 
 
 def length(row: Experience) -> int | None:
-    """Tokens of a completion; None where they are not known."""
+    """Number of tokens of a completion; None if unknown."""
     return None if row.completion_tokens is None else len(row.completion_tokens)
 
 
 def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
-    """Writes a PNG with bars stacked by source; what is of groups is not split."""
+    """Writes a PNG with bars stacked by source; bars about groups are not split."""
     sources, groups = by_source(rows), groups_of(rows)
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(sources))]
     figure = new_figure(13, 6.5, title)

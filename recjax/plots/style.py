@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-# Okabe and Ito's, which colour-blind readers tell apart.
+# Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 GREY = "#777777"
 LABELS = {
@@ -31,14 +31,17 @@ LABELS = {
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure; width and height in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize="large")
+    figure.suptitle(title, fontsize="large", parse_math=False)  # a run's name may have dollars
     return figure
 
 
 def add_legend(owner: Axes | Figure, *entries: list, **place) -> Legend:
     """A legend of a panel or a figure, readable on top of curves; arguments are those of matplotlib."""
     size = "small" if isinstance(owner, Axes) else "medium"
-    return owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **place)
+    legend = owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **place)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return legend
 
 
 def few_ticks(axis: Axis, most: int = 8, whole: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The pictures of a run: what it learned, how far off-policy it was, and whose experience it learned from."""
+"""The pictures of a run: accuracy, how far off-policy it was, and the sources of its experience."""
 
 import math
 from collections import Counter
@@ -49,7 +49,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
-    """Who wrote what a run learned from and how old it was: shares, staleness, ratio, effective sample size, as a PNG.
+    """Draws sources and age of a run's experience: shares, staleness, ratio, effective sample size, as a PNG.
 
     Args:
         rows: the run's metrics, step by step.
@@ -75,7 +75,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
 
 
 def _series(rows: Rows, name: str) -> list[float]:
-    """A metric of every row; not a number where there is none: without behaviour log-probs there is no ratio."""
+    """A metric of every row; NaN in rows without it, such as the ratio without behavior log-probs."""
     return [row.get(name, math.nan) for row in rows]
 
 
@@ -84,7 +84,7 @@ def _draw_line(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, lw: floa
 
 
 def _draw_smoothed(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, **options) -> None:
-    """Of a long run the mean over a fiftieth of its steps, above a band from the lowest to the highest of these."""
+    """For a long run, the mean over a fiftieth of its steps, with a band from the lowest to the highest value."""
     values = pd.Series(_series(rows, name), dtype=float)
     width = len(values) // 50
     if width < 2:
@@ -106,7 +106,7 @@ def _draw_ratio(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_ages(axes: Axes, rows: Rows) -> None:
-    """How stale the rows of all batches were."""
+    """Staleness of the rows of all batches."""
     counts = Counter()
     for row in rows:
         counts.update({int(age): count for age, count in row["staleness_rows"].items()})

@@ -22,15 +22,21 @@ class AgentGrades:
         config: Config,
         tried: Sequence[Tried],
         texts: Sequence[str],
+        openings: Sequence[str],
         problems: Sequence[Problem],
         grading: Grading,
     ):
-        """Sends the last messages of those that returned None to be graded."""
+        """Sends the last messages of those that returned None to be graded.
+
+        Args:
+            texts: of the problems' prompts.
+            openings: the tag of thoughts inside which each last message begins, or empty text.
+        """
         self._config, self._tried = config, tried
         self._weights = agent_weights(config.task.reward_weights)
         self._graded = [place for place, one in enumerate(tried) if one.failure is None and one.returned is None]
         own = [
-            Answered(texts[place], one.policy.last_text, problem.answer, problem.columns, _tokens(one))
+            Answered(texts[place], one.policy.last_text, problem.answer, problem.columns, _tokens(one), openings[place])
             for place, one, problem in ((place, tried[place], problems[place]) for place in self._graded)
         ]
         self._scores = own and grading.submit(own)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from jaxtyping import Int, UInt32
 
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request
@@ -72,6 +74,7 @@ class AgentPolicy:
         limits: Limits,
         key: Callable[[int], UInt32[np.ndarray, " words"]],
         at_work: Callable[[bool], None],
+        template: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Takes what it samples with.
 
@@ -79,7 +82,9 @@ class AgentPolicy:
             chats: renders messages.
             key: of a turn, by its number from 0.
             at_work: is told True when the agent begins to wait for the policy, and False when it has its reply.
+            template: variables of the chat template that the problem has, `tools` among them.
         """
+        self._template = template
         self._live, self._policy, self._chats, self._sampling = live, policy, chats, sampling
         self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
@@ -93,20 +98,24 @@ class AgentPolicy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Reply:
         """The reply to messages, put through the model's chat template.
 
         Args:
             messages: each with role and content, as the template takes them.
-            tools: JSON schemas of functions that the template tells the model of.
+            tools: JSON schemas of functions that the template tells the model of; None: the problem's, if it has any.
             max_tokens: of the reply; None, or more: rollout.max_completion_tokens.
             stop: strings that end the reply, which is without them.
+            chat_template_kwargs: variables of the template, before the problem's and those of the config.
         Raises:
             ValueError: messages that the template refuses, or a model without one.
             ContextFull: no room is left for a reply.
             TurnsSpent: too many replies.
         """
-        return await self.complete(self._chats.render([messages], tools)[0], max_tokens=max_tokens, stop=stop)
+        variables = [{**self._template, **chat_template_kwargs}]
+        text = self._chats.render([messages], tools, variables)[0]
+        return await self.complete(text, max_tokens=max_tokens, stop=stop, rendered=True)
 
     async def complete(
         self,
@@ -114,6 +123,7 @@ class AgentPolicy:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        rendered: bool = False,
     ) -> Reply:
         """The completion of a text, or of token ids.
 
@@ -122,8 +132,9 @@ class AgentPolicy:
         Args:
             max_tokens: as of `chat`.
             stop: likewise.
+            rendered: the text comes from a chat template, so it gets no begin-of-sequence token.
         Raises:
-            ValueError: a prompt that the tokenizer does not know.
+            ValueError: a prompt that the tokenizer does not know, or a token that the model has no embedding of.
             ContextFull: no room is left for a completion.
             TurnsSpent: too many completions.
         """
@@ -131,7 +142,8 @@ class AgentPolicy:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: takes 1 or more, or None for rollout.max_completion_tokens")
         text = prompt if isinstance(prompt, str) else None
-        ids = self.trajectory.tokens_of(text) if text is not None else np.asarray(prompt, np.int32)
+        ids = self.trajectory.tokens_of(text, rendered) if text is not None else np.asarray(prompt, np.int32)
+        check_embedded(self._policy.tokenizer, ids, self._policy.vocabulary, "the prompt")
         room = self._limits.context - len(ids)
         if room < 1:
             raise ContextFull(
@@ -149,7 +161,7 @@ class AgentPolicy:
         finally:
             self._waiting.discard(task)
             self._at_work(False)
-        sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer)
+        sampled, said, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = said
         return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)

@@ -9,9 +9,18 @@ from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward,
 from recjax.tasks.grading.reward import MOST_REWARD, described
 from recjax.tasks.problems import Problem
 
-# Why an agent failed: it raised an error; was at something else than the policy for too long; returned no reward that
-# there is; never asked the policy; asked on when its context was full, or when it had had all its turns.
-FAILURES = ("raised", "timeout", "invalid", "silent", "context", "turns")
+# Why an agent failed, and what helps: it raised an error; was at something else than the policy for too long; returned
+# no reward that there is; never asked the policy; asked on when its context was full, or when it had had all its turns.
+FAILURES = {
+    "raised": "correct the agent",
+    "timeout": "raise task.agent_seconds, or let the agent do less",
+    "invalid": "correct what the agent returns",
+    "silent": "let the agent ask the policy",
+    "context": "raise rollout.max_context_tokens, or let the agent ask for less",
+    "turns": "raise task.agent_turns, or let the agent ask less often",
+}
+# A policy that fills its context or spends its turns may yet learn not to.
+MISTAKES = ("raised", "timeout", "invalid", "silent")
 
 
 class Tried(NamedTuple):
@@ -45,7 +54,7 @@ class Trial:
             found |= {"failure": "turns", "words": str(error)}
         except InvalidReward as error:
             found |= {"failure": "invalid", "words": str(error)}
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the agent
+        except BaseException as error:  # some would end more than the agent
             found |= {"failure": "raised", "words": described(error)}
         finally:
             self._stop_clock()
@@ -84,7 +93,11 @@ class Trial:
 
     def _time_out(self) -> None:
         self._timer = None
-        self._finish(failure="timeout", words=f"it was at something else for task.agent_seconds = {self._seconds}")
+        self.end("timeout", f"it was at something else for task.agent_seconds = {self._seconds}")
+
+    def end(self, failure: str = "raised", words: str = "the batch ended before it did") -> None:
+        """Ends the agent, unless it has ended."""
+        self._finish(failure=failure, words=words)
         self._task.cancel()
 
 

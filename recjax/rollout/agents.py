@@ -1,11 +1,9 @@
 """Agents: all those of a batch run at once, and each one's trajectory becomes a completion of its problem's group."""
 
-import asyncio
 import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +12,21 @@ from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
+from recjax.experience.trajectories import thoughts_opening
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.agent_loading import load_agent, named
 from recjax.rollout.agent_policy import AgentPolicy, Limits
-from recjax.rollout.agent_trials import Trial, Tried
+from recjax.rollout.agent_trials import FAILURES, MISTAKES, Trial, Tried
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.processes import finished
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
@@ -59,7 +59,7 @@ class Agents:
             )
         task = config.task
         functions = {name: named("task.tools", name) for name in task.tools}
-        self._config = config
+        self._config, self.last_failure = config, ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent, self._chats = load_agent(task, self._tools), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
 
@@ -86,6 +86,7 @@ class Agents:
         name: str,
         source: str,
         version: int,
+        fatal: bool = True,
     ) -> tuple[list[Group], "AgentGrades"]:
         """A group of `group_size` trajectories for each problem, and their grades to come.
 
@@ -93,16 +94,19 @@ class Agents:
             key: turn 0 of agent i, in the order of the problems, is sampled with fold_in(key, i), as a completion of
                 one turn is; turn k with fold_in(fold_in(key, 2^32 − 1 − k), i).
             grading: grades the last message of agents that return None.
+            fatal: an error is raised where all agents fail by mistakes of their own and get no reward for it.
             (others): as of `collecting.sample_groups`.
         Raises:
-            ValueError: all agents have failed and none gets a reward.
+            ValueError: all agents have failed.
             RuntimeError: the engine has failed.
         """
         engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
         engine.replace_weights(params, version)
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
-        tried = _run(self._all_tried(engine, policy, problems, key, sampling))
-        self._check_some_succeeded(tried)
+        # Made before any agent's seconds count: the device may first have an update to finish.
+        keys = turn_keys(key, self._config.task.agent_turns, len(problems))
+        tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
+        self._report_failures(tried, fatal)
         weight = agent_weights(self._config.task.reward_weights).get(SCORE, 1.0)
         completions = [
             completion_of(one, f"{name}/{place:05d}", source, sampling, weight) for place, one in enumerate(tried)
@@ -112,63 +116,71 @@ class Agents:
             own = tuple(completions[place * group_size : (place + 1) * group_size])
             groups.append(Group(f"{name}/{place:05d}", _first_prompt(own), own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
-        return groups, AgentGrades(self._config, tried, texts, problems, grading)
+        openings = [
+            thoughts_opening(group, completion, policy.tokenizer)
+            for group in groups
+            for completion in group.completions
+        ]
+        return groups, AgentGrades(self._config, tried, texts, openings, problems, grading)
 
     async def _all_tried(
-        self, engine: Engine, policy: Policy, problems: Sequence[Problem], key: PRNGKeyArray, sampling: Sampling
+        self, live: LiveEngine, policy: Policy, problems: Sequence[Problem], keys: np.ndarray, sampling: Sampling
     ) -> list[Tried]:
         rollout, task = self._config.rollout, self._config.task
         limits = Limits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
-        # Made before any agent's seconds count: the device may first have an update to finish.
-        keys = turn_keys(key, task.agent_turns, len(problems))
-        async with LiveEngine(engine) as live:
+        async with live:
 
             def policy_of(place: int, at_work: Callable[[bool], None]) -> AgentPolicy:
                 def key_of(turn: int) -> np.ndarray:
                     return keys[turn][place]
 
-                return AgentPolicy(live, policy, self._chats, sampling, limits, key_of, at_work)
+                return AgentPolicy(
+                    live, policy, self._chats, sampling, limits, key_of, at_work, problems[place].template
+                )
 
             trials = [
                 Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)
                 for place, problem in enumerate(problems)
             ]
-            tried = [await trial.done for trial in trials]
+            try:
+                tried = [await trial.done for trial in trials]
+            finally:
+                for trial in trials:
+                    trial.end()
             if live.error is not None:
                 raise RuntimeError("the engine has failed while agents ran") from live.error
         return tried
 
-    def _check_some_succeeded(self, tried: Sequence[Tried]) -> None:
+    def _report_failures(self, tried: Sequence[Tried], fatal: bool) -> None:
         failed = [one for one in tried if one.failure]
-        if failed:
-            counts = ", ".join(f"{reason} {count}" for reason, count in Counter(one.failure for one in failed).items())
-            logger.warning(
-                "%d of %d agents failed: %s; the first: %s", len(failed), len(tried), counts, failed[0].words
-            )
-        # A policy that fills its context may yet learn not to.
-        mistakes = [one for one in failed if one.failure not in ("context", "turns")]
-        if len(mistakes) == len(tried) and self._config.task.agent_failure_reward is None:
+        if not failed:
+            return
+        self.last_failure = f"{failed[0].failure}: {failed[0].words}"
+        mistakes = [one for one in failed if one.failure in MISTAKES]
+        place = f"task.agent = {self._config.task.agent!r}:"
+        if fatal and len(mistakes) == len(tried) and self._config.task.agent_failure_reward is None:
             raise ValueError(
-                f"task.agent = {self._config.task.agent!r}: all {len(tried)} agents of a batch failed, the first with"
-                f" {failed[0].failure}: {failed[0].words}; correct it, or set task.agent_failure_reward"
+                f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct it, or"
+                " set task.agent_failure_reward"
             )
+        counts = ", ".join(f"{reason} {count}" for reason, count in Counter(one.failure for one in failed).items())
+        said = f"{place} {len(failed)} of {len(tried)} agents failed: {counts}"
+        (most, count), *_ = Counter(map(_reason, failed)).most_common(1)
+        if 2 * count <= len(tried) or count == 1:
+            logger.warning("%s; the first: %s", said, failed[0].words)
+            return
+        first = next(one for one in failed if _reason(one) == most)
+        logger.error(
+            "%s; most of the batch failed for the same reason, and little is learned from it: %s; %s",
+            said,
+            first.words,
+            FAILURES[first.failure],
+        )
 
 
-def _run(main: Any) -> Any:
-    """As asyncio.run, but whoever does not end when cancelled is left behind."""
-    loop = asyncio.new_event_loop()
-    try:
-        asyncio.set_event_loop(loop)
-        return loop.run_until_complete(main)
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task._log_destroy_pending = False
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=0.1))
-        asyncio.set_event_loop(None)
-        loop.close()
+def _reason(tried: Tried) -> tuple[str | None, str]:
+    """What an agent's failure has in common with others: its kind, and the type of what was raised."""
+    return tried.failure, tried.words.partition(":")[0] if tried.failure == "raised" else ""
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:

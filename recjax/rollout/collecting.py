@@ -16,6 +16,7 @@ from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled, Weights
+from recjax.rollout.stops import said
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading, Scores
 from recjax.tasks.prompts import Prompts
 
@@ -48,7 +49,8 @@ def sample_groups(
     engine.replace_weights(params, version)
     asked = prompts.tokens, prompts.mask, keys, group_size, max_tokens, sampling
     sampled = sample_completions(engine, *asked, newer)
-    texts = policy.tokenizer.batch_decode([one.tokens if one.truncated else one.tokens[:-1] for one in sampled])
+    prefixes = _prefixes(prompts.tokens, prompts.mask)
+    texts = [said(one, policy.tokenizer, prefixes[row // group_size]) for row, one in enumerate(sampled)]
     completions = [
         Completion(
             id=f"{name}/{row:05d}",
@@ -67,8 +69,7 @@ def sample_groups(
     groups = []
     for place, problem in enumerate(prompts.problems):
         own = tuple(completions[place * group_size : (place + 1) * group_size])
-        tokens = prompts.tokens[place][prompts.mask[place]]
-        groups.append(Group(f"{name}/{place:05d}", tokens, own, problem.prompt, problem.answer))
+        groups.append(Group(f"{name}/{place:05d}", prefixes[place], own, problem.prompt, problem.answer))
     return groups
 
 
@@ -93,11 +94,15 @@ def sample_completions(
         newer: as of `sample_groups`.
     Reference: arXiv 2509.24203 §2 (behaviour policy μ).
     """
-    prefixes = [tokens[real] for tokens, real in zip(prompts, prompt_mask, strict=True)]
+    prefixes = _prefixes(prompts, prompt_mask)
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
     tickets = engine.admit(requests, group_size)
     finished = engine.drain(newer)
     return [finished[ticket] for ticket in tickets]
+
+
+def _prefixes(prompts: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
+    return [tokens[real] for tokens, real in zip(prompts, mask, strict=True)]
 
 
 def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*batches rows words"]:

@@ -1,17 +1,22 @@
 """The built-in agent for text environments with gymnasium's `reset` and `step`."""
 
 import hashlib
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.tasks.problems import Problem
 
+logger = logging.getLogger(__name__)
+
 
 def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Callable:
     """An agent that plays an environment to its end; each step's reward is that of the reply which it answers.
 
-    The environment is made of the problem. `reset(seed=…)` returns (observation, info) and `step(action)` returns
+    The environment is made of the problem. `close()`, if it has one, is called at the end, also after an error and when
+    the agent's time is over. `reset(seed=…)` returns (observation, info) and `step(action)` returns
     (observation, reward, terminated, truncated, info), both observations text. They run in the event loop, so they must
     not block. Its info at the end may have "parts", which are then the named parts of the whole reward, in place of the
     steps' rewards.
@@ -23,6 +28,12 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
 
     async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
         world = environment(problem)
+        try:
+            return await played(world, problem, policy)
+        finally:
+            await _close(world)
+
+    async def played(world: Any, problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
         observation, info = world.reset(seed=_seed(problem))
         begin = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
         told, steps = _told(begin, observation), []
@@ -41,6 +52,16 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
         return 0.0
 
     return play
+
+
+async def _close(world: Any) -> None:
+    """Ends an environment that can be ended, whatever came of it; a failure to end costs the agent nothing."""
+    try:
+        closing = getattr(world, "close", lambda: None)()
+        if inspect.isawaitable(closing):
+            await closing
+    except Exception:
+        logger.warning("an environment could not be closed", exc_info=True)
 
 
 def _seed(problem: Problem) -> int:

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +17,13 @@ from recjax.config import RolloutConfig
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 
+Prompt = str | list[dict[str, str]]
+
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT = 30.0  # seconds before a request is tried again
+_ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # reasons of completions that are whole
+_CUT = ("length", "max_tokens", "model_length")
 _PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of which another try may not be
 
 
@@ -72,6 +78,7 @@ class RemoteEngine:
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         self._client = httpx.Client(base_url=f"{base}/v1/", headers=headers, timeout=address.seconds)
         self._place, self._gives_ids, self._warned = base, True, set()
+        self.left_out, self.missing, self._counting = Counter(), 0, threading.Lock()
         self._threads = ThreadPoolExecutor(address.concurrency, thread_name_prefix="remote")
         try:
             self.model = self._chosen_model()
@@ -84,12 +91,20 @@ class RemoteEngine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends when the requests under way have their replies."""
+        """Ends when the requests under way have their replies, and says which replies were left out."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        if self.left_out:
+            counts = ", ".join(f"{why} {number}" for why, number in self.left_out.most_common())
+            words = "%s: %d replies were no completions of the policy and were asked for again (%s); %d are missing"
+            logger.warning(words, self._place, self.left_out.total(), counts, self.missing)
         self._client.close()
 
-    def answers(self, prompts: Sequence[str | list[dict[str, str]]], seed: int) -> list[list[Answer]]:
-        """`rollout.group_size` answers to each prompt.
+    def answers(
+        self, prompts: Sequence[Prompt], seed: int, templates: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[list[Answer]]:
+        """`rollout.group_size` answers to each prompt; fewer where the server keeps giving replies that are none.
+
+        `left_out` counts those replies by reason, and `missing` the answers that are not there.
 
         Tokens and log-probs are there where the server gives them and they are certain to be what this policy's
         vocabulary means by them; elsewhere there is the text alone.
@@ -97,10 +112,15 @@ class RemoteEngine:
         Args:
             prompts: texts, or the messages of chats.
             seed: of them; servers that read one repeat their answers.
+            templates: variables of the chat template for each prompt that is a chat, `tools` among them.
         Raises:
             ValueError: the server refuses, or does not answer however often it is asked.
         """
-        asked = [self._threads.submit(self._answers, prompt, seed + place) for place, prompt in enumerate(prompts)]
+        of_prompts = enumerate(zip(prompts, templates or [{}] * len(prompts), strict=True))
+        asked = [
+            self._threads.submit(self._answers, prompt, template, seed + place)
+            for place, (prompt, template) in of_prompts
+        ]
         try:
             return [future.result() for future in asked]
         finally:
@@ -109,19 +129,28 @@ class RemoteEngine:
 
     # --- Requests.
 
-    def _answers(self, prompt: str | list[dict[str, str]], seed: int) -> list[Answer]:
+    def _answers(self, prompt: Prompt, template: Mapping[str, Any], seed: int) -> list[Answer]:
         found: list[Answer] = []
-        while len(found) < (size := self._rollout.group_size):
+        asked, retries = 0, self._address.retries
+        while len(found) < (size := self._rollout.group_size) and retries >= 0:
             # Some servers give one choice, whatever is asked for.
-            reply = self._reply(self._body(prompt, size - len(found), seed + len(found)))
+            reply = self._reply(self._body(prompt, template, size - len(found), seed + asked))
             choices = reply.get("choices")
             if not choices:
                 raise ValueError(f"{self._place}: a reply has no choices: {json.dumps(reply):.200}")
-            found += [self._answer(reply, choice) for choice in choices[: size - len(found)]]
+            choices = choices[: size - len(found)]
+            wrong = [_wrong_with(choice) for choice in choices]
+            found += [self._answer(reply, choice) for choice, why in zip(choices, wrong, strict=True) if why is None]
+            asked += len(choices)
+            retries -= any(wrong)
+            with self._counting:
+                self.left_out.update(filter(None, wrong))
+        with self._counting:
+            self.missing += size - len(found)
         # Answers to one prompt are of one kind: tokens of some and texts of others have no common prompt.
         return found if all(one.tokens for one in found) else [Answer(one.text, one.truncated) for one in found]
 
-    def _body(self, prompt: str | list[dict[str, str]], count: int, seed: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, template: Mapping[str, Any], count: int, seed: int) -> dict[str, Any]:
         rollout, chat = self._rollout, not isinstance(prompt, str)
         body: dict[str, Any] = {
             "model": self.model,
@@ -131,8 +160,14 @@ class RemoteEngine:
         }
         body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
         body |= {"top_k": rollout.top_k} if rollout.top_k else {}
+        body |= {"min_p": rollout.min_p} if rollout.min_p else {}
         body |= {"stop": list(rollout.stop)} if rollout.stop else {}
-        return body | ({"messages": prompt} if chat else {"prompt": prompt})
+        if not chat:
+            return body | {"prompt": prompt}
+        variables = {name: value for name, value in template.items() if name != "tools"}
+        body |= {"tools": template["tools"]} if "tools" in template else {}
+        body |= {"chat_template_kwargs": variables} if variables else {}
+        return body | {"messages": prompt}
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request, with token ids and log-probs if the server knows of these."""
@@ -175,6 +210,8 @@ class RemoteEngine:
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
         words = _words(reply)
+        if reply.status_code == 400 and _error_code(reply) == "content_filter":  # of the prompt, as Azure says it
+            return {"choices": [{"finish_reason": "content_filter"}]}
         if reply.status_code in (401, 403):
             raise ValueError(f"{self._place} refuses ({words}); give --api_key_file, a file with one key")
         if not reply.is_success:
@@ -204,8 +241,8 @@ class RemoteEngine:
     # --- Replies.
 
     def _answer(self, reply: dict[str, Any], choice: dict[str, Any]) -> Answer:
-        text = (choice["message"].get("content") if "message" in choice else choice.get("text")) or ""
-        plain = Answer(text, choice.get("finish_reason") == "length")
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        plain = Answer(text, choice["finish_reason"] in _CUT)
         prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
         if not tokens or not prompt:
             if self._gives_ids:
@@ -239,7 +276,7 @@ class RemoteEngine:
         if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
             return None
         # Others give log-probs of the softmax, whatever they sample from.
-        if "policy_version" not in reply and self._rollout.sampling() != Sampling(1.0, 0, 1.0):
+        if "policy_version" not in reply and self._rollout.sampling() != Sampling():
             self._warn("sampling", "log-probs may be of another distribution than that of rollout, and are left out")
             return None
         return [min(float(value), 0.0) for value in values]
@@ -248,6 +285,25 @@ class RemoteEngine:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s: %s", self._place, words)
+
+
+def _wrong_with(choice: dict[str, Any]) -> str | None:
+    """Why a choice is no completion of the policy; None: it is one."""
+    message, reason = choice.get("message"), choice.get("finish_reason")
+    said = message if isinstance(message, dict) else {}
+    if said.get("refusal"):
+        return "refusal"
+    if reason not in (*_ENDED, *_CUT):
+        return "no finish_reason" if reason is None else f"finish_reason {reason!s:.50}"
+    text = said.get("content") if "message" in choice else choice.get("text")
+    if not text and (said.get("reasoning_content") or said.get("reasoning")):
+        return "reasoning alone"
+    return None if isinstance(text, str) else "no text"
+
+
+def _error_code(reply: httpx.Response) -> Any:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return reply.json()["error"]["code"]
 
 
 def _words(reply: httpx.Response) -> str:

@@ -2,24 +2,33 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from recjax.hub.tokenizers import decode_after
 from recjax.rollout.requests import Sampled
 
 
-def up_to_stop(sampled: Sampled, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[Sampled, str, bool]:
-    """A completion up to the token that completes its first stop string; its text, without that; whether it has one."""
-    text = said(sampled, tokenizer)
+def up_to_stop(
+    sampled: Sampled, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, prompt: Int[np.ndarray, " time"]
+) -> tuple[Sampled, str, bool]:
+    """A completion up to the token that completes its first stop string; its text, without that; whether it has one.
+
+    Args:
+        prompt: that it follows.
+    """
+    text = said(sampled, tokenizer, prompt)
     if not any(end in text for end in stop):
         return sampled, text, False
     for count in range(1, len(sampled.tokens) + 1):
-        text = tokenizer.decode(sampled.tokens[:count])
+        text = decode_after(tokenizer, prompt, sampled.tokens[:count])
         if found := [text.index(end) for end in stop if end in text]:
             kept = Sampled(*(column[:count] for column in sampled[:3]), truncated=False)
             return kept, text[: min(found)], True
-    return sampled, said(sampled, tokenizer), False
+    return sampled, text, False
 
 
-def said(sampled: Sampled, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion, without the token that ended it."""
-    return tokenizer.decode(sampled.tokens if sampled.truncated else sampled.tokens[:-1])
+def said(sampled: Sampled, tokenizer: PreTrainedTokenizerBase, prompt: Int[np.ndarray, " time"]) -> str:
+    """The text of a completion of a prompt, without the token that ended it."""
+    return decode_after(tokenizer, prompt, sampled.tokens if sampled.truncated else sampled.tokens[:-1])

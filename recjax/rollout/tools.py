@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import inspect
 import itertools
-import json
 import pickle
 import threading
 from concurrent.futures import Future
@@ -13,9 +12,6 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from recjax.tasks.grading import processes
-from recjax.tasks.grading.graders import Failure
-
-MOST_CHARACTERS = 20_000  # of a result; the rest is cut off
 
 
 class Tools:
@@ -34,7 +30,7 @@ class Tools:
             workers: processes.
             seconds: for one call.
         Raises:
-            ValueError: a function that no schema comes of, or two of one name.
+            ValueError: a function that no schema comes of or that yields, or two of one name.
         """
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -64,10 +60,9 @@ class Tools:
         except TypeError as error:
             return f"error: {error}"
         try:
-            outcome = await asyncio.wrap_future(self._asked(place, arguments))
+            return await asyncio.wrap_future(self._asked(place, arguments))
         except RuntimeError as error:
             return f"error: {error}"
-        return _text(outcome)[:MOST_CHARACTERS]
 
     def _asked(self, place: str, arguments: dict[str, Any]) -> "Future[Any]":
         if self._server is None:
@@ -101,6 +96,10 @@ class Tools:
 
 
 def _schema(name: str, function: Any) -> dict[str, Any]:
+    if any(
+        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, function.__call__)
+    ):
+        raise ValueError(f"task.tools: {name} yields; write a function, or async def, that returns its result once")
     schema = getattr(function, "schema", None)
     if schema is None:
         try:
@@ -112,9 +111,3 @@ def _schema(name: str, function: Any) -> dict[str, Any]:
         form = '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
         raise ValueError(f"task.tools: {name}: its schema is {schema!r:.200}; write it as {form}")
     return schema
-
-
-def _text(outcome: Any) -> str:
-    if isinstance(outcome, Failure):
-        return f"error: {outcome.reason}"
-    return outcome if isinstance(outcome, str) else json.dumps(outcome, default=str)

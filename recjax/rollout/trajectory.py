@@ -7,7 +7,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience.group import Row
-from recjax.hub.tokenizers import encode_prompts
+from recjax.hub.tokenizers import decode_after, encode_after, encode_prompts
 from recjax.rollout.requests import Sampled
 
 
@@ -45,19 +45,22 @@ class Trajectory:
         """Whether the last turn ran into a limit."""
         return self.turns[-1].truncated
 
-    def tokens_of(self, text: str) -> Int[np.ndarray, " time"]:
+    def tokens_of(self, text: str, rendered: bool = False) -> Int[np.ndarray, " time"]:
         """The tokens of a prompt: where it begins with the text of a row, that row's own, and only the rest is made.
 
+        Args:
+            rendered: the text comes from a chat template, so it gets no begin-of-sequence token.
         Raises:
             ValueError: text that the tokenizer does not know, or none.
         """
         places = [place for place, before in enumerate(self._texts) if before and text.startswith(before)]
         if not places:
-            return np.array(encode_prompts(self._tokenizer, [text])[0], np.int32)
+            return np.array(encode_prompts(self._tokenizer, [text], rendered=rendered)[0], np.int32)
         place = max(places, key=lambda place: len(self._texts[place]))
         rest = text[len(self._texts[place]) :]
-        more = self._tokenizer.encode(rest, add_special_tokens=False) if rest else []
-        return np.concatenate([*_parts(self._rows[place]), np.array(more, np.int32)])
+        before = np.concatenate(_parts(self._rows[place]))
+        more = encode_after(self._tokenizer, before, rest, "prompt") if rest else []
+        return np.concatenate([before, np.array(more, np.int32)])
 
     def add(self, prompt: Int[np.ndarray, " prompt_time"], sampled: Sampled, text: str | None = None) -> str:
         """Adds a turn; returns what it wrote, special tokens among that.
@@ -76,7 +79,7 @@ class Trajectory:
         else:
             self._rows[place] = _grown(self._rows[place], prompt, sampled, ones)
         self.ends.append((place, len(self._rows[place].tokens)))
-        written = self._written(prompt, sampled.tokens)
+        written = decode_after(self._tokenizer, prompt, sampled.tokens)
         self._texts[place] = None if text is None else text + written
         return written
 
@@ -85,12 +88,6 @@ class Trajectory:
         whole = [np.concatenate(_parts(row)) for row in self._rows]
         places = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
         return max(places, key=lambda place: len(whole[place]), default=None)
-
-    def _written(self, prompt: np.ndarray, tokens: np.ndarray) -> str:
-        """The text that tokens add to a prompt's, special tokens among them."""
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        before = self._tokenizer.decode(prompt, **options)
-        return self._tokenizer.decode(np.concatenate([prompt, tokens]), **options)[len(before) :]
 
 
 def _parts(row: Row) -> Sequence[np.ndarray]:

@@ -123,14 +123,16 @@ class Answering:
             ]
         messages = [as_written(message, session) for message in asked.messages]
         async with self._rendering:
-            (text,) = await asyncio.to_thread(self._chats.render, [messages], asked.tools)
-        says_it_all = not asked.tools and all(message.keys() == {"role", "content"} for message in messages)
-        return [Prompt(self._tokens(text, session), text, messages if says_it_all else None)]
+            (text,) = await asyncio.to_thread(self._chats.render, [messages], asked.tools, [asked.template])
+        says_it_all = not (asked.tools or asked.template) and all(
+            message.keys() == {"role", "content"} for message in messages
+        )
+        return [Prompt(self._tokens(text, session, rendered=True), text, messages if says_it_all else None)]
 
-    def _tokens(self, text: str, session: Session | None) -> np.ndarray:
+    def _tokens(self, text: str, session: Session | None, rendered: bool = False) -> np.ndarray:
         if session is not None:
-            return session.trajectory.tokens_of(text)
-        return np.array(encode_prompts(self.sampler.policy.tokenizer, [text])[0], np.int32)
+            return session.trajectory.tokens_of(text, rendered)
+        return np.array(encode_prompts(self.sampler.policy.tokenizer, [text], rendered=rendered)[0], np.int32)
 
     # --- Completions.
 

@@ -144,9 +144,11 @@ class Server:
         return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests can be served; if not, why."""
-        wrong = self.answering.sampler.error or (self.answering.recorder and self.answering.recorder.error)
-        return JSONResponse({"status": wrong or "ok"}, 503 if wrong else 200)
+        """Whether requests can be served; if not, why. Also what does not reach the store, though it is kept."""
+        recorder = self.answering.recorder
+        wrong = self.answering.sampler.error or (recorder and recorder.error)
+        status = wrong or (recorder and recorder.trouble) or "ok"
+        return JSONResponse({"status": status} | (recorder.waiting() if recorder else {}), 503 if wrong else 200)
 
     async def metrics(self, request: Request) -> Response:
         """Numbers for Prometheus."""

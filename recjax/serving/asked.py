@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, wrong_with_variables
 from recjax.models.sampling import Sampling
 from recjax.serving.fields import Fields
 from recjax.serving.refusals import Refused
@@ -16,7 +16,6 @@ _COMMON = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "service_tier": ("auto", "default"),
 }
 _CHAT = {
@@ -42,6 +41,7 @@ class Asked(NamedTuple):
         max_tokens: of a completion; None: as many as there is room for.
         usage: whether a stream ends with the numbers of tokens.
         metadata: what the client wants recorded.
+        template: variables of the chat template.
     """
 
     messages: list[dict[str, Any]] | None
@@ -58,6 +58,7 @@ class Asked(NamedTuple):
     token_ids: bool
     model: str | None
     metadata: dict[str, Any]
+    template: dict[str, Any] = {}
 
 
 def chat(body: Any) -> Asked:
@@ -73,12 +74,16 @@ def chat(body: Any) -> Asked:
         raise Refused(400, "messages is missing; give a list of messages", param="messages")
     takes = f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}"
     tools = fields.take("tools", None, _are_tools, takes)
+    variables = fields.take("chat_template_kwargs", {}, lambda value: True, "")
+    if reason := wrong_with_variables(variables):
+        raise Refused(400, f"chat_template_kwargs = {variables!r:.100}: {reason}", param="chat_template_kwargs")
     if fields.take("tool_choice", "auto", lambda value: value in ("auto", "none"), "'auto' or 'none'") == "none":
         tools = None
     most = _either(fields, "max_completion_tokens", "max_tokens")
     fields.neutral({name: values for name, values in _CHAT.items() if name != "tool_choice"})
     logprobs = fields.flag("logprobs")
-    return _asked(fields, [_message(message) for message in messages], [], tools or None, most, logprobs)
+    asked = _asked(fields, [_message(message) for message in messages], [], tools or None, most, logprobs)
+    return asked._replace(template=dict(variables))
 
 
 def text(body: Any) -> Asked:
@@ -164,9 +169,10 @@ def _sampling(fields: Fields) -> Sampling:
     temperature = fields.number("temperature", 1.0, in_range, takes)
     top_p = fields.number("top_p", 1.0, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
     top_k = fields.whole("top_k", 0, -1, 2**31 - 1)
+    min_p = fields.number("min_p", 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
     if temperature == 0:
         return Sampling(0.0)  # whatever it would be cut to, the most likely token is among it
-    return Sampling(temperature, max(top_k, 0), top_p)
+    return Sampling(temperature, max(top_k, 0), top_p, min_p)
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ class Book:
     Attributes:
         units: by name.
         stored: the feedback on each row of the store; None: none yet.
-        late: of these, feedback that is in the journal alone, with its line.
+        late: of these, feedback that is in the journal alone, with its line; also where the store has another reward,
+            or the row no more.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: bool, sessions: int):
@@ -40,14 +41,36 @@ class Book:
         self._unit_of: dict[str, Unit] = {}  # by the rows that take feedback
         self._turns: dict[str, str] = {}  # replies to the names of their sessions
         self._growing: Counter[str] = Counter()  # names of sessions' units, by turns that are being written
-        parts = store.part_files(folder)
-        self.stored = {
-            row.id: feedback_of(row)
-            for part in parts
-            for row in store.to_rows(store.read_part(part))
-            if row.trajectory in (None, row.id)
-        }
+        self._folder, self._read = folder, {}  # of each part that was read, its inode and time
+        self.stored = self.new_in_store()
         self.late: dict[str, tuple[Feedback, bytes]] = {}
+
+    # --- The store, which others may write as well.
+
+    def new_in_store(self) -> dict[str, Feedback | None]:
+        """The feedback on each row of the parts that were written since this was asked last.
+
+        Raises:
+            ValueError: a part is damaged.
+            OSError: a part is deleted meanwhile.
+        """
+        found = {}
+        for part in store.part_files(self._folder):
+            status = part.stat()
+            state = status.st_ino, status.st_mtime_ns
+            if self._read.get(part) != state:
+                rows = store.to_rows(store.read_part(part))
+                found |= {row.id: feedback_of(row) for row in rows if row.trajectory in (None, row.id)}
+                self._read[part] = state
+        return found
+
+    def take_in(self, found: dict[str, Feedback | None]) -> None:
+        """Takes rewards that `new_in_store` has found on known rows."""
+        self.stored |= {row: given for row, given in found.items() if given is not None and row in self.stored}
+
+    def is_stored(self, row: str) -> bool:
+        """Whether a row is in the store, where others than this server may give it its reward."""
+        return row in self.stored and row not in self._unit_of
 
     # --- Questions.
 
@@ -147,7 +170,7 @@ class Book:
             unit.lines += [line] if line else []
         else:
             self.stored[row] = given
-            if line:
+            if line and self.late.get(row, (given, b""))[0] == given:  # else the store has this one, and another waits
                 self.late[row] = given, line
 
     def take_back(self, row: str) -> None:
@@ -165,8 +188,10 @@ class Book:
         """
         if "feedback" in entry:
             row, given = entry["feedback"], Feedback(**entry["given"])
-            if row in self._unit_of or (row in self.stored and self.stored[row] is None):
+            if row in self._unit_of or self.stored.get(row, given) is None:
                 self.give(row, given, line)
+            elif self.stored.get(row) != given:  # the client was told that it is kept
+                self.late[row] = given, line
             return
         served = [Served.from_json(one) for one in entry["served"]]
         if any(one.tokenizer != self.tokenizer_name for one in served):

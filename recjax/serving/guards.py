@@ -1,8 +1,10 @@
 """What stands before every request: who may ask, how much, and how long a slow client is waited for."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -13,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from recjax.serving.refusals import Refused
 
 logger = logging.getLogger(__name__)
+
+_MOST_DISCARDED = 2**28  # bytes of a refused body that are read, so that its client gets the refusal
 
 
 class Guarded(NamedTuple):
@@ -41,13 +45,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        client = _Client(receive, send, self._guarded, Headers(scope=scope))
         try:
-            self._check(scope)
-        except Refused as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-            return
-        client = _Client(receive, send, self._guarded)
-        try:
+            try:
+                self._check(scope)
+            except Refused as error:
+                await JSONResponse(error.body, error.status, error.headers)(scope, client.receive, client.send)
+                return
             await self._app(scope, client.receive, client.send)
         except Exception:
             if not client.is_slow:
@@ -56,14 +60,14 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers, guarded = Headers(scope=scope), self._guarded
-        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if guarded.hosts is not None and host.strip("[]") not in guarded.hosts:
             raise Refused(
                 403,
                 f"this server is not called {host!r:.100}, but {', '.join(guarded.hosts)}",
             )
         if guarded.keys and scope["path"] != "/health":
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
             # Each is compared, so that time says nothing of the keys.
             if not any([hmac.compare_digest(given, key.encode()) for key in guarded.keys]):
                 raise Refused(
@@ -84,9 +88,10 @@ class Guard:
 class _Client:
     """Receives and sends for one request, within the limits."""
 
-    def __init__(self, receive: Receive, send: Send, guarded: Guarded):
+    def __init__(self, receive: Receive, send: Send, guarded: Guarded, headers: Headers):
         self._receive, self._send, self._guarded = receive, send, guarded
-        self._size, self._is_whole, self.is_slow = 0, False, False
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        self._size, self._is_whole, self._closes, self.is_slow = 0, not has_body, False, False
         self._deadline = asyncio.get_running_loop().time() + guarded.client_seconds
 
     async def receive(self) -> Message:
@@ -94,19 +99,40 @@ class _Client:
         if self._is_whole:
             return await self._receive()
         try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
+            message = await self._piece()
         except TimeoutError:
             seconds = self._guarded.client_seconds
             raise Refused(408, f"the body was not there in {seconds:g} s", headers={"connection": "close"}) from None
-        self._size += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
         if self._size > self._guarded.body_bytes:
             raise _too_large(self._guarded.body_bytes)
         return message
 
+    async def _piece(self) -> Message:
+        async with asyncio.timeout_at(self._deadline):
+            message = await self._receive()
+        self._size += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        return message
+
     async def send(self, message: Message) -> None:
         """A piece of the reply."""
+        if message["type"] == "http.response.start":
+            self._closes = Headers(raw=message["headers"]).get("connection") == "close"
+        elif self._closes and not self._is_whole and not message.get("more_body"):
+            await self._send_in_time(message | {"more_body": True})
+            await self._discard()
+            message = {"type": "http.response.body"}
+        await self._send_in_time(message)
+
+    async def _discard(self) -> None:
+        """Reads the rest of a refused body: a connection that is closed with unread data is reset, and its client
+        loses the reply."""
+        self._deadline = asyncio.get_running_loop().time() + self._guarded.client_seconds
+        with contextlib.suppress(TimeoutError):
+            while not self._is_whole and self._size <= _MOST_DISCARDED:
+                await self._piece()
+
+    async def _send_in_time(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._guarded.client_seconds):
                 await self._send(message)

@@ -6,8 +6,9 @@ it is in the journal, from which a recorder that is started again reads it.
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from recjax.serving.units import Unit
 
 logger = logging.getLogger(__name__)
 
+_MOST_SHOWN = 20  # refused rewards, in /health
+_PART = "a part cannot be written"
 _LEAST_REWRITE = 1 << 20  # bytes that a journal has before it is written anew
 
 
@@ -60,7 +63,9 @@ class Recorder:
             ValueError: another server records there; a store or journal is damaged, or of another model.
         """
         self.options, self.error = options, None
-        self._ticking, self._flushing = None, asyncio.Lock()
+        self._ticking, self._flushing, self._looking = None, asyncio.Lock(), asyncio.Lock()
+        self._failures: dict[str, str] = {}  # what could not be done when it was last tried, and why
+        self.refused: dict[str, str] = {}  # late rewards that the store does not take, by row, and why
         store.part_files(options.folder)  # refuses a file
         options.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(options.folder / ".served.lock", thread_local=False)
@@ -73,6 +78,11 @@ class Recorder:
         self._journal = Journal(options.folder / ".served.jsonl")
         for line, entry in self._journal.read():
             self.book.replay(line, entry)
+        if options.keep_days is not None:  # rows that are gone were deleted on purpose
+            self.book.late = {row: late for row, late in self.book.late.items() if row in self.book.stored}
+        for row, (given, _) in self.book.late.items():
+            if (before := self.book.stored.get(row)) not in (None, given):
+                self.refused[row] = f"row {row!r} has another reward, {before.reward}; a reward is given once"
 
     async def __aenter__(self) -> "Recorder":
         """Begins to write parts."""
@@ -87,6 +97,18 @@ class Recorder:
         await self.flush(0.0)
         await self._journal.close()
         self._lock.release()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why something that was recorded does not reach the store, though it is tried; None: all does."""
+        refused = f"{len(self.refused)} rewards are not in the store: " if self.refused else None
+        return next(iter(self._failures.values()), refused and refused + next(iter(self.refused.values())))
+
+    def waiting(self) -> dict[str, Any]:
+        """Rewards that are in the journal and not in the store: how many, and of those that it does not take, why."""
+        refused = dict(itertools.islice(self.refused.items(), _MOST_SHOWN))
+        late = {"late_rewards": len(self.book.late)} if self.book.late else {}
+        return late | ({"refused_rewards": refused} if refused else {})
 
     async def record(self, served: Sequence[Served]) -> None:
         """Returns when all of it is on disk, in one piece.
@@ -110,6 +132,8 @@ class Recorder:
         Raises:
             Refused: there is no such row, it has another reward, or this one cannot be written.
         """
+        if self.book.is_stored(row):
+            await self._look()
         is_new = self.book.is_new(row, given)
         # At once, so that no other one comes between. The very same one waits for the disk as well.
         self.book.give(row, given, b"")
@@ -121,6 +145,22 @@ class Recorder:
                 self.book.take_back(row)
             raise
         return is_new
+
+    async def _look(self) -> None:
+        """Takes in rewards that others have given to rows of the store."""
+        async with self._looking:
+            with self._trying("the store's rewards cannot be read"):
+                self.book.take_in(await asyncio.to_thread(self.book.new_in_store))
+
+    @contextlib.contextmanager
+    def _trying(self, failure: str) -> Iterator[None]:
+        """A block that may fail and is tried again; what it is that fails is in the log and in `trouble`."""
+        try:
+            yield
+            self._failures.pop(failure, None)
+        except (ValueError, OSError) as error:
+            self._failures[failure] = f"{self.options.folder}: {failure}, and it is tried again: {error}"
+            logger.error("%s", self._failures[failure])
 
     async def _write(self, entry: dict[str, Any], apply: Callable[[bytes], None]) -> None:
         try:
@@ -146,6 +186,8 @@ class Recorder:
         async with self._flushing:
             due = self.book.take_due(seconds)
             left = await asyncio.to_thread(self._append, due) if due else []
+            if not left:
+                self._failures.pop(_PART, None)
             self.book.put_back(left)
             self.book.forget_turns([unit for unit in due if unit not in left])
             await self._give_late()
@@ -158,8 +200,10 @@ class Recorder:
     async def _delete_old(self) -> None:
         if self.options.keep_days is not None:
             before = datetime.now(UTC) - timedelta(days=self.options.keep_days)
-            for name in await asyncio.to_thread(delete_before, self.options.folder, before):
-                self.book.stored.pop(name, None)
+            with self._trying("old parts cannot be deleted"):
+                for name in await asyncio.to_thread(delete_before, self.options.folder, before):
+                    for known in (self.book.stored, self.book.late, self.refused):
+                        known.pop(name, None)
 
     def _append(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Writes a part; returns what cannot be written, which is all of it or, alone, what no store takes."""
@@ -168,21 +212,28 @@ class Recorder:
             return []
         except (ValueError, OSError) as error:
             if len(units) == 1 or isinstance(error.__cause__, OSError):
-                logger.error("%s: a part cannot be written, and is tried again: %s", self.options.folder, error)
+                self._failures[_PART] = f"{self.options.folder}: {_PART}, and it is tried again: {error}"
+                logger.error("%s", self._failures[_PART])
                 return units
         return [left for unit in units for left in self._append([unit])]
 
     async def _give_late(self) -> None:
-        late = dict(self.book.late)
-        if not late:
-            return
-        try:
-            await asyncio.to_thread(give_rewards, self.options.folder, [_entry(row, late[row][0]) for row in late])
-        except (ValueError, OSError) as error:
-            logger.error("%s: late rewards cannot be written, and are tried again: %s", self.options.folder, error)
-            return
-        for row in late:
-            self.book.late.pop(row, None)
+        """Gives rows of the store their late rewards, each by itself; one that the store does not take is kept."""
+        late = {row: kept for row, kept in self.book.late.items() if row not in self.refused}
+        rows, refused = list(late), {}
+
+        def refuse(number: int, why: str) -> None:
+            refused[rows[number]] = why
+
+        entries = [_entry(row, given) for row, (given, _) in late.items()]
+        with self._trying("late rewards cannot be written"):
+            if entries:
+                await asyncio.to_thread(give_rewards, self.options.folder, entries, "a late reward".format, refuse)
+            for row in late.keys() - refused.keys():
+                self.book.late.pop(row, None)
+        for why in refused.values():
+            logger.error("%s: %s; it stays in .served.jsonl", self.options.folder, why)
+        self.refused |= refused
 
 
 def check_sampling(unit: Unit, session: str, sampling: Sampling) -> None:
@@ -190,7 +241,7 @@ def check_sampling(unit: Unit, session: str, sampling: Sampling) -> None:
     if unit.served and unit.served[0].sampling != sampling:
         raise Refused(
             409,
-            f"session {session!r} was begun with temperature, top_k, top_p ="
+            f"session {session!r} was begun with {', '.join(Sampling._fields)} ="
             f" {', '.join(map(str, unit.served[0].sampling))}; its turns are one trajectory, of one distribution: ask"
             " with these, or take another session",
             param="temperature",

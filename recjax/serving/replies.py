@@ -1,5 +1,6 @@
 """Replies as OpenAI's API and vLLM's have them: whole, and as the chunks of a stream."""
 
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tool_agent import CALL, parsed_calls
 from recjax.serving.asked import Asked
@@ -87,7 +89,7 @@ def _choice(form: Form, index: int, prompt: np.ndarray, piece: Piece) -> dict[st
         content, calls = message_parts(form, index, piece.text)
         message = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            choice["finish_reason"] = "tool_calls"
+            choice["finish_reason"] = _finish(piece, calls)
             message["tool_calls"] = calls
         choice["message"] = message
     return choice
@@ -103,17 +105,34 @@ def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
 
 def logprobs(form: Form, sampled: Sampled, start: int) -> dict[str, Any]:
     """Log-probabilities of a completion's tokens from number `start` on, under the distribution that sampled them."""
-    texts = form.tokenizer.batch_decode([[token] for token in sampled.tokens.tolist()])
+    pieces = [token_bytes(form.tokenizer, token) for token in sampled.tokens.tolist()]
+    texts = [piece.decode(errors="replace") for piece in pieces]
     values = [min(value, 0.0) for value in sampled.logprobs.tolist()]
     if form.kind == "text":
-        offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
+        offsets = _character_offsets(pieces)
         columns = {"tokens": texts[start:], "token_logprobs": values[start:], "text_offset": offsets[start:]}
-        return columns | {"top_logprobs": None}
+        return columns | {"top_logprobs": None, "bytes": [list(piece) for piece in pieces[start:]]}
     content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts[start:], values[start:], strict=True)
+        {"token": text, "logprob": value, "bytes": list(piece), "top_logprobs": []}
+        for text, piece, value in zip(texts[start:], pieces[start:], values[start:], strict=True)
     ]
     return {"content": content, "refusal": None}
+
+
+def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
+    """The character of a text that each of its tokens begins in."""
+    decoder, count, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    for piece in pieces:
+        starts = []
+        for byte in piece:
+            was_inside = bool(decoder.getstate()[0])
+            new = len(decoder.decode(bytes([byte])))
+            # The byte may show that the character before it is broken, and begins the next one.
+            breaks = was_inside and new > (not decoder.getstate()[0])
+            starts.append(count + breaks)
+            count += new
+        offsets.append(starts[0] if starts else count)
+    return offsets
 
 
 # --- Tool calls.
@@ -133,6 +152,11 @@ def message_parts(form: Form, index: int, text: str) -> tuple[str | None, list[d
         for place, call in enumerate(calls)
     ]
     return CALL.sub("", text).rstrip() or None, written
+
+
+def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
+    """Why a message has ended; one that was cut off says so, as another call may have been cut off with it."""
+    return "tool_calls" if calls and piece.finish == "stop" else piece.finish
 
 
 def call_id(reply: str, index: int, place: int) -> str:
@@ -173,7 +197,7 @@ class Chunks:
         if self._form.asked.tools and self._form.kind == "chat":
             text, calls = self._without_calls(piece)
         new = text[len(self._text) :] if text.startswith(self._text) else ""
-        finish = "tool_calls" if calls else piece.finish
+        finish = _finish(piece, calls)
         if not (new or finish or (self._form.asked.token_ids and len(piece.sampled.tokens) > self._tokens)):
             return []
         self._text += new

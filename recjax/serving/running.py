@@ -73,6 +73,10 @@ def made(serving: Serving, when_ready: str) -> Server:
                 "Prompts and sessions that are not in the store yet.",
                 lambda: len(recorder.book.units) if recorder else 0,
             ),
+            "late_rewards": (
+                "Rewards of the store's rows that are not in the store yet.",
+                lambda: len(recorder.book.late) if recorder else 0,
+            ),
         }
     )
 
@@ -91,7 +95,7 @@ def made(serving: Serving, when_ready: str) -> Server:
 
 
 def serve(serving: Serving, listening: socket.socket) -> None:
-    """Serves until SIGTERM or Ctrl-C; then finishes what runs, and writes what is recorded to the store.
+    """Serves until SIGTERM, SIGHUP or Ctrl-C; then finishes what runs, and writes what is recorded to the store.
 
     Args:
         listening: bound, where requests come to.
@@ -112,4 +116,6 @@ def serve(serving: Serving, listening: socket.socket) -> None:
     }
     # uvicorn raises the signal again at its end, and who was told to end has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     uvicorn.Server(uvicorn.Config(server.app, server_header=False, **options)).run(sockets=[listening])

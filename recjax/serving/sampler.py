@@ -24,7 +24,7 @@ class Limits(NamedTuple):
     completion: tokens of a completion.
     slots: completions that are sampled at one time.
     queue: completions that wait beside these; more are refused.
-    distributions: of temperature, top_k and top_p in a server's life, as each has programs of its own.
+    distributions: of temperature, top_k, top_p and min_p in a server's life, as each has programs of its own.
     """
 
     context: int
@@ -84,11 +84,12 @@ class Sampler:
                 headers={"retry-after": "1"},
             )
         if sampling not in self._distributions and len(self._distributions) == self.limits.distributions:
-            known = ", ".join(f"{one.temperature:g}/{one.top_k}/{one.top_p:g}" for one in sorted(self._distributions))
+            known = ", ".join("/".join(f"{value:g}" for value in one) for one in sorted(self._distributions))
             raise Refused(
                 400,
-                f"temperature/top_k/top_p of this request are one distribution more than the {len(self._distributions)}"
-                f" that this server compiles programs for; take one of {known}, or start it with more --distributions",
+                f"{'/'.join(Sampling._fields)} of this request are one distribution more than the"
+                f" {len(self._distributions)} that this server compiles programs for; take one of {known}, or start it"
+                " with more --distributions",
                 param="temperature",
             )
         self._distributions.add(sampling)
@@ -151,7 +152,7 @@ class Sampler:
         tokenizer = self.policy.tokenizer
         async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as rounds:
             async for sampled in rounds:
-                kept, text, stopped = up_to_stop(sampled, stop, tokenizer)
+                kept, text, stopped = up_to_stop(sampled, stop, tokenizer, prompt)
                 ended = stopped or not sampled.truncated or len(sampled.tokens) == limit
                 if ended:
                     yield Piece(kept, text, "length" if kept.truncated else "stop")

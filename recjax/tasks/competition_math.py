@@ -4,7 +4,7 @@ Data: `DigitalLearningGmbH/MATH-lighteval` on the hub for training, files data/t
 columns `problem`, `solution`, `level` ("Level 5") and `type` ("Algebra"); `HuggingFaceH4/MATH-500` for evaluation,
 file test.jsonl (500 rows) with `problem`, `solution`, `answer`, `subject`, `level` (5) and `unique_id`.
 Prompt: the problem as the user's message, after the system prompt below.
-Answer: the column `answer` where there is one, otherwise what the solution's last \boxed holds.
+Answer: the column `answer`, text or a number, where it is given; otherwise what the solution's last \boxed holds.
 Difficulty: the level. Columns: subject.
 Reward: `math`, 1 where the completion's last \boxed equals the answer after normalisation, 0 otherwise.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from recjax.tasks.grading.braces import braced
 from recjax.tasks.problems import Problem, chat
-from recjax.tasks.reading import Row
+from recjax.tasks.reading import Row, as_text
 
 TRAIN, EVALUATION = "data/train-*.parquet", "test.jsonl"
 
@@ -33,10 +33,16 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
 
 
 def _problem(row: Row, system_prompt: str) -> Problem:
-    answer = row.text("answer") if "answer" in row.values else last_boxed(row.text("solution"))
+    given = row.values.get("answer")
+    is_given = given is not None and given == given and given != ""  # NaN stands for no answer as well
+    if is_given:
+        answer = row.text("answer") if isinstance(given, str) else row.answer("answer", given)
+    else:
+        column = "solution" if row.values.get("solution") or "answer" not in row.values else "answer"
+        answer = last_boxed(row.text(column))
     if answer is None:
         raise row.error("solution", f"holds no \\boxed answer; it ends in {row.values['solution'][-80:]!r}")
-    level = str(row.values.get("level") or "")
+    level = as_text(row.values.get("level")) or ""
     subject = row.values.get("subject") or row.values.get("type")
     columns = {"subject": subject} if subject else {}
     difficulty = f"level {level.removeprefix('Level').strip()}" if level else None

@@ -1,16 +1,17 @@
-"""A user's own problems: JSON Lines or Parquet with a prompt and an answer column."""
+"""A user's own problems: JSON Lines, JSON or Parquet with a prompt and an answer column."""
 
 from pathlib import Path
 
 from recjax.config import FileTask
 from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import Row, read_file
+from recjax.tasks.reading import Row, read_file, template_of
 
 
 def file_problems(path: str, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
-    """Problems of a `.jsonl` or `.parquet` file, in file order, with their other columns.
+    """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
 
-    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers.
+    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The columns `tools` and
+    `chat_template_kwargs` go to the chat template, and to the reward as all others do.
 
     Args:
         system_prompt: goes before every prompt, each of which must then be a chat without a system message.
@@ -29,9 +30,10 @@ def _problem(row: Row, config: FileTask, system_prompt: str | None) -> Problem:
                 f"{row.place}: no {column!r}; the row has {', '.join(map(repr, row.values))}."
                 f" Add it, or name another column in task.file.{key}"
             )
-    prompt, answer = row.values[config.prompt_column], row.values[config.answer_column]
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise row.error(config.answer_column, f"must hold text or a number; got {answer!r:.80}")
+    prompt, answer = (
+        row.values[config.prompt_column],
+        row.answer(config.answer_column, row.values[config.answer_column]),
+    )
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}] if config.chat else prompt
     elif not is_chat(prompt):
@@ -51,5 +53,7 @@ def _problem(row: Row, config: FileTask, system_prompt: str | None) -> Problem:
             )
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
     columns = {name: value for name, value in row.values.items() if name not in names.values()}
-    difficulty = None if config.difficulty_column is None else str(row.values[config.difficulty_column])
-    return Problem(prompt, str(answer), columns=columns, difficulty=difficulty)
+    label = config.difficulty_column and row.values[config.difficulty_column]
+    difficulty = None if label is None else row.answer(config.difficulty_column, label)
+    template = {} if isinstance(prompt, str) else template_of(row)
+    return Problem(prompt, answer, columns=columns, difficulty=difficulty, template=template)

@@ -21,7 +21,7 @@ SYSTEM_PROMPT = (
     "<think>your reasoning</think>\n<answer>the number</answer>"
 )
 
-_NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+")
+_NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+", re.ASCII)
 
 
 def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:

@@ -13,7 +13,7 @@ Reward: `guru_math`, 1 where the answers are symbolically equal, 0 otherwise.
 from collections.abc import Sequence
 
 from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import Row
+from recjax.tasks.reading import Row, as_text
 
 TRAIN, EVALUATION = "train/math__combined_54.4k.parquet", "online_eval/math__math_500.parquet"
 
@@ -24,7 +24,7 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
     """A problem a row.
 
     Raises:
-        ValueError: a row without messages or without an answer.
+        ValueError: a row without messages or without an answer, or whose pass rate is no number from 0 to 1.
     """
     return [_problem(row, system_prompt) for row in rows]
 
@@ -33,8 +33,8 @@ def _problem(row: Row, system_prompt: str) -> Problem:
     prompt, reward_model = row.values.get("prompt"), row.values.get("reward_model")
     if not is_chat(prompt):
         raise row.error("prompt", f"must hold a list of messages with role and content; got {prompt!r:.80}")
-    answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+    answer = as_text(reward_model.get("ground_truth")) if isinstance(reward_model, dict) else None
+    if not (answer or "").strip():
         reason = "must hold an object with the answer as ground_truth"
         raise row.error("reward_model", f"{reason}; got {reward_model!r:.80}")
     if prompt[0]["role"] == "system" and system_prompt != SYSTEM_PROMPT:
@@ -42,6 +42,10 @@ def _problem(row: Row, system_prompt: str) -> Problem:
     if prompt[0]["role"] != "system" and system_prompt:
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
     rate, columns = row.values.get("qwen2.5_7b_pass_rate"), {"data_source": row.values.get("data_source")}
-    fifth = min(int((rate or 0) * 5), 4)
-    difficulty = None if rate is None else f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
-    return Problem(prompt, str(answer), columns=columns, difficulty=difficulty)
+    difficulty = None
+    if rate is not None:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise row.error("qwen2.5_7b_pass_rate", f"must hold a number from 0 to 1, or null; got {rate!r:.80}")
+        fifth = min(int(rate * 5), 4)
+        difficulty = f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
+    return Problem(prompt, answer, columns=columns, difficulty=difficulty)

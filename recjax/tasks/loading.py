@@ -4,16 +4,17 @@ import inspect
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from recjax.config import Config
 from recjax.config.fields import require_defaults
-from recjax.tasks import competition_math, gsm8k, guru_math, gym, toolace
+from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
 from recjax.tasks.grading.custom import check_weights
-from recjax.tasks.grading.reward import ROWS, TURNS, load_reward
+from recjax.tasks.grading.reward import ROWS, TURNS, Reward, imported, load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 
@@ -44,7 +45,25 @@ def load_task(config: Config) -> Task:
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
+    kept, evaluation = load_problems(config)
+    if weights and not reward.per_row:
+        check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
+    return Task(kept, evaluation, reward)
+
+
+def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """The problems of `load_task`, to train on and held out, without the reward.
+
+    Raises:
+        ValueError: bad data, or too little of it.
+    """
     train, evaluation = _problems(config)
+    if reward.name in ("math", "guru_math", "math_dapo"):
+        check = imported("recjax.tasks.grading.math_answers:check_answer")
+        for problem in (*train, *evaluation):
+            check(problem.answer)
+    if reward.function.__module__ == rewards.__name__ and config.task.agent is None:
+        _check_answers(reward, [*train, *evaluation])
     held_out = set().union(*map(_origins, evaluation))
     evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
@@ -55,9 +74,17 @@ def load_task(config: Config) -> Task:
             f"the task has {len(kept)} train problems, fewer than rollout.prompts_per_step ="
             f" {config.rollout.prompts_per_step}; add problems or lower it"
         )
-    if weights and not reward.per_row:
-        check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
-    return Task(kept, evaluation, reward)
+    return kept, evaluation
+
+
+def _check_answers(reward: Reward, problems: Sequence[Problem]) -> None:
+    """Refuses answers that a reward without a library cannot read, before the first completion is sampled."""
+    answers = [problem.answer for problem in problems]
+    try:
+        reward.function([""] * len(answers), answers, answers)
+    except ValueError as error:
+        remedy = "correct the answer, or name another task.reward"
+        raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -92,7 +119,8 @@ def _origins(problem: Problem) -> set[str]:
 
 
 def _prompt_of(problem: Problem) -> str:
-    return json.dumps(problem.prompt, sort_keys=True)
+    asked = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
+    return json.dumps(asked, sort_keys=True)
 
 
 def _hold_out(problems: list[Problem], asked: int) -> tuple[list[Problem], list[Problem]]:

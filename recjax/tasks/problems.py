@@ -11,7 +11,8 @@ class Problem(NamedTuple):
     """One question: `prompt` is text or a list of chat messages, `answer` is what a completion is checked against.
 
     `mistakes` are wrong answers of a likely kind, which a warm start can show. `columns` are further columns of the
-    data, for the reward function; `difficulty` is a label that evaluation breaks accuracy down by.
+    data, for the reward function; `difficulty` is a label that evaluation breaks accuracy down by. `template` has
+    variables of the chat template by name, `tools` among them.
     """
 
     prompt: str | list[dict[str, str]]
@@ -19,6 +20,7 @@ class Problem(NamedTuple):
     mistakes: tuple[str, ...] = ()
     columns: Mapping[str, Any] = MappingProxyType({})
     difficulty: str | None = None
+    template: Mapping[str, Any] = MappingProxyType({})
 
 
 class Task(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
-from recjax.hub.chat_rendering import render_chats
+from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import Problem
 
@@ -40,24 +40,39 @@ def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
 
-def _encoded(problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+def _encoded(
+    problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
+) -> list[Encoded]:
     """Text and token ids of each problem's prompt; the first of them is number `first` of all."""
-    chats = [problem.prompt for problem in problems if not isinstance(problem.prompt, str)]
-    rendered = iter(render_chats(tokenizer, chats) if chats else [])
+    of_chats = [problem for problem in problems if not isinstance(problem.prompt, str)]
+    if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in of_chats):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the task"
+            " have in the column 'tools'; take a model for tools, or remove the column"
+        )
+    chats, variables = [problem.prompt for problem in of_chats], [problem.template for problem in of_chats]
+    rendered = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
     texts = [problem.prompt if isinstance(problem.prompt, str) else next(rendered) for problem in problems]
-    encoded = encode_prompts(tokenizer, texts, first)
+    are_chats = [not isinstance(problem.prompt, str) for problem in problems]
+    encoded = encode_prompts(tokenizer, texts, first, rendered=are_chats, vocabulary=vocabulary)
     return [(text, np.array(ids, np.int32)) for text, ids in zip(texts, encoded, strict=True)]
 
 
-def encode_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> Prompts:
+def encode_problems(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None,
+    vocabulary: int | None = None,
+) -> Prompts:
     """Renders, tokenises and pads prompts; of several processes each does its share of many, and all call it.
 
     Args:
         max_tokens: padded length in tokens; None takes the longest prompt's.
+        vocabulary: rows of the model's embedding; None checks no ids.
     Raises:
         ValueError: a prompt without tokens, outside the vocabulary, or longer than `max_tokens`.
     """
-    found = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer), problems)
+    found = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer, vocabulary=vocabulary), problems)
     texts, encoded = map(list, zip(*found, strict=True))
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):

@@ -1,13 +1,24 @@
 """Rows of problems from files: the one place that reads them, whether a user's own or a hub data set's."""
 
 import codecs
+import gzip
 import json
+import math
+import re
+import zlib
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import huggingface_hub
+
+from recjax.config.fields import wrong_with_variables
+
+ENDING = re.compile(r"\.(?:(jsonl|ndjson|json)(?:\.gz)?|(parquet))$", re.IGNORECASE)
+MORE_ENDINGS = "(.ndjson, .json, .jsonl.gz, .ndjson.gz and .json.gz are read as well)"
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
 class Row(NamedTuple):
@@ -27,13 +38,81 @@ class Row(NamedTuple):
             raise self.error(column, f"must hold text; got {value!r:.80}; the row has {', '.join(self.values)}")
         return value
 
+    def answer(self, column: str, value: Any) -> str:
+        """An answer, which is text or a number.
+
+        Args:
+            value: of the column, or of a part of it.
+        Raises:
+            ValueError: it is neither; the message names the row.
+        """
+        text = as_text(value)
+        if text is None:
+            raise self.error(column, f"must hold text or a number, which is finite; got {value!r:.80}")
+        return text
+
     def error(self, column: str, reason: str) -> ValueError:
         """What to raise about a column of this row."""
         return ValueError(f"{self.place}: column {column!r} {reason}")
 
 
+def as_text(value: Any) -> str | None:
+    """Text as it is, or a number in digits that keep its value: 1e-7 is "0.0000001", and 72.0 is "72".
+
+    Returns:
+        None for anything else: NaN, infinities and truth values are no numbers.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
+        return None
+    if isinstance(value, int):
+        return str(value)
+    digits = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    if "." in digits:
+        digits = digits.rstrip("0").rstrip(".")
+    return "0" if digits == "-0" else digits
+
+
+def template_of(row: Row) -> dict[str, Any]:
+    """Variables that a row gives the chat template: those of `chat_template_kwargs`, and `tools`.
+
+    Both columns hold objects or their JSON text.
+
+    Raises:
+        ValueError: one of them holds something else; the message names the row.
+    """
+    found = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
+    for name, value in found.items():
+        if isinstance(value, str) and value.strip():
+            try:
+                found[name] = json.loads(value)
+            except ValueError as error:
+                raise row.error(name, f"must hold JSON; got {value!r:.80} ({error})") from error
+    tools, variables = found["tools"] or None, found["chat_template_kwargs"] or {}
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
+        reason = "must hold a list of JSON schemas of functions, which the chat template reads"
+        raise row.error("tools", f"{reason}; got {tools!r:.80}. Name the column otherwise if it holds something else")
+    if reason := wrong_with_variables(variables):
+        raise row.error("chat_template_kwargs", f"{reason}; got {variables!r:.80}")
+    return {**variables, **({"tools": tools} if tools else {})}
+
+
+def _of_parquet(row: dict[str, Any]) -> dict[str, Any]:
+    """The row; in a column of objects Parquet gives each one the names of all others, with nulls under them."""
+    return row | {name: _without_nulls(row[name]) for name in TEMPLATE_COLUMNS if name in row}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def read_file(file: Path, key: str) -> list[Row]:
-    """The rows of a .jsonl, .json (one list of rows) or .parquet file, in file order.
+    """The rows of a file, in file order.
+
+    .jsonl and .ndjson have one row a line, .json has one row a line or one list of rows; each may end in .gz.
 
     Args:
         key: of the config, for messages.
@@ -44,16 +123,15 @@ def read_file(file: Path, key: str) -> list[Row]:
     where = f"{key}: {file}"
     if not file.is_file():
         raise ValueError(f"{where}: there is no such file")
-    if file.suffix == ".jsonl":
-        # By line and not by a library, which names neither the line of a syntax error nor a column whose type changes.
-        lines = enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1)
-        texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
-        rows = [Row(_parsed(line, place), place) for place, line in texts.items()]
-    elif file.suffix in (".json", ".parquet"):
-        values = _json_list(file, where) if file.suffix == ".json" else _parquet(file, where)
-        rows = [Row(value, f"{where}: row {index}") for index, value in enumerate(values)]
+    ending = ENDING.search(file.name)
+    if not ending:
+        raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
+    if ending[2]:
+        rows = [Row(_of_parquet(value), f"{where}: row {index}") for index, value in enumerate(_parquet(file, where))]
     else:
-        raise ValueError(f"{where}: give a .jsonl or a .parquet file")
+        content = _content(file, where)
+        is_list = ending[1].lower() == "json" and not _has_lines(content)
+        rows = _rows_of_list(content, where) if is_list else _rows_of_lines(content, where)
     if not rows:
         raise ValueError(f"{where}: the file holds no rows")
     for values, place in rows:
@@ -67,7 +145,7 @@ def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
 
     Args:
         where: the data set's name on the hub; a folder with its files, laid out as there or with names that begin
-            with `split` and end in .parquet or .jsonl; or one such file.
+            with `split` and end as `read_file` takes them; or one such file.
         files: pattern of the split's files in the hub's repository.
         split: "train" or "test".
         key: of the config, for messages.
@@ -75,13 +153,18 @@ def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
         ValueError: nothing is there, the hub cannot be reached, or a file is damaged.
     """
     place = Path(where)
-    if place.suffix in (".parquet", ".jsonl", ".json") or place.is_file():
+    if (ENDING.search(where) and not place.is_dir()) or place.is_file():
         return read_file(place, key)
     folder = place if place.is_dir() else _from_hub(where, files, key)
-    found = sorted(folder.glob(files))
-    found = found or sorted(file for end in ("parquet", "jsonl") for file in folder.glob(f"{split}*.{end}"))
+    # The first kind that is there: a folder may have the same rows in several, and .json files that are no rows.
+    kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
+    patterns = [(files,), *(tuple(f"{split}*.{ending}" for ending in kind) for kind in kinds)]
+    globbed = (sorted(file for pattern in kind for file in folder.glob(pattern)) for kind in patterns)
+    found = next(filter(None, globbed), None)
     if not found:
-        raise ValueError(f"{key}: the folder {folder} holds neither {files} nor {split}*.parquet or {split}*.jsonl")
+        raise ValueError(
+            f"{key}: the folder {folder} holds neither {files} nor {split}*.parquet or {split}*.jsonl {MORE_ENDINGS}"
+        )
     return [row for file in found for row in read_file(file, key)]
 
 
@@ -104,17 +187,47 @@ def _parquet(file: Path, where: str) -> datasets.Dataset:
         raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
 
 
-def _json_list(file: Path, where: str) -> list[Any]:
-    rows = _parsed(file.read_bytes().removeprefix(codecs.BOM_UTF8), where)
+def _content(file: Path, where: str) -> bytes:
+    content = file.read_bytes()
+    if file.suffix.lower() == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{where}: cannot be read as gzip ({error}); write the file again") from error
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _has_lines(content: bytes) -> bool:
+    """Whether a .json file has a row a line, and so several objects."""
+    return content.lstrip().startswith(b"{") and b"\n{" in content
+
+
+def _rows_of_lines(content: bytes, where: str) -> list[Row]:
+    # By line and not by a library, which names neither the line of a syntax error nor a column whose type changes.
+    lines = enumerate(content.split(b"\n"), start=1)
+    texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
+    return [Row(_parsed(line, place), place) for place, line in texts.items()]
+
+
+def _rows_of_list(content: bytes, where: str) -> list[Row]:
+    rows = _parsed(content, where) if content.strip() else []
     if not isinstance(rows, list):
-        raise ValueError(f"{where}: must hold one list of rows; got {rows!r:.80}")
-    return rows
+        raise ValueError(f"{where}: must hold one list of rows, or several rows of one line each; got {rows!r:.80}")
+    return [Row(value, f"{where}: row {index}") for index, value in enumerate(rows)]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise KeyError(next(name for place, name in enumerate(names) if name in names[:place]))
+    return values
 
 
 def _parsed(line: bytes, place: str) -> Any:
     try:
         text = line.decode("utf-8")
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_object)
         if "\\ud" in text.casefold():
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -125,6 +238,8 @@ def _parsed(line: bytes, place: str) -> Any:
         raise ValueError(f"{place}: has half of a character, {error.object[error.start]!r}; remove it") from error
     except RecursionError as error:
         raise ValueError(f"{place}: is nested too deeply; give rows of plain columns") from error
+    except KeyError as error:
+        raise ValueError(f"{place}: the key {error} is given twice; remove one") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not valid JSON ({error})") from error
     except ValueError as error:

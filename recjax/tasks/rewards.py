@@ -1,17 +1,27 @@
-"""Rewards that need no library: 1 for a right answer, 0 for any other. Named in `task.reward` as module:function."""
+"""Rewards that need no library: 1 for a right answer, 0 for any other. Named in `task.reward` as module:function.
+
+They read the text after a completion's thoughts; see `recjax.tasks.grading.thinking`.
+"""
 
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
+
 # With its thousands whole: the last number of "1,234" is not 234. More digits than these are no answer.
-_NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?(?:[eE][-+]?\d{1,3}(?![\d.]))?", re.ASCII)
 _MOST_CHARACTERS = 1000
 
 
 def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """1 where a completion is its answer to the letter, spaces around either left aside."""
-    return [float(text.strip() == answer.strip()) for text, answer in zip(completions, answers, strict=True)]
+    texts = zip(completions, _answer_texts(prompts, completions), answers, strict=True)
+    # An answer that has tags of thoughts is compared with the whole completion.
+    return [
+        float((said if after_thoughts(answer) == answer else whole).strip() == answer.strip())
+        for whole, said, answer in texts
+    ]
 
 
 def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -20,7 +30,9 @@ def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Se
     Raises:
         ValueError: an answer is not a number.
     """
-    return _compared(_number, "number_match needs answers that are numbers", completions, answers)
+    return _compared(
+        _number, "number_match needs answers that are numbers", _answer_texts(prompts, completions), answers
+    )
 
 
 def last_number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -29,7 +41,13 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
     Raises:
         ValueError: an answer holds no number.
     """
-    return _compared(_last_number, "last_number_match needs answers that hold a number", completions, answers)
+    need = "last_number_match needs answers that hold a number"
+    return _compared(_last_number, need, _answer_texts(prompts, completions), answers)
+
+
+def _answer_texts(prompts: Sequence[str], completions: Sequence[str]) -> list[str]:
+    pairs = zip(prompts, completions, strict=True)
+    return [after_thoughts(whole_reply(opening_tag(prompt), completion)) for prompt, completion in pairs]
 
 
 def _compared(

@@ -37,7 +37,10 @@ SYSTEM_PROMPT = (
 CONVERSATION = "toolace_conversation"  # the column that says where a problem is from
 
 _SPEAKERS = ("user", "assistant", "tool")
-_QUOTED_OR_CHARACTER = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1|.""", re.DOTALL)
+_QUOTED = r"""(["'])(?:\\.|(?!\1)[^\\])*\1"""
+_QUOTED_OR_CHARACTER = re.compile(rf"{_QUOTED}|.", re.DOTALL)
+_ESCAPED_OR_CHARACTER = re.compile(r"\\.|.", re.DOTALL)
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that a Python literal cannot hold as they are
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -71,8 +74,8 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
     if not _looks_like_calls(text):
         return None
     calls = []
-    for piece in _split(text.strip()[1:-1]):
-        match = re.fullmatch(r"([^()=\"'\[\]{}]+)\((.*)\)", piece, re.DOTALL)
+    for piece in _split(text.strip()[1:-1], has_names=True):
+        match = re.fullmatch(r"([^()=\"\[\]{}]+)\((.*)\)", piece, re.DOTALL)
         arguments = _arguments(match[2]) if match else None
         if arguments is None:
             return None
@@ -114,7 +117,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
         key = key.strip()
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes such as \/, which JSON has and Python lacks
-                parsed = _literal(ast.parse(value.strip(), mode="eval").body)
+                parsed = _literal(ast.parse(_one_line(value.strip()), mode="eval").body)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return None
         if not equals or not re.fullmatch(r"[\w.-]+", key) or key in arguments:
@@ -126,25 +129,48 @@ def _arguments(text: str) -> dict[str, Any] | None:
 def _literal(node: ast.expr) -> Any:
     """A literal as JSON has it; a ValueError of anything else."""
     match node:
-        case ast.Constant(value=str() | int() | float() | None) if node.value != math.inf:
+        case ast.Constant(value=str(text)):
+            # JSON writes some characters as two halves; half of one is no text that a completion could repeat.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        case ast.Constant(value=int() | float() | None) if node.value != math.inf:
             return node.value
         case ast.Name(id=word) if word.lower() in _WORDS:
             return _WORDS[word.lower()]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())) if (
+            abs(node.operand.value) < math.inf
+        ):
             return -node.operand.value
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
+            made = {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
+            if len(made) == len(keys):
+                return made
     raise ValueError(f"{ast.dump(node)} is no literal")
 
 
-def _split(text: str) -> list[str]:
-    """The parts of a text between its commas, those inside quotes and brackets left alone."""
-    parts, start, depth = [], 0, 0
-    for match in _QUOTED_OR_CHARACTER.finditer(text):
-        if match.group() == "," and depth == 0:
-            parts.append(text[start : match.start()].strip())
-            start = match.end()
-        depth += (match.group() in "([{") - (match.group() in ")]}")
+def _one_line(text: str) -> str:
+    """The text with escapes in place of the line breaks inside its quotes."""
+
+    def escaped(match: re.Match) -> str:
+        characters = _ESCAPED_OR_CHARACTER.findall(match.group())
+        return "".join(_ESCAPES.get(each, each) for each in characters) if match[1] else match.group()
+
+    return _QUOTED_OR_CHARACTER.sub(escaped, text)
+
+
+def _split(text: str, has_names: bool = False) -> list[str]:
+    """The parts of a text between its commas, those inside quotes and brackets left alone.
+
+    Args:
+        has_names: outside brackets stand names, which may have an apostrophe: a quote opens no text there.
+    """
+    parts, start, depth, place = [], 0, 0, 0
+    while place < len(text):
+        token = text[place] if has_names and depth == 0 else _QUOTED_OR_CHARACTER.match(text, place).group()
+        if token == "," and depth == 0:
+            parts.append(text[start:place].strip())
+            start = place + 1
+        depth += (token in "([{") - (token in ")]}")
+        place += len(token)
     return [*parts, text[start:].strip()]

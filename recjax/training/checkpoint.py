@@ -5,8 +5,10 @@ whole, and the run goes on from the one before.
 """
 
 import contextlib
+import glob
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from recjax import hosts, manifest
 from recjax.experience import store
@@ -26,6 +29,16 @@ READS = (2, 3, 4)
 COPY = "behaviour_params"  # the sampler's, in a checkpoint of whose state it is not a part
 
 logger = logging.getLogger(__name__)
+
+
+def _found(_: object, pattern: str | os.PathLike) -> list[str]:
+    folder, name = os.path.split(pattern)
+    return glob.glob(os.path.join(glob.escape(folder), name))
+
+
+# Orbax looks for the arrays of each process by a pattern of which the run's folder is a part: with brackets or stars in
+# its name they would not be found, and the checkpoint would be written without them.
+type(epath.backend.os_backend).glob = _found
 
 
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -19,9 +19,21 @@ class DeferredMetrics(contextlib.AbstractContextManager):
     that is held when it ends, however it ends, is written then.
     """
 
-    def __init__(self, writer: MetricsWriter, bar: tqdm, phases: PhaseSeconds, manager: ocp.CheckpointManager):
-        """Holds none yet; rows go to the writer and the bar."""
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        bar: tqdm,
+        phases: PhaseSeconds,
+        manager: ocp.CheckpointManager,
+        impossible_tokens: Literal["error", "drop"] = "error",
+    ):
+        """Holds none yet; rows go to the writer and the bar.
+
+        Args:
+            impossible_tokens: of `training`.
+        """
         self._writer, self._bar, self._phases, self._manager = writer, bar, phases, manager
+        self._refuses_impossible = impossible_tokens == "error"
         self._row: dict[str, Any] | None = None
 
     def __exit__(self, *exception: object) -> None:
@@ -50,18 +62,27 @@ class DeferredMetrics(contextlib.AbstractContextManager):
         """The row with numbers for scalars on the device, which are waited for.
 
         Raises:
-            FloatingPointError: the step's loss, gradient or update is not finite.
+            FloatingPointError: the step's loss, gradient or update is not finite, or it has impossible tokens and these
+                are an error.
         """
         with self._phases.phase("update"):
             # Scalars lie whole on every process, so this asks none of the others, which may have ended elsewhere.
             arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
         row = row | {name: float(value) for name, value in arrays.items()}
-        if bad := [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]:
+        bad = [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]
+        remedy = "A lower optimizer.learning_rate, or an algorithm that clips, is the usual remedy"
+        if not bad and self._refuses_impossible:
+            bad = [name for name in row if name.startswith("impossible_tokens/") and row[name]]
+            remedy = (
+                "So many tokens of the batch have the log-probability −inf under that policy: its logits are −inf"
+                " there, or the log-probabilities are of another vocabulary or another cut than rollout's;"
+                " training.impossible_tokens=drop leaves such tokens out and counts them"
+            )
+        if bad:
             good, folder = self._manager.latest_step(), self._manager.directory
             raise FloatingPointError(
-                f"step {row['step']}: {', '.join(f'{name} = {row[name]}' for name in bad)}. Nothing of this step was"
-                f" kept; the last good checkpoint is of step {good} in {folder}. A lower optimizer.learning_rate, or an"
-                " algorithm that clips, is the usual remedy"
+                f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. Nothing of this step was"
+                f" kept; the last good checkpoint is of step {good} in {folder}. {remedy}"
             )
         return row
 

@@ -1,6 +1,5 @@
 """Sampled accuracy on held-out problems."""
 
-import json
 import logging
 import math
 from collections import Counter
@@ -19,12 +18,13 @@ from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
+from recjax.rollout.agent_trials import MISTAKES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
-from recjax.whole_files import write_whole, writing
+from recjax.whole_files import json_text, write_whole, writing
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 logger = logging.getLogger(__name__)
@@ -56,8 +56,11 @@ def answered(
         grading: open.
         first: where to begin, a multiple of `rollout.prompts_per_step`: the parts before it are done.
         agents: open; None where the config names none.
+    Raises:
+        ValueError: all agents of the whole evaluation failed by mistakes of their own.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
+    held: list[Answered] | None = [] if agents and first == 0 else None  # parts in which all agents failed
     for start in range(first, count, size):
         # Filled up with repeats, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
@@ -66,7 +69,7 @@ def answered(
         if agents:
             asked = asked.take(np.arange(problems))
             groups, grades = agents.sample_groups(
-                policy, params, asked, key, settings.samples, sampling, grading, **names
+                policy, params, asked, key, settings.samples, sampling, grading, **names, fatal=False
             )
         else:
             longest = config.rollout.max_completion_tokens
@@ -74,7 +77,25 @@ def answered(
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
             grades = submit(groups, asked, grading)
-        yield Answered(start, asked, with_grades(groups, grades.result()))
+        done = Answered(start, asked, with_grades(groups, grades.result()))
+        if held is not None and _all_failed(done):
+            held.append(done)
+        else:
+            yield from held or ()
+            held = None
+            yield done
+    if held and sum(len(done.groups) for done in held) * settings.samples > 1:
+        raise ValueError(
+            f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
+            f" {agents.last_failure}; correct it, or set task.agent_failure_reward"
+        )
+    yield from held or ()
+
+
+def _all_failed(done: Answered) -> bool:
+    """Whether every agent failed by a mistake of its own, and got no reward for it."""
+    grades = [completion.grade for group in done.groups for completion in group.completions]
+    return all(grade.failure in MISTAKES and grade.reward is None for grade in grades)
 
 
 def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
@@ -158,7 +179,7 @@ def evaluate(
     warn_of_ungraded(sample["ungraded"] for sample in samples)
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
-    initial_kl = None if initial_params is None else divergence / tokens
+    initial_kl = None if initial_params is None else divergence / max(tokens, 1)
     return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
 
 
@@ -199,4 +220,4 @@ def write_samples(path: Path, evaluation: Evaluation) -> None:
     """One JSON line a completion."""
     with writing(path):
         path.parent.mkdir(exist_ok=True)
-    write_whole(path, "".join(json.dumps(sample) + "\n" for sample in evaluation.samples))
+    write_whole(path, "".join(json_text(sample) + "\n" for sample in evaluation.samples))

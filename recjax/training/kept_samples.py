@@ -1,6 +1,5 @@
 """Completions of training batches, kept in the run's folder: what was said, what it got, what the update made of it."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import SamplesConfig
 from recjax.experience.group import Completion, Group
+from recjax.hub.tokenizers import token_texts
 from recjax.tasks.problems import question_of
 from recjax.training.update import Learned
-from recjax.whole_files import write_whole, writing
+from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def keep(
             rows.append(row)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_whole(path, "".join(json_text(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "accurate": grade.accurate,
         "truncated": completion.truncated,
         "version": completion.policy_version,
-        "tokens": tokenizer.batch_decode([[token] for token in completion.tokens]),
+        "tokens": token_texts(tokenizer, completion.tokens.tolist()),
         "chosen": completion.mask.astype(int).tolist(),
         "probability": None if known is None else _short(np.exp(known)),
     }

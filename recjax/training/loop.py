@@ -5,7 +5,7 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,23 @@ from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
 from recjax.host_memory import SETTLING_STEPS, close_gaps
-from recjax.models.placement import on_host, put_rows, row_shards
-from recjax.models.trainable import combine
+from recjax.models.placement import on_host, row_shards
 from recjax.plots.training import draw_experience, draw_training
 from recjax.training import checkpoint, following, kept_samples, rounds, run_lock
 from recjax.training.deferred_metrics import DeferredMetrics
-from recjax.training.evaluation import evaluate, samples_as_markdown, write_samples
+from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
-from recjax.training.layout import packed_batch
+from recjax.training.learner import Learner
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
 from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
-from recjax.training.run_folder import check_run_folder
+from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
-from recjax.training.update import Learned, learning_rate_schedule, recipe_of, update
-from recjax.whole_files import write_whole, writing
+from recjax.training.update import Learned
+from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
 _SAMPLED = "sampling the first batch, for which the sampler is compiled"
@@ -56,29 +55,31 @@ class Preempted(Exception):
         self.signal = number
 
 
-def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
+def train(
+    config: Config, overwrite: bool = False, *, sources: Callable | None = None, learner: Learner | None = None
+) -> dict[str, Any]:
     """Trains to the last step and returns the summary; goes on from the newest checkpoint in the run's folder, if any.
 
     Args:
         overwrite: delete what another run left in the folder.
+        sources: samples a batch, with the first four arguments and the results of `rounds.sample_batch`; None: the
+            policy samples.
+        learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
     Raises:
-        FloatingPointError: a loss or gradient that is not finite; the checkpoints before it stay.
+        FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
             again and again.
-        Preempted: SIGTERM or Ctrl-C came; the step that was under way is done and its checkpoint written.
+        Preempted: SIGTERM, SIGHUP or Ctrl-C came; the step that was under way is done and its checkpoint written.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_run_folder(config, overwrite)
+    config = with_chat_date(config, overwrite)
     output, last = Path(config.output), config.training.steps
     trackers = contextlib.closing(Tracking(config))
     with trackers as tracking, run_lock.held(output) as lock, contextlib.ExitStack() as stack:
-        run, state, manager = begin(config, overwrite)
+        run, state, manager = begin(config, overwrite, sources, learner)
         resumed = manager.latest_step() is not None
-        teacher = run.teacher and run.teacher.decoder
-        recipe = recipe_of(config, run.policy.decoder, teacher)
-        learning_rates = learning_rate_schedule(config.optimizer, last)(np.arange(last))
-        learning_rates = np.broadcast_to(jax.device_get(learning_rates), last).tolist()
-        drop_key = rounds.drop_key(config.seed)
+        algorithm = config.algorithm.build()
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)
@@ -97,7 +98,8 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
-        metrics, first = stack.enter_context(DeferredMetrics(writer, bar, run.phases, manager)), state.step + 1
+        metrics = DeferredMetrics(writer, bar, run.phases, manager, config.training.impossible_tokens)
+        metrics, first = stack.enter_context(metrics), state.step + 1
         for step in steps:
             lock.check()
 
@@ -111,26 +113,19 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 raise Preempted(state.step, next(iter(stopping)))
 
             # --- Pad.
-            batch, micro_batches = _padded(run, state, recipe.algorithm, groups, step)
+            batch, micro_batches = _padded(run, state, algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
             state = rounds.set_apart(run, state, step)
 
             # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
             # along only where the algorithm reads them.
-            weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None
+            weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                packed = packed_batch(config, recipe, learned, micro_batches)
-                trained, measured, of_tokens = update(
-                    state.trained,
-                    run.frozen,
-                    run.initial if recipe.algorithm.needs_reference else None,
-                    put_rows(with_part_weights(learned, weights)),
-                    jax.random.fold_in(drop_key, step),
-                    packed,
-                    run.teacher and run.teacher.params,
-                    recipe=recipe,
-                    micro_batches=None if packed else micro_batches,
+                packed = run.learner.packed(run, learned, micro_batches)
+                weighted = with_part_weights(learned, weights)
+                trained, measured, of_tokens = run.learner.update(
+                    run, state.trained, weighted, packed, micro_batches, step
                 )
             tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
@@ -143,7 +138,6 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups, step),
-                "learning_rate": learning_rates[step - 1],
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -245,10 +239,8 @@ def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) 
 
 def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
     """What an evaluation of the trained policy logs; its completions become the run's samples of that name."""
-    initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
     with run.phases.phase("evaluate"):
-        params = combine(state.trained.params, run.frozen)
-        result = evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents)
+        result = run.learner.evaluate(run, state)
         if hosts.is_first():
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             writer.write_text(state.step, "samples", samples_as_markdown(result))
@@ -273,7 +265,7 @@ def _left_out(run: Run) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """The signals that came: SIGTERM, by which clouds say that a machine will go, and Ctrl-C, whose second one ends."""
+    """The signals that came: SIGTERM of a cloud, SIGHUP of a terminal that closes, Ctrl-C, whose second one ends."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's
@@ -286,9 +278,11 @@ def _stop_requests() -> Iterator[list[int]]:
             logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
         received.append(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] == signal.SIG_IGN:  # as in a shell's background, where Ctrl-C is meant for others
-        before.pop(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # As in a shell's background, where Ctrl-C is meant for others, and under nohup.
+        if before[number] == signal.SIG_IGN:
+            before.pop(number)
     for number in before:
         signal.signal(number, receive)
     try:
@@ -319,6 +313,6 @@ def _finish(run: Run, tracking: Tracking) -> None:
         "peak_memory_bytes": peak_memory_bytes(),
         "seconds": dict(run.phases.totals),
     }
-    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(output / "summary.json", json_text(summary, indent=2) + "\n")
     figures = {f"figures/{path.stem}": path for path in sorted((output / "figures").glob("*.png"))}
     tracking.log_results(figures, output / "samples" / "after.jsonl", config.training.steps)

@@ -22,7 +22,7 @@ from recjax.experience.batch import FOREIGN, Batch
 from recjax.manifest import digest
 from recjax.training.tensorboard_events import TensorBoardEvents
 from recjax.training.tracking import Tracking
-from recjax.whole_files import write_whole, writing
+from recjax.whole_files import json_text, write_whole, writing
 
 Written = list  # size in bytes and checksum of a file's content
 
@@ -60,10 +60,13 @@ class MetricsWriter:
         return None if self._file is None else [self._size, self._digest.hexdigest()]
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row, which has a "step"; what is counted by name, in a dictionary, to metrics.jsonl alone."""
+        """Appends a row, which has a "step"; what is counted by name, in a dictionary, to metrics.jsonl alone.
+
+        In metrics.jsonl null stands for a number that is not finite.
+        """
         if self._file is None:
             return
-        line = json.dumps(row) + "\n"
+        line = json_text(row) + "\n"
         with writing(self._path):
             self._file.write(line)
             self._file.flush()
@@ -104,11 +107,13 @@ def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:
             path,
             keep_through,
         )
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return "".join(json_text(row) + "\n" for row in rows).encode()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that is not whole yet, or was cut short by a kill, is left out.
+    """The rows of a metrics.jsonl, without numbers that are not finite, for which it has null.
+
+    A last line that is not whole yet, or was cut short by a kill, is no row.
 
     Raises:
         ValueError: any other line that is no row.
@@ -119,7 +124,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=lambda _: None)  # an earlier recjax wrote NaN and Infinity
         is_row = isinstance(row, dict) and type(row.get("step")) is int
         reason = None if is_row else "it has no whole number as its step"
     except (ValueError, RecursionError) as error:
@@ -129,7 +134,7 @@ def _row(line: bytes, place: str) -> dict[str, Any]:
             f"{place} is no row of metrics ({reason}): {line[:60]!r}; bring the file back from a copy, or remove the"
             " line, without which a run goes on"
         )
-    return row
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from recjax import hosts
 from recjax.experience.group import Grade, Group
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
+from recjax.experience.trajectories import thoughts_opening
 from recjax.rollout.collecting import Grades
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
@@ -84,14 +85,19 @@ def regraded(run: Run, known: Known) -> Run:
 def _made(run: Run, known: Known, path: Path) -> None:
     """Writes the grade of each completion, from the reward, to the file, which appears when all are there."""
     groups, rollout = run.stored.groups, run.config.rollout
-    rows = ((one, *_asked(group, known, run)) for group in groups for one in group.completions)
+    tokenizer = run.policy.tokenizer
+    rows = (
+        (one, *_asked(group, known, run), thoughts_opening(group, one, tokenizer))
+        for group in groups
+        for one in group.completions
+    )
     size = rollout.prompts_per_step * rollout.group_size  # a batch at a time, as the run grades
     file = whole_file(path) if hosts.is_first() else contextlib.nullcontext()
     with run.grading as grading, progress_bar("regrading", len(groups.heads)) as bar, file as file:
         while batch := list(itertools.islice(rows, size)):
             own = [
-                Answered(text, completion.text, problem.answer, problem.columns, len(completion.tokens))
-                for completion, text, problem in (batch[place] for place in hosts.share(len(batch)))
+                Answered(text, completion.text, problem.answer, problem.columns, len(completion.tokens), opening)
+                for completion, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
             found = Grades(grading.submit(own), len(batch)).result()
             if file:

@@ -1,7 +1,7 @@
 """The two holders of a run: what never changes while it lasts, and what a checkpoint holds."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.following import Follower
 from recjax.experience.queue import Queue, Settings, settings_of
+from recjax.experience.replay import Judge, judge_of
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
 from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
@@ -51,6 +52,9 @@ class Run(NamedTuple):
     teacher: the model that `model.teacher` names.
     agents: those that talk to the policy, where there are any; open while the run lasts.
     follower: the reader of the store that is followed, where one is.
+    learner: the `Learner`.
+    sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
+    judge: how the run's updates read the rewards of a group.
     """
 
     config: Config
@@ -67,6 +71,9 @@ class Run(NamedTuple):
     teacher: Teacher | None = None
     agents: Agents | None = None
     follower: Follower | None = None
+    learner: Any = None
+    sample: Callable | None = None
+    judge: Judge = Judge()
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -94,7 +101,7 @@ class Run(NamedTuple):
     @property
     def settings(self) -> Settings:
         """Of the queue."""
-        return settings_of(self.config)
+        return settings_of(self.config)._replace(judge=self.judge)
 
     @property
     def record(self) -> Path | None:
@@ -126,9 +133,29 @@ class State(NamedTuple):
     totals: dict[str, Any]
 
 
-def prepare(config: Config) -> tuple[Run, dict]:
+def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+    """The policy with its adapters, and all of its parameters before the first step, in float32.
+
+    Args:
+        policy: of `policy_alone`.
+        train: what a warm start is made of; None where the config has none.
+    """
+    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+        params = load_params(config, policy.decoder.config)
+    if config.warm_start:
+        params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
+    return policy, params
+
+
+def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run, dict]:
     """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
 
+    Args:
+        make_policy: `initial_policy`, or a function with its arguments and results.
     Returns:
         The run, without what follows from the parameters, and all of the initial policy's parameters in float32.
     Raises:
@@ -140,11 +167,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     agents = Agents(config, policy) if config.task.agent else None
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens)
-    train = everything.take(np.arange(len(task.train)))
-    held_out = everything.take(np.arange(len(task.train), len(problems)))
+    train, held_out = prompts_of(config, policy, task)
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
@@ -155,14 +178,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
         split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
-    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-        params = load_params(config, policy.decoder.config)
-    if config.warm_start:
-        params = warm_start(config, policy, params, train)
-    if config.model.lora:
-        key = jax.random.fold_in(jax.random.key(config.seed), 4)
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
-        policy = policy._replace(decoder=decoder)
+    policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     generators = generators_of(config.regime) if config.regime.mode == "async" else None
@@ -170,7 +186,21 @@ def prepare(config: Config) -> tuple[Run, dict]:
     others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)
     run = Run(config, policy, train, held_out, grading, generators, phases, stored, others)
-    return run._replace(agents=agents), params
+    run = run._replace(agents=agents)
+    return run._replace(judge=judge_of(config, run.part_weights)), params
+
+
+def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
+    """The task's prompts to train on and to evaluate on, encoded to one width; its reward is not read.
+
+    Raises:
+        ValueError: as `without_long_prompts`, and a prompt that cannot be encoded.
+    """
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    problems = [*task.train, *task.evaluation]
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    train = everything.take(np.arange(len(task.train)))
+    return train, everything.take(np.arange(len(task.train), len(problems)))
 
 
 def untrained(config: Config) -> Config:

@@ -4,25 +4,31 @@ import json
 import logging
 import shutil
 from collections.abc import Set
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 from flax.traverse_util import flatten_dict
 
 from recjax import hosts
-from recjax.config import Config, to_yaml, unknown_keys
+from recjax.config import KEYS, Config, to_yaml, unknown_keys
+from recjax.config.yaml_values import read_yaml_file
+from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
-from recjax.training.environment import record_start
+from recjax.training.environment import record_start, starts
 from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
 
-# Settings that do not change what the steps made so far would have been.
+# Settings that change no number of a training step, but for the rounding of sums in another order.
 _MAY_CHANGE = {
     "output",
+    "model.remat",
+    "model.logprob_chunk",
+    "model.attention",
+    "rollout.slots",
     "grading.workers",
     "task.reward_seconds",
     "task.reward_retries",
@@ -32,7 +38,11 @@ _MAY_CHANGE = {
     "training.steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.impossible_tokens",
     "training.profile_steps",
+    "training.micro_batch_prompts",
+    "training.tokens_per_micro_batch",
+    *(key for key in KEYS if key.startswith("evaluation.")),
     "samples.every",
     "tracking.wandb",
     "tracking.trackio",
@@ -53,6 +63,8 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         ValueError: the folder holds a finished run, one of another config, or something that is not a run.
     """
     output = Path(config.output)
+    if "\\" in str(output.absolute()):
+        raise ValueError(f"output = {config.output!r}: a checkpoint cannot be read from a folder with \\ in its path")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
     # A process that was killed before it had written the config leaves these.
@@ -68,6 +80,34 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
                 f"output = {config.output!r} holds a finished run of {config.training.steps} steps or more; give"
                 f" another output=…,{longer} or --overwrite to delete that run"
             )
+
+
+def with_chat_date(config: Config, overwrite: bool) -> Config:
+    """The config with the date that its chat template gets: of the run's first start, where the template reads one.
+
+    Raises:
+        ValueError: the model's folder, or the run's config.yaml, cannot be read.
+    """
+    model = config.model
+    if not model.path or model.chat_date:
+        return config
+    found = hosts.from_first(lambda: _chat_date(config, overwrite))
+    return (
+        config if found is None else config.model_copy(update={"model": model.model_copy(update={"chat_date": found})})
+    )
+
+
+def _chat_date(config: Config, overwrite: bool) -> str | None:
+    if not reads_clock(config.model.path):
+        return None
+    output = Path(config.output)
+    if overwrite or not (output / "config.yaml").is_file():
+        return date.today().isoformat()
+    if stored := (_stored_config(output).get("model") or {}).get("chat_date"):
+        return stored
+    # Begun by a recjax that kept no date.
+    first = next(iter(starts(output)), {}).get("started")
+    return (datetime.fromisoformat(first).astimezone().date() if first else date.today()).isoformat()
 
 
 def is_finished(config: Config) -> bool:
@@ -146,6 +186,9 @@ def _empty(output: Path) -> None:
 def _check_same_config(config: Config, output: Path) -> None:
     ours, theirs = config.model_dump(), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
+    fixed = fixed | _new_defaults(ours, theirs)
+    if None in (config.model.chat_date, (theirs.get("model") or {}).get("chat_date")):
+        fixed = fixed | {"model.chat_date"}  # `with_chat_date` gives a run the date of its first start
     if changed := differences(ours, theirs, fixed):
         raise ValueError(
             f"output = {config.output!r} holds a run of another config ({changed});"
@@ -153,16 +196,22 @@ def _check_same_config(config: Config, output: Path) -> None:
         )
 
 
+def _new_defaults(ours: dict, theirs: dict) -> set[str]:
+    """Keys that a config of an earlier recjax does not have, at their defaults, which change nothing."""
+    values = _dotted(ours)
+    return {key for key in values.keys() - _dotted(theirs).keys() if key in KEYS and values[key] == KEYS[key].default}
+
+
 def _stored_config(output: Path) -> dict[str, Any]:
     """What a run's config.yaml says; where it is damaged, what the newest whole checkpoint says."""
     path = output / "config.yaml"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml_file(path)
         if isinstance(values, dict):
             return values
         reason = f"it holds {'nothing' if values is None else 'no keys and values'}"
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
     if step is not None and (config := progress(output / "checkpoints", step)["totals"].get("config")):
         logger.warning("%s is damaged (%s); that of the checkpoint of step %d is taken", path, reason, step)

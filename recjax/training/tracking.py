@@ -1,9 +1,12 @@
 """Trackers beside the run's own files: W&B, trackio, and any module of wandb's shape."""
 
 import importlib
+import inspect
+import json
 import logging
 import queue
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,35 @@ import pandas as pd
 
 from recjax import hosts
 from recjax.config import Config
+from recjax.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
+NAME = "tracking.json"
 MOST_WAITING = 10_000  # rows that a tracker may be behind; then it gets no more
 LAST_SECONDS = 60.0  # that the end of a run waits for a tracker
+_ONE_AT_A_TIME = threading.Lock()  # of several trackers the first makes the run's id
+
+
+def identity(output: Path) -> tuple[str, str]:
+    """The id and name by which trackers know the run in a folder, however often it is started and wherever it lies.
+
+    They are in the folder's tracking.json, which the first call makes.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    path = output / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return str(content["id"]), str(content["name"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged (%s); trackers get this run as a new one", path, error)
+    content = {"id": uuid.uuid4().hex, "name": output.resolve().name}
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+    return content["id"], content["name"]
 
 
 class Tracking:
@@ -93,9 +120,14 @@ class _Feed(threading.Thread):
 
     def run(self) -> None:
         """In the thread."""
-        name = Path(self._config.output).resolve().name
-        options = {"name": name, "resume": "allow", **self._options}
         try:
+            with _ONE_AT_A_TIME:
+                run_id, name = identity(Path(self._config.output))
+            # trackio knows a run by its name alone.
+            takes = inspect.signature(self._module.init).parameters.values()
+            by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
+            own = {"id": run_id, "name": name} if by_id else {"name": f"{name}-{run_id[:8]}"}
+            options = {"resume": "allow", **own, **self._options}
             run = self._module.init(config=self._config.model_dump(), **options)
             while (job := self._waiting.get()) is not None:
                 job(self._module, run)

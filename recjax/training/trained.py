@@ -10,21 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import yaml
 
 from recjax import __version__
 from recjax.config import Config, load_config, unknown_keys
+from recjax.config.yaml_values import read_yaml_file
+from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.policy import Policy, load_params, policy_alone
 from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
-from recjax.tasks.loading import load_task
+from recjax.tasks.loading import load_problems
+from recjax.tasks.problems import Task
 from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
 from recjax.training.environment import starts
 from recjax.training.mesh import check_fits
-from recjax.training.run import characters, prepare, untrained
+from recjax.training.run import characters, initial_policy, prepare, prompts_of, untrained
 from recjax.training.run_folder import check_config_file
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class Subject(NamedTuple):
 
 
 def subject(checkpoint: str | None, config: Config) -> Subject:
-    """The policy of a checkpoint, to be sampled with the stop strings of `config`.
+    """The policy of a checkpoint, to be sampled with the stop strings and chat template variables of `config`.
 
     Args:
         checkpoint: a run's folder (its newest checkpoint), one of its checkpoints/STEP, or a Hugging Face folder or
@@ -63,6 +65,9 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
         params = put_params(params)
         stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
         name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
+        if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
+            policy.tokenizer.init_kwargs[CHAT_DATE] = config.model.chat_date
+        set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
     else:
         name, described = folder.name, bare.model_copy(update={"path": checkpoint, "decoder": None})
         try:
@@ -98,8 +103,8 @@ def run_config(run: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
     try:
-        unknown = unknown_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValueError):  # load_config says what is wrong
+        unknown = unknown_keys(read_yaml_file(path))
+    except ValueError:  # load_config says what is wrong
         unknown = []
     try:
         config = load_config(path, without=unknown)
@@ -162,21 +167,24 @@ class CheckpointReader(NamedTuple):
 def checkpoint_reader(run: Path, config: Config) -> CheckpointReader:
     """What reads the checkpoints of a run.
 
-    Parameters that the run did not train are in no checkpoint; they are made again as the run made them.
+    Parameters that the run did not train are in no checkpoint; they are made again as the run made them. The run's
+    problems are read where the built-in tokenizer or a warm start was made of them, its reward never.
 
     Args:
         config: the run's own.
     Raises:
-        ValueError: the model or task of the config cannot be read.
+        ValueError: the model of the config, or the problems that it was made of, cannot be read.
     """
     lora, adapted_config = config.model.lora, None
-    if lora or config.model.freeze:
-        prepared, params = prepare(untrained(config))
-        policy, (like, constant) = prepared.policy, split(on_host(params), config.model)
-    else:
-        task = load_task(config) if config.model.decoder else None
-        policy = policy_alone(config, characters([*task.train, *task.evaluation]) if task else "")
-        like, constant = abstract_params(policy.decoder.config), {}
+    partial = lora is not None or bool(config.model.freeze)
+    warm = partial and config.warm_start is not None
+    train, evaluation = load_problems(config) if config.model.decoder or warm else ([], [])
+    policy = policy_alone(config, characters([*train, *evaluation]))
+    like, constant = abstract_params(policy.decoder.config), {}
+    if partial:
+        prompts = prompts_of(config, policy, Task(train, evaluation, None))[0] if warm else None
+        policy, params = initial_policy(config, policy, prompts)
+        like, constant = split(on_host(params), config.model)
     if lora:
         adapted_config = policy.decoder.config
         plain = dataclasses.replace(adapted_config, lora=None)

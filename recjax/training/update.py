@@ -232,10 +232,14 @@ def update(
         )
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
-    # With nothing kept the sum is zero too: no data, no step.
     divisor = jnp.maximum(sums.count, 1)
     gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+    # No data, no step: momentum and weight decay would move the parameters even where the gradient is zero.
+    updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)
+    optimizer_state = jax.tree.map(
+        lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
+    )
     seen = jax.tree.map(of_all, (logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask))
     metrics = {
         "loss": sums.total / divisor,
@@ -244,6 +248,7 @@ def update(
         **diagnostics.diagnose(algorithm, all_rows, *seen),
     }
     if algorithm.needs_teacher:
-        metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, seen[3])
+        possible = seen[3] & ~(jnp.isneginf(seen[0]) | jnp.isneginf(all_rows.teacher_logprobs))
+        metrics["teacher_kl"] = diagnostics.token_average(seen[0] - all_rows.teacher_logprobs, possible)
     learned = Learned(seen[0], losses.token_terms(algorithm, seen[0], seen[1], all_rows, seen[3]))
     return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics, learned

@@ -18,7 +18,9 @@ from filelock import FileLock
 from recjax import __version__
 from recjax.cache import cache_folder
 from recjax.config import Config, WarmStartConfig
+from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import check_embedded, encode_after
 from recjax.manifest import check_manifest, write_manifest
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
@@ -43,7 +45,11 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     if jax.process_count() > 1:
         return supervise(config.warm_start, policy, params, prompts, config.seed)
     depends_on = {key: config.model_dump()[key] for key in ("seed", "model", "task", "warm_start")}
-    depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in ("lora", "freeze")}
+    unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
+    depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
+    # Only where a chat template decides them, so that the digests of all other policies stay what they were.
+    of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
+    depends_on |= {key: value for key, value in of_chats.items() if value is not None}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder("warm_start") / digest
@@ -96,7 +102,9 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
     texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
-    tokens, mask = _demonstrations(policy, texts)
+    are_chats = [not isinstance(problem.prompt, str) for problem in prompts.problems]
+    are_chats += [is_chat for is_chat, texts_of_one in zip(are_chats, mistakes, strict=True) for _ in texts_of_one]
+    tokens, mask = _demonstrations(policy, texts, are_chats)
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with progress_bar("warm start", config.steps) as bar:
@@ -116,13 +124,18 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     return params
 
 
-def _demonstrations(policy: Policy, answers: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and mask of the answers, each with the token that ends it."""
-    encoded = policy.tokenizer(answers, add_special_tokens=False)["input_ids"]
+def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and mask of the answers, each with the token that ends it: in a chat, the chat template's."""
+    encoded = [encode_after(policy.tokenizer, (), answer, "answer") for answer in answers]
+    end = policy.stop_ids[0]
+    end_of_turn = end if (found := turn_end(policy.tokenizer)) is None else found
+    for answer, ids in zip(answers, encoded, strict=True):
+        check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80}")
     lengths = np.array([len(ids) + 1 for ids in encoded])
     mask = np.arange(lengths.max()) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
-    tokens[mask] = np.concatenate([[*ids, policy.stop_ids[0]] for ids in encoded])
+    ends = [end_of_turn if is_chat else end for is_chat in are_chats]
+    tokens[mask] = np.concatenate([[*ids, last] for ids, last in zip(encoded, ends, strict=True)])
     return tokens, mask
 
 

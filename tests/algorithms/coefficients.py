@@ -160,10 +160,15 @@ def mis(x, i, t):
 
 
 def m2po(x, i, t):
-    squares = sorted(x.log_rho(*place) ** 2 for place in x.tokens)
-    while squares and sum(squares) / len(squares) > 0.04:
-        squares.pop()
-    kept = bool(squares) and x.log_rho(i, t) ** 2 <= squares[-1]
+    def pushed(j, u):
+        return x.normalized(j) * x.log_rho(j, u) > 0
+
+    squares = sorted(x.log_rho(*place) ** 2 for place in x.tokens if pushed(*place))
+    bound = squares[-1] if squares else 0.0
+    if sum(squares) > 0.04 * len(squares):
+        within = [one for one in squares if sum(min(one, other) for other in squares) < 0.04 * len(squares)]
+        bound = max(within, default=-1.0)
+    kept = not pushed(i, t) or x.log_rho(i, t) ** 2 <= bound + 1e-9
     return x.rho(i, t) * x.normalized(i) * kept
 
 
@@ -197,7 +202,7 @@ def clip_cov(x, i, t):
     def covariance(j, u):
         return (x.logprobs[j, u] - mean_logprob) * (x.normalized(j) - mean_advantage)
 
-    count = math.ceil(0.002 * len(x.tokens))
+    count = math.ceil(0.0002 * len(x.tokens))
     last = sorted((covariance(*place) for place in x.tokens), reverse=True)[count - 1]
     return 0.0 if covariance(i, t) >= last - 1e-9 else ppo(x, i, t, x.normalized(i))
 
@@ -237,9 +242,7 @@ def vespo(x, i, t):
 
 def aspo(x, i, t):
     advantage, ratio = x.normalized(i), x.rho(i, t)
-    if (advantage < 0 and ratio > 3) or not one_side(ratio, advantage):
-        return 0.0
-    return (min(1 / ratio, 3) if advantage > 0 else ratio) * advantage
+    return min(1 / ratio if advantage > 0 else ratio, 3) * advantage * one_side(ratio, advantage)
 
 
 def sapo(x, i, t):

@@ -44,3 +44,7 @@ def broken(ratio):
 
 
 not_a_function = 3
+
+
+def below_one_and_a_half(ratio):
+    return ratio < 1.49

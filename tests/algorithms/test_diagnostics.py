@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recjax.algorithms import diagnostics
+from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.catalogue import PAPER
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import make_example, rows_of
@@ -107,6 +107,33 @@ def test_diagnosis_counts_what_was_dropped_and_weighed():
     weights = np.asarray(rows_of(build_algorithm("red_weight", {}), EXAMPLE).weights)
     got = diagnosis(EXAMPLE, "red_weight")
     np.testing.assert_allclose([got["weight/mean"], got["weight/max"]], [weights.sum() / 15, weights.max()], rtol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "tis", "opmd", "on_policy_distillation"])
+def test_tokens_of_probability_zero_are_counted_by_policy(preset):
+    algorithm, (row, other) = build_algorithm(preset, {}), np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[:2]
+    changed, without = {}, EXAMPLE.completion_mask.copy()
+    places = {"logprobs": row, "behaviour_logprobs": other} if algorithm.needs_behaviour_logprobs else {"logprobs": row}
+    for name, place in places.items():
+        changed[name] = getattr(EXAMPLE, name).copy()
+        changed[name][place, 0], without[place, 0] = -np.inf, False
+    got = diagnosis(EXAMPLE._replace(**changed), preset)
+    assert all(np.isfinite(value) for value in got.values())
+    assert got["impossible_tokens/policy"] == 1
+    assert got.get("impossible_tokens/behaviour", 0) == len(places) - 1
+    expected = diagnosis(EXAMPLE._replace(completion_mask=without), preset)
+    for name in ("ratio/max", "behaviour_kl/k1", "effective_sample_size", "clip_fraction/all"):
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-4)
+
+
+def test_the_kl_is_not_cut_at_a_token():
+    """One token at −30 among ten."""
+    log_ratio = jnp.zeros((1, 10)).at[0, 3].set(-30.0)
+    arrays = -40 + log_ratio, jnp.full((1, 10), -40.0), jnp.ones((1, 10)), jnp.ones((1, 10), bool)
+    algorithm = build_algorithm("grpo", {})
+    rows = losses.row_terms(algorithm, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool), jax.random.key(0))
+    got = diagnostics.diagnose(algorithm, rows, *arrays)
+    np.testing.assert_allclose([got["behaviour_kl/k1"], got["behaviour_kl/k2"]], [3.0, 45.0], rtol=1e-5)
 
 
 def test_without_behaviour_logprobs_nothing_is_said_of_the_ratio():

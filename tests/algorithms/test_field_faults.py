@@ -9,7 +9,7 @@ from recjax.algorithms import losses, masks, ratios, token_weighting
 from recjax.algorithms.axes import CORRECTIONS, WEIGHTS
 from recjax.algorithms.field import FIELD
 from recjax.algorithms.options import readable_options
-from recjax.algorithms.presets import build_algorithm, resolve
+from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from recjax.algorithms.reading import call
 from tests.algorithms.examples import Example, loss_and_gradient, make_example, rows_of
 
@@ -23,15 +23,20 @@ def gradient_of(preset, overrides, example=EXAMPLE):
     return np.asarray(gradient / count)
 
 
-def weights_of(preset, log_ratio, advantages):
-    """The coefficient of each token of given log-ratios, over its advantage."""
-    algorithm = build_algorithm(preset, {})
+def weights_of(preset, log_ratio, advantages, overrides=None, proximal=None):
+    """The coefficient of each token of given log-ratios, over its advantage.
+
+    proximal: log π_prox − log μ of each token, where the algorithm reads it.
+    """
+    algorithm = build_algorithm(preset, overrides or {})
     log_ratio = jnp.asarray(log_ratio, jnp.float32)
     mask, rows = jnp.ones(log_ratio.shape, bool), len(log_ratio)
     terms = losses.RowTerms(
         jnp.asarray(advantages, jnp.float32), jnp.ones(rows), mask[:, 0], jnp.zeros(rows), jnp.zeros(rows, int)
     )
-    behaviour = jnp.full(log_ratio.shape, -30.0)
+    behaviour = jnp.full(log_ratio.shape, -90.0)
+    if proximal is not None:
+        terms = terms._replace(proximal_logprobs=behaviour + jnp.asarray(proximal, jnp.float32))
     found = losses.token_terms(algorithm, behaviour + log_ratio, behaviour, terms, mask)
     return np.asarray(found.coefficients / found.advantages)
 
@@ -63,6 +68,137 @@ def test_a_sequence_is_tapered_as_a_whole():
     weights = weights_of("topr", log_ratio, [-1.0, -1.0])
     np.testing.assert_allclose(weights, [[0.5, 0.5], [1.0, 1.0]], rtol=1e-5)
     np.testing.assert_allclose(weights_of("topr", log_ratio, [1.0, 1.0]), np.ones((2, 2)))
+
+
+def test_a_soft_dual_clip_keeps_the_gradient():
+    """At A = −1 and ρ = 3.1 the authors' coefficient is −3, at A = +1 and ρ = 1/3.1 it is 3."""
+    weights = weights_of("aspo", np.log([[3.1, 2.0, 0.5], [1 / 3.1, 0.5, 1.3]]), [-1.0, 1.0])
+    np.testing.assert_allclose(weights, [[3, 2, 0], [3, 2, 0]], rtol=1e-5)
+    hard = weights_of("aspo", np.log([[3.1, 2.0]]), [-1.0], {"clip": {"name": "dual"}})
+    np.testing.assert_allclose(hard, [[0, 2]], rtol=1e-5)
+
+
+def test_shares_of_tokens_are_those_of_the_authors_scripts():
+    assert resolve("clip_cov", {})["mask"]["share"] == 0.0002
+    assert resolve("high_entropy", {})["mask"]["share"] == 0.2
+
+
+def second_moment_bound(log_ratio, advantages, tau):
+    """The authors' search, by a loop: the bound on |log ρ| of tokens that went where their advantage pushes."""
+    squares = sorted(d * d for d, a in zip(log_ratio, advantages, strict=True) if a * d > 0)
+    if sum(squares) <= tau * len(squares):
+        return np.inf
+    for place in range(len(squares)):
+        if sum(squares[: place + 1]) + squares[place] * (len(squares) - place - 1) >= tau * len(squares):
+            return squares[place - 1] ** 0.5 if place else 0.0
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 3.0])
+def test_only_tokens_that_went_with_their_advantage_count_for_the_second_moment(spread):
+    random = np.random.default_rng(0)
+    log_ratio, advantages = spread * random.normal(size=(4, 50)), np.array([1.0, -1.0, 2.0, 0.0])
+    of_tokens = np.repeat(advantages, 50)
+    bound = second_moment_bound(log_ratio.ravel(), of_tokens, 0.04)
+    expected = (of_tokens * log_ratio.ravel() <= 0) | (np.abs(log_ratio.ravel()) <= bound + 1e-6)
+    arrays = jnp.asarray(log_ratio, jnp.float32), jnp.asarray(advantages), jnp.ones((4, 50), bool)
+    np.testing.assert_array_equal(masks.one_side_second_moment_mask(*arrays).ravel(), expected)
+    assert expected.all() == (spread == 0.05)
+    # A = +1 at ρ = ½ keeps its ½; the form of AReaL leaves it out.
+    single = jnp.log(jnp.array([[0.5, 1.0]])), UP, jnp.ones((1, 2), bool)
+    assert masks.one_side_second_moment_mask(*single).all() and not masks.second_moment_mask(single[0], single[2]).all()
+    assert resolve("m2po", {})["mask"] == {"name": "one_side_second_moment", "tau": 0.04}
+
+
+WITH_PROXIMAL = {"tis": {}, "decoupled_ppo": {}, "grpo": {"anchor": {"name": "proximal"}}}
+
+
+@pytest.mark.parametrize("preset", WITH_PROXIMAL)
+@pytest.mark.parametrize("same", [True, False], ids=["first update", "later update"])
+def test_a_mask_reads_the_proximal_policys_ratio_to_the_behaviour_policy(preset, same):
+    proximal = np.log([[1.5, 1.5], [1.001, 0.999], [0.4, 0.4]])
+    log_ratio = proximal if same else proximal + np.log([[1.01, 1.0], [1.01, 1.0], [1.0, 1.0]])
+
+    def kept(mask):
+        overrides = WITH_PROXIMAL[preset] | {"mask": mask}
+        return (weights_of(preset, log_ratio, [1.0, -1.0, -1.0], overrides, proximal) != 0).all(-1).tolist()
+
+    assert kept({"name": "none"}) == [True, True, True]
+    assert kept({"name": "sequence_band"}) == [False, True, False]
+    assert kept({"name": "sequence_band", "level": "product", "low": 0.1, "high": 3.0}) == [True, True, True]
+    assert kept({"name": "off_policy_negatives"}) == [True, True, False]
+    assert kept({"name": "tests.algorithms.mine:below_one_and_a_half"}) == [False, True, True]
+    algorithm = build_algorithm(preset, WITH_PROXIMAL[preset] | {"mask": {"name": "sequence_band"}})
+    assert algorithm.needs_behaviour_logprobs and algorithm.needs_scoring
+
+
+def test_a_mask_beside_an_interpolated_anchor_reads_the_ratio_of_that_to_the_behaviour_policy():
+    log_ratio = np.log([[1.9, 1.9], [1.5, 1.5]])  # half way in logarithms, 1.38 and 1.22
+    kept = weights_of("a3po", log_ratio, [-1.0, -1.0], {"mask": {"name": "sequence_band", "low": 0.5, "high": 1.3}})
+    np.testing.assert_array_equal(kept != 0, [[False, False], [True, True]])
+
+
+def test_a_ratio_to_the_behaviour_policy_does_not_count_twice():
+    words = "correction = .*effective_size_capped_weights is a ratio to the behaviour policy as well"
+    with pytest.raises(ValueError, match=words):
+        build_algorithm("tis", {"weight": {"name": "effective_size_capped"}})
+
+
+def test_log_ratios_are_bounded_after_a_completions_mean():
+    """One token at +30 among ten: the geometric mean is e³."""
+    log_ratio = np.zeros((2, 10))
+    log_ratio[:, 3] = [30, -30]
+    no_clip = {"clip": {"name": "none"}}
+    for preset in ("gspo", "gspo_token", "luspo"):
+        weights = weights_of(preset, log_ratio, [-1.0, 1.0], no_clip)
+        np.testing.assert_allclose(weights, np.repeat(np.exp([[3.0], [-3.0]]), 10, axis=1), rtol=1e-5)
+    # Tokens at ±30 that cancel, in sums and products.
+    cancel = np.zeros((1, 10))
+    cancel[0, 2:4] = [30, -29]
+    for preset in ("topr", "vespo"):
+        weights = {"topr": 1.0, "vespo": np.e**3 * np.exp(2 * (1 - np.e))}[preset]
+        np.testing.assert_allclose(weights_of(preset, cancel, [-1.0])[0, 0], weights, rtol=1e-4)
+    gmpo = weights_of("gmpo", log_ratio, [-1.0, 1.0])
+    np.testing.assert_allclose(gmpo[:, 0], np.exp([3.0, -3.0]), rtol=1e-5)
+    clipped = ratios.clipped_sequence_mean_ratio(jnp.asarray(cancel, jnp.float32), UP, jnp.ones((1, 10), bool))
+    np.testing.assert_allclose(clipped[0, 0], -2.86, rtol=1e-5)  # (0.4 − 29) / 10
+    band = {"mask": {"name": "sequence_band", "level": "product", "low": 0.5, "high": 3.0}}
+    assert (weights_of("reinforce", cancel, [1.0], band) != 0).all()
+    far = {"mask": {"name": "off_policy_negatives", "delta": 2.5}}
+    assert (weights_of("reinforce", log_ratio, [-1.0, -1.0], far) != 0).all(-1).tolist() == [True, False]
+
+
+LOSSES = {name: build_algorithm(name, {}) for name in PRESETS}
+
+
+@pytest.mark.parametrize("source", ["policy", "behaviour", "both"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
+    algorithm = LOSSES[name]
+    place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)
+    changed = {"policy": ["logprobs"], "behaviour": ["behaviour_logprobs"]}.get(
+        source, ["logprobs", "behaviour_logprobs"]
+    )
+    example, without = EXAMPLE, EXAMPLE.completion_mask.copy()
+    for field in changed:
+        array = getattr(example, field).copy()
+        array[place] = -np.inf
+        example = example._replace(**{field: array})
+    # Where μ is not read, its −inf is nothing.
+    without[place] = changed == ["behaviour_logprobs"] and not algorithm.needs_behaviour_logprobs
+    (total, count), (gradient, _) = loss_and_gradient(algorithm, example)
+    rows = rows_of(algorithm, example)
+    clean = EXAMPLE._replace(completion_mask=without)
+    (expected, expected_count), (expected_gradient, _) = loss_and_gradient(algorithm, clean, rows)
+    assert np.isfinite([total, count]).all() and np.isfinite(gradient).all()
+    np.testing.assert_allclose([total, count], [expected, expected_count], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_policy_that_is_not_a_number_stays_one():
+    """Weights that are not finite must not be taken for tokens that cannot be."""
+    logprobs = np.full_like(EXAMPLE.logprobs, np.nan)
+    (total, _), _ = loss_and_gradient(LOSSES["grpo"], EXAMPLE._replace(logprobs=logprobs))
+    assert np.isnan(total)
 
 
 def test_means_over_completions_are_of_the_preset_and_an_override_is_read():

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 
@@ -97,3 +98,16 @@ def test_curves_show_the_mean_and_the_band_of_runs(path):
     assert [3, 30] == [corners[corners[:, 0] == 5, 1].min(), corners[corners[:, 0] == 5, 1].max()]
     assert not figure.axes[1].get_lines()  # a metric that no run has leaves its panel empty
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Both"]
+
+
+def test_a_source_that_is_no_table_of_runs_is_named(tmp_path):
+    table = tmp_path / "table.parquet"
+    table.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(ValueError, match="table.parquet: not a Parquet file"):
+        read_runs(table)
+    pd.DataFrame({"prompt": ["1+1="]}).to_parquet(table)
+    with pytest.raises(ValueError, match="table.parquet: not a table of runs"):
+        read_runs(table)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no metrics yet"):
+        read_folders([tmp_path])

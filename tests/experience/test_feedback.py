@@ -50,6 +50,26 @@ def test_one_reward_for_a_group_is_that_of_all_its_rows(folder):
     assert [row.reward for row in store.read(folder)] == [2, 2, 2, None, None, None, 1]
 
 
+def test_entries_that_cannot_be_used_may_be_refused_one_by_one(folder):
+    """The others are given, and a group whose row has another reward gets nothing."""
+    entries = [
+        {"id": "row 0", "reward": 1, "comment": "good"},
+        {"id": "row 0", "reward": 2},
+        {"id": "no row", "reward": 1},
+        {"id": "row 6", "reward": 0},
+        {"group_id": "group 0", "reward": 0.5},
+        {"id": "row 1", "reward": float("nan")},
+        {"group_id": "group 1", "reward": 3},
+        {"id": "row 2", "reward": 4},
+    ]
+    refused = {}
+    assert give_rewards(folder, entries, refuse=refused.__setitem__) == Given(5, 0)
+    assert [row.reward for row in store.read(folder)] == [1, None, 4, 3, 3, 3, 1]
+    assert refused.keys() == {1, 2, 3, 4, 5} and "another reward above" in refused[1] and "no row" in refused[2]
+    with pytest.raises(ValueError, match="another reward"):
+        give_rewards(folder, entries)
+
+
 @given(order=st.permutations(range(6)), cuts=st.sets(st.integers(0, 6)))
 @settings(max_examples=10, deadline=None)
 def test_in_any_order_and_any_portions_it_is_the_same_store(tmp_path_factory, order, cuts):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.config import LateConfig
+from recjax.config import LateConfig, ReplayConfig, TaskConfig
 from recjax.experience import store
-from recjax.experience.group import Grade, is_whole
+from recjax.experience.group import Grade, Turn, is_whole
 from recjax.experience.queue import (
     ONCE,
     Coming,
@@ -28,6 +28,7 @@ from recjax.experience.queue import (
     to_plain,
     wait_for_grades,
 )
+from recjax.experience.replay import Judge
 from tests.experience.groups import grades, ids, make_group, same_groups, ungraded
 
 NOTHING_LOST = Queue().left
@@ -208,3 +209,70 @@ def test_delays_follow_from_the_seed_and_span_both_ends():
     assert np.array_equal(delays, reward_delays(1000, 2, 5, 3, 0))
     assert not np.array_equal(delays, reward_delays(1000, 2, 5, 4, 0))
     assert {*reward_delays(9, 10, 10, 1, 0).tolist()} == {10}
+
+
+MASKED, PENALISED = TaskConfig(truncated="mask"), TaskConfig(truncated="penalise", truncated_reward=-0.5)
+# The rewards of a group, which of its completions were cut, the task, and whether an update learns from the group.
+SIGNALS = [
+    ((0.0, 1.0, 1.0), (False, True, True), TaskConfig(), True),
+    ((0.0, 1.0, 1.0), (False, True, True), MASKED, False),
+    ((0.0, 0.0, 1.0), (False, False, True), MASKED, False),
+    ((0.0, 1.0, 1.0), (False, False, True), MASKED, True),
+    ((0.0, 1.0), (True, True), MASKED, False),
+    ((0.0, 0.0, 0.0), (False, True, False), PENALISED, True),
+    ((0.0, 1.0, 0.5), (True, True, True), PENALISED, False),
+    ((-0.5, 1.0), (False, True), PENALISED, False),
+]
+
+
+def cut(group, which):
+    """The group with some completions that ran into the token limit."""
+    completions = zip(group.completions, which, strict=True)
+    return group._replace(completions=tuple(one._replace(truncated=truncated) for one, truncated in completions))
+
+
+@pytest.mark.parametrize(("rewards", "truncated", "task", "signal"), SIGNALS)
+@pytest.mark.parametrize("replays", [False, True], ids=["refill", "replay"])
+def test_the_signal_of_a_group_is_of_the_rewards_that_an_update_sees(rewards, truncated, task, signal, replays):
+    group = cut(make_group(0, rewards), truncated)
+    limits = ReplayConfig(capacity=9, max_reuse=1, keep_no_signal=False)
+    how = settings_with()._replace(limits=limits, replay=replays, judge=Judge(task))
+    queue = add(begin_round(Queue()), [ungraded(group)], grades(group), 1, 0, how)
+    queue = a_round(queue, 1, how)
+    assert (len(queue.ready), queue.left["no_signal"]) == ((1, 0) if signal else (0, 1))
+    if signal:  # what is trained on, kept in a record and graded again is the group as it was sampled
+        assert same_groups(queue.ready[0].group, group)
+
+
+def test_the_priority_of_a_group_is_of_the_rewards_that_an_update_sees():
+    groups = [cut(make_group(0, (0.0, 1.0, 0.0)), (False, True, False)), make_group(1, (0.4, 0.5))]
+    limits = ReplayConfig(capacity=9, max_reuse=9, keep_no_signal=True, priority="reward_spread")
+    for task, first in ((TaskConfig(), [0, 1]), (MASKED, [1])):
+        how = settings_with()._replace(limits=limits, replay=True, judge=Judge(task))
+        queue = add(begin_round(Queue()), list(map(ungraded, groups)), grades(groups[0]) + grades(groups[1]), 1, 0, how)
+        queue = a_round(queue, 1, how)
+        taken = {int(take(queue, 1, 1, seed, how)[1][0].id[-1]) for seed in range(40)}
+        assert taken == set(first)
+
+
+def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them():
+    parts = [Grade(1.0, {"right": 1.0, "form": 0.0}), Grade(1.0, {"right": 0.0, "form": 1.0})]
+    group = make_group(0, (1.0, 1.0))
+    by_part = group._replace(
+        completions=tuple(one._replace(grade=grade) for one, grade in zip(group.completions, parts, strict=True))
+    )
+    assert not Judge().has_signal(by_part) and Judge(part_weights={}).has_signal(by_part)
+    assert Judge(part_weights={"right": 0.0}).has_signal(by_part)
+    assert not Judge(part_weights={"right": 0.0, "form": 0.0}).has_signal(by_part)
+    assert not Judge(MASKED, part_weights={}).has_signal(cut(by_part, (False, True)))
+    turns = [(Turn(0, 1, 1.0), Turn(0, 3, 0.0)), (Turn(0, 1, 0.0), Turn(0, 3, 1.0))]
+    by_turn = group._replace(
+        completions=tuple(one._replace(turns=each) for one, each in zip(group.completions, turns, strict=True))
+    )
+    assert not Judge().has_signal(by_turn) and Judge(discount=1.0).has_signal(by_turn)
+    # A reward at the last turn only, after two turns and after one: the same without a discount.
+    turns[0], turns[1] = (Turn(0, 1, 0.0), Turn(0, 3, 1.0)), (Turn(0, 3, 1.0),)
+    late = group._replace(
+        completions=tuple(one._replace(turns=each) for one, each in zip(group.completions, turns, strict=True))
+    )
+    assert not Judge(discount=1.0).has_signal(late) and Judge(discount=0.9).has_signal(late)

@@ -1,5 +1,7 @@
 """From stores to batches: any groups, whole advantages, and no log-prob that nobody recorded or chose."""
 
+import copy
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -137,11 +139,16 @@ def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
 
 def test_log_probs_of_another_distribution_are_refused(tmp_path):
     algorithm = build_algorithm("grpo", {})
-    for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(temperature=None)):
+    for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1), dict(temperature=None)):
         groups = stored(tmp_path / str(change), make_row(0, **change))
         with pytest.raises(ValueError, match="row 'row 0' .* of another distribution"):
             check_logprobs(groups, algorithm, SAMPLING, "error")
     check_logprobs(stored(tmp_path / "same", make_row(0)), algorithm, SAMPLING, "error")
+    cut = SAMPLING._replace(min_p=0.1)
+    check_logprobs(stored(tmp_path / "min_p", make_row(0, min_p=0.1)), algorithm, cut, "error")
+    with pytest.raises(ValueError, match=r"was sampled with .*, min_p 0.0, but rollout has .*, 0.1: its"):
+        check_logprobs(stored(tmp_path / "of before", make_row(0, min_p=None)), algorithm, cut, "error")
+    check_logprobs(stored(tmp_path / "plain", make_row(0, min_p=None)), algorithm, SAMPLING, "error")
     check_logprobs(groups, build_algorithm("red_drop", {}), SAMPLING, "unneeded")
 
 
@@ -194,6 +201,31 @@ def test_a_store_becomes_tokenised_groups(tmp_path):
     store.append(tmp_path, [text_row(7, group=2, prompt="21", completion="3")])
     with pytest.raises(ValueError, match="group 'group 2' has two prompts, those of rows 'text 0' and 'text 7'"):
         load_groups(tmp_path, POLICY)
+
+
+def test_a_token_that_the_model_has_no_embedding_of_is_refused_with_its_row(tmp_path):
+    larger = copy.deepcopy(TOKENIZER)
+    larger.add_tokens(["<extra_a>", "<extra_b>"])
+    policy, size, name = POLICY._replace(tokenizer=larger), POLICY.vocabulary, tokenizer_name(larger)
+    fine = [text_row(0, group=0, prompt="12", completion="3"), make_row(1, group=1, tokenizer=name)]
+    store.append(tmp_path / "fine", fine)
+    assert len(load_groups(tmp_path / "fine", policy).rows) == 2
+    ids = np.array([3, 4, len(larger) - 1], np.int32)
+    wrong = [
+        ("prompt_tokens", text_row(2, group=2, prompt="12<extra_b>", completion="3")),
+        ("completion_tokens", text_row(2, group=2, prompt="12", completion="3<extra_b>")),
+        ("prompt_tokens", make_row(2, group=2, tokenizer=name, prompt_tokens=ids)),
+        ("completion_tokens", make_row(2, group=2, tokenizer=name, completion_tokens=ids)),
+    ]
+    for number, (place, row) in enumerate(wrong):
+        folder = tmp_path / str(number)
+        store.append(folder, [*fine, row])
+        message = (
+            f"row '{row.id}' of source .*: {place}: token '<extra_b>' has id {len(larger) - 1}, but the model"
+            f" in memory has an embedding of {size} tokens and a tokenizer of {len(larger)};"
+        )
+        with pytest.raises(ValueError, match=message):
+            load_groups(folder, policy)
 
 
 def test_an_epoch_has_every_group_once():

@@ -173,6 +173,7 @@ BAD_ROWS = {
     "temperature": (dict(temperature=-0.1), "temperature", "0 or more"),
     "top_k": (dict(top_k=-1), "top_k", "0 \\(all tokens\\) or more"),
     "top_p": (dict(top_p=0.0), "top_p", "above 0"),
+    "min_p": (dict(min_p=1.5), "min_p", "from 0 to 1"),
 }
 
 
@@ -221,9 +222,9 @@ def rewrite(part: Path, change) -> None:
     [
         (
             lambda t: t.replace_schema_metadata({}),
-            "reads experience of versions 1, 2, 3,.*not marked.*import_experience",
+            "reads experience of versions 1, 2, 3, 4,.*not marked.*import_experience",
         ),
-        (lambda t: t.replace_schema_metadata({store._VERSION_KEY: b"4"}), "the file is of version '4'"),
+        (lambda t: t.replace_schema_metadata({store._VERSION_KEY: b"5"}), "the file is of version '5'"),
         (lambda t: t.drop_columns(["answer"]), "column answer is missing"),
         (lambda t: t.append_column("mood", pa.array(["good"] * len(t))), "column mood is not one"),
         (
@@ -239,7 +240,10 @@ def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message
         store.read(tmp_path)
 
 
-@pytest.mark.parametrize(("version", "lacks"), [("1", ["trajectory", "metadata"]), ("2", ["metadata"])])
+LACKS = [("1", ["trajectory", "metadata", "min_p"]), ("2", ["metadata", "min_p"]), ("3", ["min_p"])]
+
+
+@pytest.mark.parametrize(("version", "lacks"), LACKS)
 def test_a_store_of_an_earlier_version_is_read_and_may_be_added_to(tmp_path, version, lacks):
     part = store.append(tmp_path, ROWS)
 

@@ -1,5 +1,7 @@
 """Adapters of a run, exported alone for PEFT and merged for transformers, give the logits that they have here."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,6 +62,17 @@ def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds
     assert np.abs(ours - plain).max() > 1e-3
     np.testing.assert_allclose(alone, ours, atol=1e-4)
     np.testing.assert_allclose(whole, ours, atol=1e-4)
+
+
+def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, monkeypatch):
+    folder, config = run
+    relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("recjax.export.run_config", lambda run: relative)
+    monkeypatch.setattr("recjax.export.run_adapters", lambda run, _, step: run_adapters(run, config, step))
+    export(str(folder / "run"), None, str(tmp_path / "adapters"), None, "float32", adapters=True)
+    said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str((folder / "base").resolve())
 
 
 def test_what_has_no_adapters_of_its_own_is_refused(run, tmp_path):

@@ -12,10 +12,13 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recjax.hub.chat_rendering import render_chats
+from recjax.experience.foreign import Columns
+from recjax.experience.prepared import prepared_rows
+from recjax.hub.chat_rendering import ChatRenderer, render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
-from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
+from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids
+from recjax.import_experience import import_files
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
@@ -23,6 +26,7 @@ from recjax.models.trainable import flatten, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
+from recjax.training.warm_start import _demonstrations
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system
 Be helpful.<|im_end|>
@@ -51,11 +55,51 @@ def render_chat(tokenizer, messages):
     return render_chats(tokenizer, [messages])[0]
 
 
+ZEPHYR = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+THINKING = """{% for t in tools or [] %}<{{ t.name }}>{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}:{%
+if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ effort or '' }}"""
+
+
+def test_each_chat_has_its_own_variables_before_those_of_the_tokenizer():
+    tokenizer = character_tokenizer("a")
+    tokenizer.chat_template = THINKING
+    chat, own = [{"role": "user", "content": "hi"}], [{}, {"enable_thinking": False}, {"tools": [{"name": "f"}]}]
+    assert render_chats(tokenizer, [chat] * 3, variables=own) == ["hi:", "hi:<think></think>", "<f>hi:"]
+    set_template_kwargs(tokenizer, {"enable_thinking": False, "effort": "low"})
+    own = [{}, {"enable_thinking": True}, {"effort": None}]
+    expected = ["hi:<think></think>low", "hi:low", "hi:<think></think>"]
+    assert render_chats(tokenizer, [chat] * 3, variables=own) == expected
+    with ChatRenderer(tokenizer) as renderer:
+        assert renderer.render([chat], [{"name": "g"}], [{"tools": [{"name": "f"}]}]) == ["<g>hi:<think></think>low"]
+        assert renderer.render([chat]) == ["hi:<think></think>low"]
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused():
+    tokenizer = character_tokenizer("a")
+    tokenizer.chat_template = THINKING
+    with pytest.raises(ValueError, match="model.chat_template_kwargs.enable_thinkin: .*does not read it"):
+        set_template_kwargs(tokenizer, {"enable_thinkin": False})
+
+
+def test_tools_that_the_template_does_not_read_are_refused():
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    problem = Problem([{"role": "user", "content": "hi"}], "1", template={"tools": [{"name": "f"}], "unread": 1})
+    tokenizer.chat_template = THINKING
+    assert encode_problems([problem], tokenizer, None).texts == ["<f>hi:"]
+    tokenizer.chat_template = CHATML
+    with pytest.raises(ValueError, match="reads no tools, which rows of the task have"):
+        encode_problems([problem], tokenizer, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A template, what it makes of CHAT, with SYSTEM before it (None: it refuses), and the special tokens.
 
-    `special` have the ids 0, 1, …; `eos` ends a turn, `listed` are the ids in generation_config.json.
+    `special` have the ids 0, 1, …; `eos` is the tokenizer's, `end` what the template writes after an assistant's turn,
+    `listed` are the ids in generation_config.json.
     """
 
     template: str
@@ -63,6 +107,7 @@ class Family:
     system: str | None
     special: tuple[str, ...]
     eos: str
+    end: str
     listed: tuple[int, ...]
     bos: str | None = None
     pad: str | None = None
@@ -90,8 +135,28 @@ FAMILIES = {
         "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_TURNS,
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         eos="<|im_end|>",
+        end="<|im_end|>",
         listed=(2, 0),
         pad="<|endoftext|>",
+    ),
+    "chatml on a base model": Family(
+        CHATML,
+        "<|im_start|>system\nBe helpful.<|im_end|>\n" + QWEN_TURNS,
+        "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_TURNS,
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos="<|endoftext|>",
+        end="<|im_end|>",
+        listed=(0,),
+    ),
+    "zephyr": Family(
+        ZEPHYR,
+        "<|user|>\n1+1?</s>\n<|assistant|>\n2</s>\n<|user|>\n2+2?</s>\n<|assistant|>\n",
+        "<|system|>\nBe brief.</s>\n<|user|>\n1+1?</s>\n<|assistant|>\n2</s>\n<|user|>\n2+2?</s>\n<|assistant|>\n",
+        ("<unk>", "<s>", "</s>"),
+        eos="</s>",
+        end="</s>",
+        listed=(2,),
+        bos="<s>",
     ),
     "llama3": Family(
         HEADERS,
@@ -106,6 +171,7 @@ FAMILIES = {
             "<|eot_id|>",
         ),
         eos="<|eot_id|>",
+        end="<|eot_id|>",
         listed=(1, 4, 5),
         bos="<|begin_of_text|>",
     ),
@@ -115,6 +181,7 @@ FAMILIES = {
         None,
         ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),
         eos="</s>",
+        end="</s>",
         listed=(2,),
         bos="<s>",
         pad="</s>",
@@ -126,6 +193,7 @@ FAMILIES = {
         None,
         ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
         eos="<eos>",
+        end="<end_of_turn>",
         listed=(1, 4),
         bos="<bos>",
         pad="<pad>",
@@ -160,15 +228,18 @@ def chat(request, tmp_path_factory):
 def test_messages_become_the_familys_text_and_ids(chat):
     family, tokenizer, _ = chat
     assert render_chat(tokenizer, CHAT) == family.text
-    (ids,) = encode_prompts(tokenizer, [family.text])
+    (ids,) = encode_prompts(tokenizer, [family.text], rendered=True)
     assert ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == family.text
     for token, name in enumerate(family.special):
         assert ids.count(token) == family.text.count(name), f"{name} is one token"
     if family.bos:
         begin = family.special.index(family.bos)
-        assert ids[0] == begin and ids.count(begin) == 1
         assert encode_prompts(tokenizer, ["2+2?"])[0].count(begin) == 1, "plain text begins with it too"
+        problems = [Problem(CHAT, "4"), Problem("2+2?", "4"), Problem(CHAT, "4")]
+        prompts = encode_problems(problems, tokenizer, None)
+        assert prompts.tokens[0][prompts.mask[0]].tolist() == prompts.tokens[2][prompts.mask[2]].tolist() == ids
+        assert prompts.tokens[1][prompts.mask[1]].tolist() == tokenizer("2+2?")["input_ids"]
 
 
 def test_a_system_prompt_reaches_the_text_or_is_refused(chat):
@@ -195,7 +266,7 @@ def favouring(vocab_size, tokens):
 def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_padding(chat):
     family, tokenizer, folder = chat
     stop_ids = stop_token_ids(tokenizer, folder=folder)
-    assert {*stop_ids} == {*family.listed, tokenizer.eos_token_id}
+    assert {*stop_ids} == {*family.listed, tokenizer.eos_token_id, family.special.index(family.end)}
     said = tokenizer.convert_tokens_to_ids(["a", "b"])
     decoder, params = favouring(len(tokenizer), [*stop_ids, *said])
     prompts = encode_problems([Problem(CHAT, "4"), Problem(CHAT[:1], "2")], tokenizer, None)
@@ -217,6 +288,49 @@ def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_paddin
     assert ends == {*stop_ids}, "each of them ended some completion"
 
 
+def test_an_imported_chat_is_what_the_template_would_write(chat, tmp_path):
+    family, tokenizer, folder = chat
+    said = [CHAT[0], {"role": "assistant", "content": "2"}]
+    rows = [{"messages": said, "reward": 1}, {"messages": said, "reward": 0, "finish_reason": "length"}]
+    rows.append({"prompt": "1+1?", "completion": "2", "reward": 1})
+    (tmp_path / "eot.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import_files([tmp_path / "eot.jsonl"], tmp_path / "store", Columns())
+    policy = Policy(favouring(len(tokenizer), [0])[0], tokenizer, stop_token_ids(tokenizer, folder=folder))
+    table = prepared_rows(tmp_path / "store", policy).at(np.arange(3))
+    prompts, completions = table["prompt_tokens"].to_pylist(), table["completion_tokens"].to_pylist()
+    end, two = family.special.index(family.end), tokenizer.encode("2", add_special_tokens=False)
+    assert completions == [[*two, end], two, [*two, tokenizer.eos_token_id]]
+    asked = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
+    assert prompts == [asked, asked, tokenizer("1+1?")["input_ids"]]
+    whole = tokenizer.decode(tokenizer.apply_chat_template(said, return_dict=False))
+    read = tokenizer.decode(prompts[0] + completions[0])
+    assert whole.replace(" ", "").startswith(read.replace(" ", "")), "but for Mistral's space before an answer"
+
+    tokens, mask = _demonstrations(policy, ["2", "2"], [True, False])
+    assert [list(row[kept]) for row, kept in zip(tokens, mask, strict=True)] == [completions[0], completions[2]]
+
+
+@pytest.mark.parametrize(
+    "template, end",
+    [
+        (None, None),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+        ("{% for m in messages %}{{ m.content }}\n### {% endfor %}", None),
+        ("{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}", 1),
+        ("{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}", None),
+        ("{{ raise_exception('no chats') }}", None),
+        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}", None),
+    ],
+)
+def test_the_end_of_a_turn_is_only_a_token_that_the_template_writes(template, end):
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", chat_template=template)
+    assert turn_end(tokenizer) == end and stop_token_ids(tokenizer) == (1,)
+
+
 def test_smollm2s_own_template():
     gguf = pytest.importorskip("gguf")
     try:
@@ -227,5 +341,5 @@ def test_smollm2s_own_template():
     tokenizer = rebuilt_tokenizer(fields)
     assert render_chat(tokenizer, [SYSTEM, *CHAT]) == "<|im_start|>system\nBe brief.<|im_end|>\n" + QWEN_TURNS
     assert render_chat(tokenizer, CHAT).endswith(QWEN_TURNS) and "SmolLM" in render_chat(tokenizer, CHAT)
-    (ids,) = encode_prompts(tokenizer, [render_chat(tokenizer, [SYSTEM, *CHAT])])
+    (ids,) = encode_prompts(tokenizer, [render_chat(tokenizer, [SYSTEM, *CHAT])], rendered=True)
     assert ids.count(tokenizer.eos_token_id) == 4 and ids.count(tokenizer.bos_token_id) == 5

@@ -93,6 +93,8 @@ def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(ba
         "LICENSE.txt": "terms",
         "pytorch_model.bin.index.json": "of weights that stay behind",
         "README.md": "stays behind",
+        "adapter_config.json": '{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}',
+        "trainer_state.json": "{}",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -105,6 +107,35 @@ def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(ba
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
     assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {"dtype"}
     assert after["dtype"] == "bfloat16" and list(after) == list(before)
+
+
+def test_what_an_adapter_left_beside_merged_weights_does_not_reach_the_export(base, tmp_path):
+    original, config, params = base
+    folder = Path(shutil.copytree(original, tmp_path / "base"))
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    export_model(tmp_path / "out", config, params, folder)
+    np.testing.assert_allclose(torch_logits(tmp_path / "out")[1], our_logits(config, params), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_that_config_json_says_is_tied_but_is_not_comes_out_as_it_was(family, dtype, tmp_path):
+    random_model(family, tmp_path / "base", tie_word_embeddings=False)
+    said = json.loads((tmp_path / "base" / "config.json").read_text())
+    for name, fields in {"said": said | {"tie_word_embeddings": True}, "unsaid": dict(said)}.items():
+        if name == "unsaid":
+            del fields["tie_word_embeddings"]
+        folder, out = Path(shutil.copytree(tmp_path / "base", tmp_path / name)), tmp_path / f"{name}-out"
+        (folder / "config.json").write_text(json.dumps(fields))
+        config, params = load_pretrained(folder)
+        assert not config.tie_embeddings
+        theirs, ours = torch_logits(folder)[1], our_logits(config, params)
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        export_model(out, config, params, folder, dtype)
+        assert json.loads((out / "config.json").read_text()).get("tie_word_embeddings", False) is False
+        model, scores = torch_logits(out)
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+        np.testing.assert_allclose(scores, ours, atol=1e-4 if dtype == "float32" else 0.5)
 
 
 @pytest.fixture

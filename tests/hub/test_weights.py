@@ -117,9 +117,9 @@ def test_every_tensor_lands_in_its_place_as_float32(tmp_path, dtype):
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
 
 
-def write_shards(folder):
-    tensors = random_tensors()
-    write_folder(folder, tensors)
+def write_shards(folder, tensors=None, **changes):
+    tensors = tensors or random_tensors()
+    write_folder(folder, tensors, **changes)
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
     for file in set(weight_map.values()):
@@ -135,8 +135,45 @@ def test_shards_are_read_as_one_file_would_be(tmp_path):
 
 def test_a_tied_head_and_rotary_buffers_are_not_read(tmp_path):
     tensors = random_tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     config, params = load_pretrained(write_folder(tmp_path, tensors, tie_word_embeddings=True))
     assert config.tie_embeddings and "head" not in params
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_head_with_other_values_than_the_embedding_is_kept_apart(tmp_path, monkeypatch, caplog, dtype, shards):
+    monkeypatch.setattr(weights, "_COMPARED_ROWS", 4)
+    tensors = random_tensors(dtype)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] += 1  # a single value of the last rows that are compared
+    if shards:
+        write_shards(tmp_path, tensors, tie_word_embeddings=True)
+    else:
+        write_folder(tmp_path, tensors, tie_word_embeddings=True)
+    config, params = load_pretrained(tmp_path)
+    assert not config.tie_embeddings and read_config(tmp_path) == config == weights.pretrained_config(tmp_path)
+    assert_params_equal(params, tensors)
+    assert "config.json says tie_word_embeddings, but lm_head.weight has other values" in caplog.text
+
+
+def test_a_head_of_another_shape_than_the_embedding_is_refused(tmp_path):
+    tensors = random_tensors() | {"lm_head.weight": np.ones((12, 8), np.float32)}
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has shape \(12, 8\), but config"):
+        load_pretrained(write_folder(tmp_path, tensors, tie_word_embeddings=True))
+
+
+def test_of_a_hub_name_the_weights_are_fetched_where_they_may_have_a_head_of_their_own(tmp_path, monkeypatch):
+    write_folder(tmp_path, random_tensors(), tie_word_embeddings=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "later")
+
+    def served(name, allow_patterns):
+        if "model*.safetensors" in allow_patterns:
+            (tmp_path / "later").rename(tmp_path / "model.safetensors")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", served)
+    assert not weights.pretrained_config("someone/model").tie_embeddings
 
 
 @pytest.mark.parametrize("tied", [True, False])

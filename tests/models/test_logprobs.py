@@ -62,21 +62,31 @@ def test_completions_of_one_token():
     np.testing.assert_allclose(short, long[:, :1], atol=1e-5)
 
 
-def test_top_k_and_top_p_keep_the_tokens_that_numpy_keeps():
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(6, 0.75, 0.0), (0, 1.0, 0.2), (0, 1.0, 1.0), (0, 1.0, 1e-6), (6, 1.0, 0.1), (0, 0.8, 0.1), (6, 0.9, 0.05)],
+)
+def test_cuts_keep_the_tokens_that_numpy_keeps(top_k, top_p, min_p):
     scores = np.random.default_rng(0).normal(size=(50, 13)).astype(np.float32) * 2
-    actual = np.isfinite(sampling_logits(jnp.array(scores), Sampling(0.7, top_k=6, top_p=0.75)))
-    for row, kept in zip(scores / 0.7, actual, strict=True):
-        order = np.argsort(-row)[:6]
+    sampling = Sampling(0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+    actual = np.isfinite(sampling_logits(jnp.array(scores), sampling))
+    forced = np.random.default_rng(1).integers(0, 13, 50)
+    with_forced = np.isfinite(sampling_logits(jnp.array(scores), sampling, jnp.array(forced)))
+    for row, kept, also, token in zip(scores / 0.7, actual, with_forced, forced, strict=True):
+        order = np.argsort(-row)[: top_k or 13]
         probabilities = np.exp(row[order]) / np.exp(row[order]).sum()
         before = np.cumsum(probabilities) - probabilities
-        assert set(np.flatnonzero(kept)) == set(order[before < 0.75])
+        expected = set(order[(before < top_p) & (probabilities >= min_p * probabilities[0])])
+        assert set(np.flatnonzero(kept)) == expected
+        assert set(np.flatnonzero(also)) == expected | {int(token)}
 
 
-def test_a_token_outside_the_cut_keeps_a_finite_logprob_and_gradient():
+@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(min_p=0.3)])
+def test_a_token_outside_the_cut_keeps_a_finite_logprob_and_gradient(sampling):
     scores = jnp.array([[4.0, 3.0, 0.0, -5.0]])
 
     def logprob(scores):
-        return logprobs_and_entropy(scores, jnp.array([3]), Sampling(top_k=2))[0][0]
+        return logprobs_and_entropy(scores, jnp.array([3]), sampling)[0][0]
 
     value, gradient = jax.value_and_grad(logprob)(scores)
     np.testing.assert_allclose(value, -5 - np.log(np.exp([4.0, 3.0, -5.0]).sum()), rtol=1e-6)

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Coroutine
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
 
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.tasks.problems import Problem
@@ -61,6 +65,17 @@ async def at_once(problem: Problem, policy: AgentPolicy) -> float:
     return float(len({*(reply.text for reply in both)}))
 
 
+async def one_chat(problem: Problem, policy: AgentPolicy) -> None:
+    """One turn of a chat."""
+    await policy.chat([{"role": "user", "content": problem.prompt}], max_tokens=4)
+
+
+async def asks_briefly(problem: Problem, policy: AgentPolicy) -> None:
+    """One turn of a chat with a variable of the template."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    await policy.chat(messages, max_tokens=4, chat_template_kwargs={"brief": True})
+
+
 async def talks(problem: Problem, policy: AgentPolicy) -> None:
     """Two turns of a chat."""
     messages = [{"role": "user", "content": problem.prompt}]
@@ -82,12 +97,16 @@ async def by_column(problem: Problem, policy: AgentPolicy):
     what = problem.columns["do"]
     if what == "silent":
         return 1.0
+    if what == "silent raise":
+        raise KeyError("a mistake")
     reply = await policy.complete(problem.prompt)
     match what:
         case "raise":
             raise KeyError("a mistake")
         case "exit":
             raise SystemExit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
         case "cancel":
             raise asyncio.CancelledError
         case "hang":
@@ -143,6 +162,47 @@ async def asks_at_length(problem: Problem, policy: AgentPolicy) -> float:
 
 
 background: list[asyncio.Task] = []
+LOCK, SEMAPHORE, CLIENT = asyncio.Lock(), asyncio.Semaphore(2), httpx.AsyncClient(timeout=60)
+
+
+async def status_of(url: str) -> int:
+    """What a server says, as a judge would, by way of what this module holds."""
+    async with SEMAPHORE, LOCK:
+        await asyncio.sleep(0.001)
+    return (await CLIENT.get(url)).status_code
+
+
+async def of_a_module(problem: Problem, policy: AgentPolicy) -> None:
+    """Two turns, and between them something of the module's."""
+    await policy.complete("1+2=")
+    assert await status_of(problem.prompt) == 200
+    await policy.complete("1+2=")
+
+
+async def of_a_module_too(prompts, completions, answers):
+    """A reward by the same means."""
+    return list(await asyncio.gather(*map(status_of, prompts)))
+
+
+@contextlib.contextmanager
+def answering():
+    """The address of a server that keeps its connections."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+class _Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Says nothing."""
 
 
 async def waits_for_others(problem: Problem, policy: AgentPolicy) -> float:
@@ -182,3 +242,33 @@ class Countdown:
     def step(self, action):
         self.left -= 1
         return str(self.left), float(len(action)), self.left == 0, False, {}
+
+
+opened: list[str] = []
+closed: list[str] = []
+
+
+class Closing(Countdown):
+    """A countdown with something to close, which goes wrong as the problem's column `do` says."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.does = problem.columns["do"]
+        opened.append(self.does)
+
+    def reset(self, *, seed=None, options=None):
+        if self.does == "raise at first":
+            raise KeyError("a mistake")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self.does == "raise":
+            raise KeyError("a mistake")
+        told, *others = super().step(action)
+        return told * 100 if self.does == "long" else told, *others
+
+    def close(self):
+        closed.append(self.does)
+        if self.does == "break at the end":
+            raise KeyError("a mistake")
+        return asyncio.sleep(0) if self.does == "end later" else None

@@ -2,33 +2,42 @@
 
 import asyncio
 import gc
+import logging
 import time
 import weakref
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from recjax.config import load_config
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories
+from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
+from recjax.rollout.agent_policy import AgentPolicy, Limits
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
+from recjax.rollout.environments import environment_agent
+from recjax.rollout.live import LiveEngine
+from recjax.rollout.requests import Sampled
 from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
+from recjax.training.evaluation import evaluate
 from recjax.training.packing import RowShape, pack_trajectories
 from recjax.training.scoring import batch_logprobs
 from tests.rollout import some_agents, some_tools
@@ -70,6 +79,77 @@ def sampled(config, policy, params, problems=SUMS, group_size=3, seed=0):
         options = jax.random.key(seed), group_size, Sampling(), grading
         groups, grades = opened.sample_groups(policy, params, prompts, *options, **names)
         return groups, grades.result()
+
+
+class Talkative(LiveEngine):
+    """An engine's front that says "ok" to everything, and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def sample(self, request):
+        self.asked.append(request.prefix.tolist())
+        ids = np.array([1, 2], np.int32)
+        return Sampled(ids, np.zeros(2, np.float32), np.zeros(2, np.int32), False)
+
+
+def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(made):
+    config, policy, _ = made("one_turn")
+    tokenizer, live = policy.tokenizer, Talkative()
+    tokenizer.bos_token = "~"
+    begin = [("~", tokenizer.bos_token_id)]
+    post = tokenizers.processors.TemplateProcessing(single="~ $A", special_tokens=begin)
+    tokenizer.backend_tokenizer.post_processor = post
+    chat = [{"role": "user", "content": "hi"}]
+    with ChatRenderer(tokenizer) as chats:
+        key = np.zeros(2, np.uint32)
+        asker = AgentPolicy(live, policy, chats, Sampling(), Limits(5, 90, 9), lambda turn: key, lambda waits: None)
+        reply = asyncio.run(asker.chat(chat))
+        asyncio.run(asker.chat([*chat, reply.message, *chat]))
+        asyncio.run(asker.complete("hi"))
+        asyncio.run(asker.complete("[user:ho[assistant:", rendered=True))
+        tokenizer.add_tokens(["<extra>"])
+        for ask in (asker.chat([{"role": "user", "content": "<extra>"}]), asker.complete("<extra>")):
+            with pytest.raises(ValueError, match="the prompt: token '<extra>' has id .* has an embedding of 97 tokens"):
+                asyncio.run(ask)
+    rendered = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert live.asked[0] == rendered and rendered[0] != tokenizer.bos_token_id
+    assert live.asked[1][: len(rendered)] == rendered and tokenizer.bos_token_id not in live.asked[1]
+    assert live.asked[2] == tokenizer("hi")["input_ids"] == [tokenizer.bos_token_id, *live.asked[2][1:]]
+    assert live.asked[3][0] == rendered[0]
+
+
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if messages | length == 1 %}[a:<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("agent", "opening"), [("one_chat", "<think>"), ("talks", ""), ("one_turn", "")])
+def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch, agent, opening):
+    config, policy, params = made(agent)
+    policy.tokenizer.chat_template = THINKS
+    seen = []
+    monkeypatch.setattr(Grading, "submit", lambda self, asked: seen.extend(asked) or Future())
+    monkeypatch.setattr(agents.AgentGrades, "result", lambda self: [])
+    sampled(config, policy, params)
+    assert [one.opening for one in seen] == [opening] * 6
+
+
+@pytest.mark.parametrize(
+    ("agent", "template", "begin"),
+    [
+        ("one_chat", {}, "[user:"),
+        ("one_chat", {"brief": True}, "brief[user:"),
+        ("one_chat", {"tools": [{}, {}], "brief": False}, "2 tools.[user:"),
+        ("asks_briefly", {"brief": False, "tools": [{}]}, "1 tools.brief[user:"),
+    ],
+)
+def test_chats_of_agents_have_the_variables_of_their_problem(made, agent, template, begin):
+    config, policy, params = made(agent, "task.reward=recjax.tasks.rewards:exact_match")
+    policy.tokenizer.chat_template = CHATS.replace("{% for", "{% if brief %}brief{% endif %}{% for", 1)
+    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=1)
+    assert policy.tokenizer.decode(groups[0].prompt_tokens).startswith(begin)
 
 
 def completions_of(groups):
@@ -293,6 +373,52 @@ def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
     assert cut
 
 
+def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
+    """asyncio's locks, and connections, work in the event loop that first used them."""
+    parts = made("of_a_module", f"task.reward={HERE}of_a_module_too")
+    with some_agents.answering() as url:
+        for _ in range(2):
+            groups, grades = sampled(*parts, [Problem(url, "3")], group_size=4)
+            assert [(grade.failure, grade.reward) for grade in grades] == [("none", 200.0)] * 4
+            assert all(len(one.turns) == 2 for one in completions_of(groups))
+
+
+@pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
+def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
+    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
+    asked = [
+        Problem("1+2=", "3", columns={"do": what}) for what in ["nonsense", *["raise"] * bad, *["fine"] * (5 - bad)]
+    ]
+    sampled(*made("by_column"), asked, group_size=1)
+    (record,) = [record for record in caplog.records if "agents failed" in record.getMessage()]
+    assert record.levelname == level
+    assert f"{bad + 1} of 6 agents failed: invalid 1, raised {bad}" in record.getMessage()
+    if level == "ERROR":
+        assert "for the same reason" in record.getMessage() and "KeyError: 'a mistake'" in record.getMessage()
+        assert record.getMessage().endswith("correct the agent")
+
+
+@pytest.mark.parametrize("fails", ["raise", "silent raise", "interrupt"])
+def test_an_agent_that_fails_in_an_evaluation_counts_as_wrong(made, fails):
+    options = ["rollout.prompts_per_step=4", "evaluation.samples=1", "task.success=0.4"]
+    config, policy, params = made("by_column", *options)
+
+    def evaluated(*does):
+        asked = [Problem("1+2=", "3", columns={"do": what}) for what in does]
+        prompts = encode_problems(asked, policy.tokenizer, None)
+        with Grading(config, load_reward(config.task.reward_name())) as grading, Agents(config, policy) as opened:
+            return evaluate(config, policy, params, prompts, grading, 0, params, opened)
+
+    found = evaluated(*["fine"] * 4, fails)
+    assert found.accuracy == 0.8 and [row["ungraded"] for row in found.samples] == [None] * 4 + ["raised"]
+    assert abs(found.initial_kl) < 1e-5
+    found = evaluated(*[fails] * 4, "fine")
+    assert found.accuracy == 0.2 and [row["problem"] for row in found.samples] == [0, 1, 2, 3, 4]
+    assert evaluated(fails).accuracy == 0.0
+    with pytest.raises(ValueError, match="all agents of the evaluation failed, the last with raised: [^;]*; corr"):
+        evaluated(*[fails] * 5)
+
+
 def test_a_slow_agent_holds_up_nobody(made):
     some_agents.events.clear()
     asked = [Problem("1+2=", "3", columns={"do": what}) for what in ("slow", *["fast"] * 5)]
@@ -356,6 +482,41 @@ def test_an_environment_is_played_to_its_end(made):
         assert [turn.reward for turn in one.turns] == [len(tokenizer.decode(turn)) for turn in said]
 
 
+def test_environments_are_closed_whatever_comes_of_them(made):
+    does = {
+        "fine": "none", "end later": "none", "break at the end": "none",
+        "raise": "raised", "raise at first": "raised", "long": "context",
+    }  # fmt: skip
+    some_agents.opened.clear()
+    some_agents.closed.clear()
+    parts = made("environment", f"task.environment={HERE}Closing")
+    asked = [Problem("1+2=", "3", columns={"do": what}) for what in does]
+    _, grades = sampled(*parts, asked, group_size=2)
+    assert [grade.failure for grade in grades] == [end for end in does.values() for _ in range(2)]
+    assert sorted(some_agents.opened) == sorted(some_agents.closed) == sorted([*does] * 2)
+
+
+@pytest.mark.parametrize("does", ["fine", "break at the end", "end later"])
+def test_an_environment_is_closed_when_its_agent_is_cancelled(does):
+    async def main():
+        waits = asyncio.Event()
+
+        class Policy:
+            async def complete(self, told):
+                waits.set()
+                await asyncio.Event().wait()
+
+        play = environment_agent(some_agents.Closing, 3)
+        task = asyncio.ensure_future(play(Problem("1+2=", "3", columns={"do": does}), Policy()))
+        await waits.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    some_agents.closed.clear()
+    assert asyncio.run(main()) and some_agents.closed == [does]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -404,6 +565,43 @@ def test_tools_run_in_processes_of_their_own():
     assert (slept, added) == ("error: it took too long", "5")
     assert died == "error: it crashed" and failed == "error: ValueError: so it is"
     assert "got an unexpected keyword argument 'c'" in wrong and "there is no tool 'multiply'; there are add" in unknown
+
+
+def test_what_cannot_be_sent_costs_no_other_call_and_coroutines_are_awaited():
+    names = ["add", "sleep", "refuse", "give", "wait", "refuse_later"]
+    functions = {f"{TOOLS}{name}": getattr(some_tools, name) for name in names}
+    given = {
+        "lock": "<unlocked _thread.lock object", "circle": "[[...]]", "keys": "{(1, 2): 3}", "surrogate": "a?b",
+        "long": "x" * 20_000, "exit": "error: SystemExit: 3", "local": '"a local"', "fish": '{"given": "fish"}',
+        "unprintable": "error: Unprintable: its message cannot be printed",
+    }  # fmt: skip
+
+    async def main(tools):
+        await tools.call("add", {"a": 0, "b": 0})  # the workers have started
+        began = time.monotonic()
+        calls = [
+            tools.call("sleep", {"seconds": 1.0}),
+            *(tools.call("give", {"what": what}) for what in given),
+            tools.call("refuse", {"text": "no"}),
+            tools.call("refuse_later", {"text": "not now"}),
+            *(tools.call("wait", {"seconds": 0.01}) for _ in range(4)),
+            tools.call("add", {"a": 2, "b": 3}),
+        ]
+        return await asyncio.gather(*calls), time.monotonic() - began
+
+    with Tools(functions, workers=2, seconds=20.0) as tools:
+        (slept, *told, refused, later, w0, w1, w2, w3, added), seconds = asyncio.run(main(tools))
+    assert (slept, added) == ("slept", "5") and seconds < 15
+    assert [w0, w1, w2, w3] == ["2"] * 4
+    assert (refused, later) == ("error: Refused: no", "error: Refused: not now")
+    for text, expected in zip(told, given.values(), strict=True):
+        assert text.strip('"').startswith(expected.strip('"'))
+
+
+@pytest.mark.parametrize("name", ["yields", "yields_later"])
+def test_a_tool_that_yields_is_refused(name):
+    with pytest.raises(ValueError, match=f"task.tools: {TOOLS}{name} yields; write a function"):
+        Tools({f"{TOOLS}{name}": getattr(some_tools, name)}, workers=1, seconds=1.0)
 
 
 def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):

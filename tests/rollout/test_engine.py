@@ -1,6 +1,7 @@
 """The engine: the reference's completions whatever the slots, requests at any time, and few programs for it."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.rotary import RopeScaling
-from recjax.rollout import capacity, decoding, keys_values
+from recjax.rollout import capacity, collecting, decoding, keys_values
 from recjax.rollout.collecting import row_keys, sample_completions, sample_groups
 from recjax.rollout.engine import Engine
-from recjax.rollout.requests import Request
+from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.problems import Problem
-from recjax.tasks.prompts import Prompts
+from recjax.tasks.prompts import Prompts, encode_problems
+from tests.hub.test_tokenizers import sentencepiece_like
 from tests.rollout.across_versions import logprobs_across
 from tests.rollout.reference_sampler import sample
 
@@ -122,7 +124,9 @@ def test_stops(stop_ids):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8)], ids=["greedy", "top-k", "top-p"]
+    "sampling",
+    [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8), Sampling(min_p=0.2)],
+    ids=["greedy", "top-k", "top-p", "min-p"],
 )
 def test_distributions(sampling):
     assert_same(5, sampling=sampling, group_size=1 if sampling.temperature == 0 else 5)
@@ -213,6 +217,20 @@ def test_a_policy_with_slots_samples_the_same():
             np.testing.assert_array_equal(mine.tokens, theirs.tokens)
             np.testing.assert_allclose(mine.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
             assert (mine.id, mine.text, mine.policy_version) == (theirs.id, theirs.text, 3)
+
+
+def test_texts_of_a_batch_go_on_where_their_prompts_end(monkeypatch):
+    tokenizer = sentencepiece_like()
+    tokens = [tokenizer.convert_tokens_to_ids(pieces) for pieces in (["▁42"], ["42"], ["4", "</s>"], ["▁Yes"])]
+    kinds = np.float32, np.int32
+    done = [Sampled(np.int32(ids), *(np.zeros(len(ids), kind) for kind in kinds), ids[-1] != 2) for ids in tokens]
+    monkeypatch.setattr(collecting, "Engine", mock.MagicMock())
+    monkeypatch.setattr(collecting, "sample_completions", lambda *_: done)
+    asked = encode_problems([Problem("x=", "4"), Problem("x", "4")], tokenizer, None)
+    keys, names = row_keys(jax.random.key(1), 4), {"name": "batch", "source": "policy", "version": 3}
+    policy = Policy(Decoder(PLAIN), tokenizer, (2,))
+    groups = sample_groups(policy, {}, asked, keys, 2, 3, Sampling(), **names)
+    assert [one.text for group in groups for one in group.completions] == [" 42", "42", "4", " Yes"]
 
 
 # --- Requests one by one.

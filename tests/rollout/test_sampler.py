@@ -36,7 +36,14 @@ def scores_after(tokens):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=6, top_p=0.9)],
+    [
+        Sampling(),
+        Sampling(0.7),
+        Sampling(1.6, top_k=4),
+        Sampling(1.0, top_p=0.8),
+        Sampling(0.8, top_k=6, top_p=0.9),
+        Sampling(0.9, min_p=0.3),
+    ],
 )
 def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(sampling):
     drawn = draw(sampling=sampling)
@@ -49,7 +56,9 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
             sequence.append(int(token))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.7), Sampling(min_p=0.4)]
+)
 def test_empirical_frequencies_match_probabilities(sampling):
     count = 20_000
     drawn = draw(prompts=PROMPTS[1:], mask=MASK[1:], group_size=count, max_tokens=1, sampling=sampling)

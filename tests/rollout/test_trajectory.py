@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.rows import groups_of, rows_of
 from recjax.experience.store import append, from_bytes, read, to_bytes
-from recjax.experience.trajectories import pad_trajectories
+from recjax.experience.trajectories import pad_trajectories, thoughts_opening
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
 from tests.experience.rows import TIME
+from tests.hub.test_tokenizers import SENTENCEPIECES
 
 
 def tokenizer():
@@ -53,6 +55,23 @@ def test_a_row_grows_and_its_tokens_are_those_that_were_sampled():
     assert row.mask.tolist() == [True, True, True, False, False, True]
     assert row.behaviour_logprobs.tolist() == [-1, -1, -1, 0, 0, -2]
     assert made.oldest_version == 2 and not made.truncated
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECES)
+def test_a_number_over_two_turns_stays_a_number(name):
+    """Pieces begin with a space at the beginning of a text, and not where a text goes on."""
+    tokenizer = SENTENCEPIECES[name]
+    made, ids = Trajectory(tokenizer), tokenizer.convert_tokens_to_ids
+    prompt = made.tokens_of("x=")
+    assert made.add(prompt, turn(ids("4")), "x=") == "4"
+    assert made.add(made.tokens_of("x=42"), turn(ids("▁42"), ids("</s>")), "x=42") == " 42</s>"
+    made.add(made.tokens_of("x=42 42</s>Yes"), turn(ids("<0x0A>"), ids("▁Yes")), "x=42 42</s>Yes")
+    (row,) = made.rows
+    pieces = tokenizer.convert_ids_to_tokens(whole(row))
+    after = "Yes" if name == "first" else "▁Yes"  # behind a special token, texts are what the tokenizer says they are
+    assert pieces == ["<s>", "▁x", "=", "4", "2", "▁42", "</s>", after, "<0x0A>", "▁Yes"]
+    assert row.mask.tolist() == [True, False, True, True, False, True, True]
+    assert made.tokens_of("x=42 42</s>Yes\n Yes2").tolist() == [*whole(row), ids("2")]
 
 
 def test_what_does_not_go_on_from_a_row_begins_another():
@@ -185,3 +204,49 @@ def test_trajectories_as_a_batch_by_a_loop():
     assert count == 4 and apart.completion_mask.any(-1).sum() == 6
     with pytest.raises(ValueError, match="row 'a' has 6 tokens; the batch has room for 5"):
         pad_trajectories(GROUPS, 4, (2, 4), together=False)
+
+
+@pytest.mark.parametrize(
+    ("turns", "opening"),
+    [
+        # Prompt and reply, alternating; # is the token that ends a sequence.
+        (["user:a#<think>\n", "x"], "<think>"),
+        (["user:a#", "x"], ""),
+        (["say <think> a#", "x"], ""),
+        (["user:a#<think>\n", "so</think>b#", "user:c#<think>\n", "x"], "<think>"),
+        (["user:a#<think>\n", "so</think>b#", "user:c#", "x"], ""),
+        # A reply that is cut inside its thoughts, and then a new turn, or more of the same text.
+        (["user:a#<think>\n", "so", "#user:c#", "x"], ""),
+        (["user:a#<think>\n", "so#", "user:c", "x"], ""),
+        (["user:a#<think>\n", "so", " wait,", "x"], "<think>"),
+        (["user:a#", "<think>so", "", "more", " wait,", "x"], "<think>"),
+        (["user:a#<think>\n", "so", " wait,", "then</think>", "b", "x"], ""),
+        (["user:a#<think>\n", "so", "</think>", "x"], ""),
+        (["user:a#[THINK]", "so", "", "x"], "[THINK]"),
+        (["user:a#<think>\n", "so</think>", "say <think> or", "x"], ""),
+    ],
+)
+def test_a_reply_begins_inside_thoughts_that_its_turn_has_opened(turns, opening):
+    letters = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    made = Trajectory(letters)
+
+    def ids(text):
+        return [0 if character == "#" else letters.convert_tokens_to_ids(character) for character in text]
+
+    text = []
+    for prompt, reply in zip(turns[::2], turns[1::2], strict=True):
+        text += ids(prompt)
+        made.add(np.array(text, np.int32), turn(*ids(reply)))
+        text += ids(reply)
+    first, *further = made.rows
+    ends = tuple(Turn(*end, 0.0) for end in made.ends)
+    one = Completion("a", "p", "", *first[1:], Sampling(), 0, False, None, first[0], tuple(further), turns=ends)
+    group = Group("g", first[0], (one,), "")
+    assert thoughts_opening(group, one, letters) == opening
+    recorded = one._replace(turns=())  # turns that others recorded without their ends
+    assert "" in turns or thoughts_opening(group, recorded, letters) == opening
+
+
+def test_of_a_trajectory_without_tokens_nothing_is_known():
+    none = row(then=[], mask=[])
+    assert thoughts_opening(GROUPS[0], completion("a", [none]), tokenizer()) == ""

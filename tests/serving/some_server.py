@@ -21,7 +21,7 @@ from recjax.serving.sampler import Limits
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 TOKENIZER.chat_template = (
-    "{% if tools %}{{ tools | length }} tools.{% endif %}"
+    "{% if tools %}{{ tools | length }} tools.{% endif %}{% if enable_thinking is false %}Brief.{% endif %}"
     "{% for m in messages %}[{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "[assistant:"
 )

@@ -1,18 +1,28 @@
 """The server's API: the engine's completions, in OpenAI's words."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from recjax.hub.chat_rendering import render_chats
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import decode_after
+from recjax.models.decoder import Decoder, init_params
+from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
 from recjax.serving.asked import chat
-from recjax.serving.replies import Chunks, Form, message_parts, place_of
+from recjax.serving.replies import Chunks, Form, message_parts, place_of, whole
 from recjax.serving.sampler import Piece, Sampler, certain
-from tests.serving.some_server import LIMITS, PARAMS, POLICY, TOKENIZER, chunks, post, serve
+from tests.hub.test_tokenizers import sentencepiece_like
+from tests.serving.some_server import LIMITS, PARAMS, POLICY, SHAPE, TOKENIZER, chunks, post, serve
 
 TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -80,6 +90,78 @@ def test_a_chat_is_the_templates_text(client):
     tools = [{"type": "function", "function": {"name": "add"}}]
     asked = post(client, CHAT, messages=HELLO, tools=tools, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
     assert TOKENIZER.decode(asked).startswith("1 tools.")
+    for value, begin in ((False, "Brief.["), (True, "["), (None, "[")):
+        options = {"chat_template_kwargs": {"enable_thinking": value}, "max_tokens": 1, "return_token_ids": True}
+        assert TOKENIZER.decode(post(client, CHAT, messages=HELLO, **options)["prompt_token_ids"]).startswith(begin)
+
+
+def test_bytes_of_log_probs_are_those_of_the_tokens():
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({name: at for at, name in enumerate(["<eos>", *alphabet])}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = TOKENIZER.chat_template
+    shape = DecoderConfig(257, 16, 32, 1, 2, 1, 8)
+    policy, params = Policy(Decoder(shape), tokenizer, (0,)), init_params(shape, jax.random.key(0))
+    with serve(None, policy=policy, params=params) as client:
+        for seed in range(3):
+            options = {"seed": seed, "max_tokens": 40, "return_token_ids": True}
+            text = post(client, TEXT, prompt="é", logprobs=0, **options)["choices"][0]
+            chat = post(client, CHAT, messages=HELLO, logprobs=True, **options)["choices"][0]
+            streamed = [one["choices"][0] for one in chunks(client, CHAT, messages=HELLO, logprobs=True, **options)]
+            whole = chunks(client, TEXT, prompt="é", logprobs=0, **options)
+            whole = [one["choices"][0]["logprobs"] for one in whole if one["choices"][0]["logprobs"]]
+            for key in ("bytes", "text_offset", "tokens"):
+                assert sum((one[key] for one in whole), []) == text["logprobs"][key]
+            content = chat["logprobs"]["content"]
+            assert sum((one["logprobs"]["content"] for one in streamed if one["logprobs"]), []) == content
+            said = chat["message"]["content"]
+            for written, found, ids in (
+                (text["text"], text["logprobs"]["bytes"], text["token_ids"]),
+                (said, [one["bytes"] for one in content], chat["token_ids"]),
+            ):
+                end = "<eos>" if ids[-1] == 0 else ""
+                assert all(len(one) == 1 for one in found[: len(found) - bool(end)])
+                joined = bytes(sum(found, []))
+                assert joined.decode(errors="replace") == written + end and "\ufffd" in written
+                for name, one in zip(tokenizer.convert_ids_to_tokens(ids), found, strict=True):
+                    assert name == "<eos>" or ord(name) > 255 or one == [ord(name)]
+            offsets = text["logprobs"]["text_offset"]
+            assert offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= len(text["text"])
+            for offset, token in zip(offsets, text["logprobs"]["tokens"], strict=True):
+                assert token in ("\ufffd", "<eos>", text["text"][offset : offset + 1])
+
+
+CALLS = [
+    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "é": "\\""}'}},
+    {"id": "c2", "type": "function", "function": {"name": "now", "arguments": ""}},
+    {"id": "c3", "type": "function", "function": {"name": "odd", "arguments": "no JSON"}},
+]
+
+
+def test_templates_get_the_arguments_of_calls_as_objects(client, monkeypatch):
+    loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}%s;{% endfor %}{% endfor %}"
+    ways = {
+        "{{ c.function.arguments | tojson }}": '{"a": 1, "é": "\\""};{};"no JSON";',  # as Qwen2.5 does
+        "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+        "{{ c.function.arguments | tojson }}{% endif %}": '{"a": 1, "é": "\\""};{};no JSON;',  # as Qwen3 does
+        "{{ c.function.arguments }}": '{"a": 1, "é": "\\""};;no JSON;',
+        "{{ '<' + c.function.arguments + '>' }}": '<{"a": 1, "é": "\\""}>;<>;<no JSON>;',  # as DeepSeek's does
+        "{{ '<' ~ c.function.arguments }}": '<{"a": 1, "é": "\\""};<;<no JSON;',
+        "{% if c.function.arguments is mapping %}{{ c.function.arguments | length }}{% endif %}": "2;0;;",
+    }
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": CALLS}, HELLO[0]]
+    sent = chat({"messages": messages}).messages
+    for way, expected in ways.items():
+        monkeypatch.setattr(TOKENIZER, "chat_template", loop.replace("%s", way))
+        assert render_chats(TOKENIZER, [sent]) == [expected], way
+        plain = json.loads(json.dumps(sent))
+        for place in range(2):  # objects are taken as well
+            function = plain[1]["tool_calls"][place]["function"]
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        assert [one.replace("{}", "") for one in render_chats(TOKENIZER, [plain])] == [expected.replace("{}", "")], way
+    assert messages[1]["tool_calls"][0]["function"]["arguments"].startswith("{"), "the request is as it was"
 
 
 def test_tokens_in_tokens_out(client):
@@ -136,6 +218,43 @@ def test_a_stream_says_what_the_whole_reply_says(client):
         assert [one["finish_reason"] for one in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
 
 
+@pytest.fixture(scope="module")
+def pieces_client():
+    """A client of a server of a policy whose tokens are pieces of a text, a space at the beginning of some."""
+    tokenizer = sentencepiece_like(template="{{ messages[0].content }}", codes=[10])
+    shape = dataclasses.replace(SHAPE, vocab_size=len(tokenizer))
+    params = init_params(shape, jax.random.key(0))
+    with serve(None, policy=Policy(Decoder(shape), tokenizer, (2,)), params=params) as client:
+        yield tokenizer, client
+
+
+@pytest.mark.parametrize("kind", [TEXT, CHAT])
+def test_spaces_between_a_prompt_and_its_completion_are_kept(pieces_client, kind):
+    tokenizer, client = pieces_client
+    prompt = {"prompt": "x="} if kind == TEXT else {"messages": [{"role": "user", "content": "x="}]}
+    options = prompt | {"n": 8, "max_tokens": 30, "seed": 5, "return_token_ids": True, "logprobs": 1}
+    if kind == CHAT:
+        options["logprobs"] = True
+    reply = post(client, kind, **options)
+    head = reply["prompt_token_ids"]
+    streamed = [chunk["choices"][0] for chunk in chunks(client, kind, **options) if chunk["choices"]]
+    spaces = 0
+    for index, choice in enumerate(reply["choices"]):
+        ids = choice["token_ids"][: -1 if choice["finish_reason"] == "stop" else None]
+        text = choice["text"] if kind == TEXT else choice["message"]["content"]
+        assert text == decode_after(tokenizer, head, ids)
+        spaces += text.startswith(" ")
+        assert text.startswith(" ") == tokenizer.convert_ids_to_tokens(ids[:1])[0].startswith("▁")
+        deltas = [one for one in streamed if one["index"] == index]
+        whole = "".join(one["text"] if kind == TEXT else one["delta"].get("content", "") for one in deltas)
+        assert whole == text
+        logprobs = choice["logprobs"]
+        tokens = logprobs["tokens"] if kind == TEXT else [one["token"] for one in logprobs["content"]]
+        pieces = tokenizer.convert_ids_to_tokens(choice["token_ids"])
+        assert tokens == [piece.replace("▁", " ").replace("<0x0A>", "\n") for piece in pieces]
+    assert spaces
+
+
 def test_what_is_certain_of_a_text():
     assert certain("ab</s", ["</stop>"]) == "ab" and certain("ab</x", ["</stop>"]) == "ab</x"
     assert certain("ab\ufffd", []) == "ab" and certain("", ["x"]) == ""
@@ -171,8 +290,29 @@ def test_tool_calls_are_read_and_streamed(written, content, names):
     assert streamed.rstrip() == (content or "")
     assert [{"index": place} | call for place, call in enumerate(calls)] == choices[-1]["delta"].get("tool_calls", [])
     assert choices[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert _finishes(form, written, "length") == ["length"] * 2, "what was cut off says so, whatever it calls"
     without = form._replace(asked=asked._replace(tools=None))
     assert message_parts(without, 0, written) == (written, []), "who gives no tools gets text"
+
+
+def _finishes(form, written, finish):
+    """Why a reply has ended, whole and streamed."""
+    piece, prompt = a_piece(written, finish), np.zeros(1, np.int32)
+    (choice,) = whole(form._replace(asked=form.asked._replace(n=1)), [prompt], [piece])["choices"]
+    return [choice["finish_reason"], Chunks(form, 0, prompt).next(piece)[-1]["choices"][0]["finish_reason"]]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "more", ["", "\n", " and", "<tool_c", "\n<tool_call>", '<tool_call>{"name": "ad', f"{CALL}<tool_call>{{"]
+)
+def test_a_reply_that_is_cut_off_inside_a_call_says_length(more):
+    asked = chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    form = Form("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER)
+    assert _finishes(form, CALL + more, "length") == ["length"] * 2
+    assert _finishes(form, CALL + more, "stop") == ["tool_calls"] * 2
 
 
 BAD = [
@@ -187,6 +327,8 @@ BAD = [
     (TEXT, {"prompt": "a", "temperature": 1e-9}, "temperature"),
     (TEXT, {"prompt": "a", "temperature": 10**400}, "temperature"),
     (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
+    (TEXT, {"prompt": "a", "min_p": 1.5}, "min_p"),
+    (GENERATE, {"token_ids": [1], "sampling_params": {"min_p": -0.1}}, "min_p"),
     (TEXT, {"prompt": "a", "stop": [""]}, "stop"),
     (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
     (TEXT, {"prompt": "a", "max_tokens": 101}, "max_tokens"),
@@ -199,6 +341,10 @@ BAD = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
+    (TEXT, {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
     (GENERATE, {"token_ids": "a"}, "token_ids"),

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 
+import httpx
 import pytest
 
 from recjax.experience import store
@@ -18,20 +19,21 @@ ENDLESS = {"policy": POLICY._replace(stop_ids=()), "limits": LIMITS._replace(con
 
 def test_who_has_no_key_gets_nothing_but_the_health(tmp_path):
     with serve(tmp_path, guarded=Guarded(keys=("one", "two"))) as client:
-        for header in ({}, {"authorization": "Bearer three"}, {"authorization": "Bearer "}):
+        for header in ({}, *({"authorization": given} for given in ("Bearer three", "Bearer ", "bearer", "Basic one"))):
             for path in ("/v1/models", "/metrics", "/nothing"):
                 reply = client.get(path, headers=header)
                 assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
             assert client.post(TEXT, json={"prompt": "a"}, headers=header).status_code == 401
         assert client.get("/health").status_code == 200
-        for key in ("one", "two"):
-            assert client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        for given in ("Bearer one", "Bearer two", "bearer one", "BEARER two", "bearer  one"):
+            assert client.get("/v1/models", headers={"authorization": given}).status_code == 200
 
 
 def test_a_page_of_a_browser_does_not_get_in(tmp_path):
     with serve(tmp_path, guarded=Guarded(hosts=("127.0.0.1", "localhost"))) as client:
         assert client.get("/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
-        assert client.get("/v1/models", headers={"host": "localhost:8000"}).status_code == 200
+        for host in ("localhost:8000", "LocalHost", "127.0.0.1"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 200
         headers = {"host": "localhost:8000", "content-type": "text/plain"}
         assert client.post(TEXT, content='{"prompt": "a"}', headers=headers).status_code == 415
 
@@ -43,6 +45,36 @@ def test_bodies_have_a_limit_whether_or_not_they_say_how_long_they_are(tmp_path)
         reply = client.post(TEXT, content=iter([b" " * 600] * 2), headers=headers)
         assert reply.status_code == 413 and "1000 bytes" in reply.json()["error"]["message"]
         post(client, TEXT, prompt="a", max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "header"),
+    [
+        (413, TEXT, {}),
+        (413, "/nothing", {}),
+        (413, TEXT, {"transfer-encoding": "chunked"}),
+        (401, TEXT, {"authorization": "Bearer other"}),
+        (415, TEXT, {"content-type": "text/plain"}),
+    ],
+)
+def test_the_reply_to_a_body_that_is_not_read_gets_there(status, path, header):
+    async def main(port):
+        headers = {"authorization": "Bearer one", "content-type": "application/json"} | header
+        address, found = f"http://127.0.0.1:{port}", []
+
+        async def body():
+            for _ in range(32):
+                yield b" " * 2**16
+
+        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=20) as client:
+            for _ in range(12):  # on a connection that has served before
+                await client.get("/v1/models", headers={"authorization": "Bearer one"})
+                content = body() if "transfer-encoding" in header else b" " * 2**21
+                found.append((await client.post(path, content=content)).status_code)
+        return found
+
+    with listening(None, guarded=Guarded(keys=("one",))) as (port, _):
+        assert asyncio.run(main(port)) == [status] * 12
 
 
 def test_places_and_distributions_have_limits(tmp_path):
@@ -114,6 +146,15 @@ def test_a_slow_body_is_not_waited_for(tmp_path):
     with listening(tmp_path, guarded=Guarded(client_seconds=0.3)) as (port, _):
         status, reply = received(send(port, {"prompt": "a"}, more=10))
         assert status == 408 and "0.3 s" in reply["error"]["message"]
+
+        def slow_body():
+            for _ in range(5):
+                time.sleep(0.1)
+                yield b" "
+
+        headers = {"content-type": "application/json"}
+        for _ in range(3):
+            assert httpx.post(f"http://127.0.0.1:{port}{TEXT}", content=slow_body(), headers=headers).status_code == 408
 
 
 def test_a_client_that_does_not_take_its_reply_is_left():

@@ -13,13 +13,17 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from recjax.experience import store
+from recjax.experience.feedback import give_rewards
 from recjax.experience.sources import load_groups
 from recjax.experience.tokenise import tokenised
 from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.serving import recorder as recording
 from recjax.serving.journal import Journal
 from recjax.serving.recorder import Recorder, Recording, delete_before
+from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback
 from tests.experience.rows import same
 from tests.serving.some_server import POLICY, TOKENIZER, post, serve
@@ -34,7 +38,7 @@ def by_id(folder):
 
 def test_rows_say_what_was_served(tmp_path):
     with serve(tmp_path) as client:
-        options = {"n": 2, "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "return_token_ids": True}
+        options = {"n": 2, "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "return_token_ids": True}
         text = post(client, TEXT, prompt=["ab", "c"], user="me", metadata={"k": "v"}, **options)
         chat = post(client, CHAT, messages=HELLO, max_tokens=9, return_token_ids=True)
         given = {"reward": 0.5, "reward_parts": {"good": 1.0}, "accurate": True, "comment": "fine"}
@@ -49,7 +53,8 @@ def test_rows_say_what_was_served(tmp_path):
         assert row.prompt_tokens.tolist() == choice["prompt_token_ids"]
         assert row.completion_tokens.tolist() == choice["token_ids"] and row.completion_mask.all()
         np.testing.assert_array_equal(row.behaviour_logprobs, np.float32(choice["token_logprobs"]))
-        assert (row.temperature, row.top_k, row.top_p, row.policy_version, row.source) == (0.5, 0, 0.9, 3, "tiny")
+        assert (row.temperature, row.top_k, row.top_p, row.min_p) == (0.5, 0, 0.9, 0.1)
+        assert (row.policy_version, row.source) == (3, "tiny")
         assert row.completion == choice["text"] and row.truncated == (choice["finish_reason"] == "length")
         said = json.loads(row.metadata)
         comment = {"comment": "fine"} if choice["index"] == 1 else {}
@@ -128,6 +133,25 @@ def test_tokens_are_never_made_twice(tmp_path):
             pytest.fail("no seed samples tokens that the tokenizer would join")
         more = post(client, url, prompt="a" + choice["text"] + "b", **options)
         assert more["prompt_token_ids"] == [1, *choice["token_ids"], 2]
+
+
+def test_a_rendered_chat_gets_no_special_tokens_and_plain_text_does(tmp_path):
+    tokenizer = character_tokenizer("~[]:abcdefghijklmnopqrstuvwxyz")
+    tokenizer.bos_token, tokenizer.chat_template = "~", "{% for m in messages %}[{{ m.content }}{% endfor %}[a:"
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="~ $A", special_tokens=[("~", 1)]
+    )
+    shape = DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)
+    policy, params = Policy(Decoder(shape), tokenizer, (0,)), init_params(shape, jax.random.key(0))
+    options, chat = {"max_tokens": 1, "return_token_ids": True}, [{"role": "user", "content": "hi"}]
+    with serve(tmp_path, policy=policy, params=params) as client:
+        for session in ("", "/sessions/one", "/sessions/two"):
+            asked = post(client, f"{session}{CHAT}", messages=chat, **options)["prompt_token_ids"]
+            assert asked == tokenizer.apply_chat_template(chat, return_dict=False) and 1 not in asked
+        asked = post(client, TEXT, prompt="hi", **options)["choices"][0]["prompt_token_ids"]
+        assert asked == tokenizer("hi")["input_ids"] and asked[0] == 1
+        tokenizer.add_tokens(["<extra>"])
+        assert post(client, TEXT, status=400, prompt="hi <extra>")["error"]["param"] == "prompt"
 
 
 def test_a_reward_is_given_once(tmp_path):
@@ -258,6 +282,85 @@ def test_rewarded_rows_go_to_the_store_and_others_when_they_have_waited(tmp_path
                 recorder_of(tmp_path / "twice")
 
     asyncio.run(later())
+
+
+def test_a_late_reward_that_conflicts_is_refused_and_holds_up_no_other(tmp_path):
+    with serve(tmp_path) as client:
+        a, b, c = (post(client, TEXT, prompt="a", max_tokens=2)["id"] + "/0" for _ in range(3))
+        post(client, "/sessions/s" + TEXT, prompt="a", max_tokens=2)
+    with serve(tmp_path) as client:
+        give_rewards(tmp_path, [{"id": a, "reward": 0.0}, {"group_id": "session/s", "reward": 0.0}])
+        assert post(client, FEEDBACK, status=409, id=a, reward=1.0)["error"]["code"] == "reward_given"
+        post(client, "/sessions/s/reward", status=409, reward=1.0)
+        post(client, FEEDBACK, id=b, reward=1.0)
+        post(client, FEEDBACK, id=c, reward=0.5)
+        assert client.get("/health").json() == {"status": "ok", "late_rewards": 2}
+        assert "recjax_late_rewards 2.0" in client.get("/metrics").text
+        assert not post(client, FEEDBACK, id=a, reward=0.0)["new"], "the very same one is no error, whoever gave it"
+    rows = by_id(tmp_path)
+    assert [rows[name].reward for name in (a, b, c, "session/s")] == [0.0, 1.0, 0.5, 0.0]
+    assert not (tmp_path / ".served.jsonl").read_bytes()
+
+
+def test_rewards_that_were_taken_and_that_the_store_refuses_are_kept(tmp_path, caplog):
+    """Somebody else gives a row its reward, or deletes it, when the server has told its client that it is taken."""
+    names = []
+    for _ in range(2):
+        with serve(tmp_path) as client:
+            names += [post(client, TEXT, prompt="a", max_tokens=2)["id"] + "/0" for _ in range(2)]
+            post(client, f"/sessions/{len(names)}{TEXT}", prompt="a", max_tokens=2)
+    (a, b, gone, _), session = names, "session/2"
+
+    async def conflict():
+        async with recorder_of(tmp_path) as recorder:
+            for row, reward in ((a, 1.0), (b, 1.0), (gone, 0.5), (session, 2.0)):
+                assert await recorder.reward(row, Feedback(reward))
+            give_rewards(tmp_path, [{"id": a, "reward": 0.0}, {"id": session, "reward": 0.25}])
+            store.keep_parts(tmp_path, lambda first: first != gone)
+            for _ in range(2):
+                await recorder.flush(recorder.options.reward_seconds)
+            assert "3 rewards are not in the store" in recorder.trouble
+            waiting = recorder.waiting()
+            assert waiting["late_rewards"] == 3 and waiting["refused_rewards"].keys() == {a, gone, session}
+            for row, given in ((a, Feedback(1.0)), (session, Feedback(2.0))):
+                with pytest.raises(Refused, match="another reward"):
+                    await recorder.reward(row, given)
+            assert not await recorder.reward(a, Feedback(0.0))
+
+    asyncio.run(conflict())
+    assert len([record for record in caplog.records if "stays in .served.jsonl" in record.message]) == 3, "said once"
+    for _ in range(2):
+        rows = by_id(tmp_path)
+        assert [rows[name].reward for name in (a, b, session)] == [0.0, 1.0, 0.25] and gone not in rows
+        kept = [line.partition(b" ")[2] for line in (tmp_path / ".served.jsonl").read_bytes().splitlines()]
+        kept = {entry["feedback"]: entry["given"]["reward"] for entry in map(json.loads, kept)}
+        assert kept == {a: 1.0, gone: 0.5, session: 2.0}
+        with serve(tmp_path) as client:
+            reply = client.get("/health")
+            assert reply.status_code == 200 and a in reply.json()["status"] and reply.json()["late_rewards"] == 3
+            assert {a, session} <= reply.json()["refused_rewards"].keys()
+            post(client, FEEDBACK, status=409, id=a, reward=1.0)
+
+
+def test_health_says_when_the_store_cannot_be_written(tmp_path, monkeypatch):
+    with serve(tmp_path) as client:
+        row = post(client, TEXT, prompt="a", max_tokens=2)["id"] + "/0"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    async def main():
+        async with recorder_of(tmp_path) as recorder:
+            await recorder.reward(row, Feedback(1.0))
+            monkeypatch.setattr(recording, "give_rewards", full)
+            await recorder.flush(recorder.options.reward_seconds)
+            assert "late rewards cannot be written" in recorder.trouble and recorder.waiting() == {"late_rewards": 1}
+            monkeypatch.setattr(recording, "give_rewards", give_rewards)
+            await recorder.flush(recorder.options.reward_seconds)
+            assert recorder.trouble is None and recorder.waiting() == {}
+
+    asyncio.run(main())
+    assert by_id(tmp_path)[row].reward == 1.0
 
 
 def test_prompts_can_be_left_out(tmp_path):

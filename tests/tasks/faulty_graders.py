@@ -6,6 +6,14 @@ import sys
 import time
 
 
+class Refused(Exception):
+    """Cannot be made again from its words, as it takes more than these."""
+
+    def __init__(self, text, *, response):
+        super().__init__(text)
+        self.response = response
+
+
 def grade(completion, answer, columns):
     """accuracy 1 where the completion is the answer; others do as they say."""
     if completion == "sleep":
@@ -26,6 +34,12 @@ def grade(completion, answer, columns):
         deep(0)
     if completion == "raise":
         raise KeyError("oops")
+    if completion == "refuse":
+        raise Refused("no", response=3)
+    if completion == "unsent":
+        raise Refused("no", response=lambda: 3)
+    if completion == "leave":
+        sys.exit(0)
     if completion == "print":
         print("x" * 100_000)
     if completion == "modules":

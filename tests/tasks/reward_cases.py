@@ -1,6 +1,7 @@
 r"""What completions are worth: (name, reward, completion, answer, verdict, reason), the verdict as it is right.
 
-Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more.
+Verdicts are of the accuracy; those of `gsm8k_format` of the format. `math_cases.tsv` has many more. THOUGHTS has the
+end of the prompt as well, after the reward.
 """
 
 BOX = r"So the answer is \boxed{%s}."
@@ -278,6 +279,41 @@ ONE = '[{"name": "f", "arguments": {"a": 1}}]'
 TWO = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
 NESTED = '[{"name": "f", "arguments": {"a": {"b": [1, 2], "c": null}}}]'
 
+DAPO = [
+    ("line", "So it is.\nAnswer: 34", "34", 1, "the form that is asked for"),
+    ("full_stop", "Answer: 34.", "34", 1, "a sentence's end"),
+    ("next_line", "Answer:\n34", "34", 1, "the line after it"),
+    ("displayed", "Answer:\n\\[\n34\n\\]", "34", 1, "in display style"),
+    ("displayed_dollars", "Answer:\n$$\n34\n$$", "34", 1, "in display style"),
+    ("inline", r"Answer: \(34\).", "34", 1, "in TeX's brackets"),
+    ("dollars", "Answer: $34$", "34", 1, "in dollars"),
+    ("open_dollar", "Answer: $34", "34", 1, "as the prompt of DAPO's data writes it"),
+    ("boxed", r"Answer: $\boxed{34}$.", "34", 1, "in a box"),
+    ("code", "Answer: `34`", "34", 1, "in code"),
+    ("bold_word", "**Answer:** 34", "34", 1, "Markdown"),
+    ("bold_line", "**Answer: 34**", "34", 1, "Markdown"),
+    ("heading", "### Final answer: 34", "34", 1, "Markdown, small letters"),
+    ("full_width", "Answer：34", "34", 1, "a full-width colon"),
+    ("spaced", "Answer : 34", "34", 1, "a space before the colon"),
+    ("last_line", "Answer: 33\nNo.\nAnswer: 34", "34", 1, "the last one counts"),
+    ("words_after", "Answer: 34\n\nI hope this helps.", "34", 1, "the answer's line is over"),
+    ("fraction", r"Answer: \frac{1}{2}", "0.5", 1, "equality as in math"),
+    ("truth_boxed", "Answer: 34", r"\boxed{34}", 1, "the truth may stand in a box"),
+    ("thought", "<think>Answer: 33</think>Answer: 34", "34", 1, "after the thoughts"),
+    ("cut_thought", "<think>Answer: 34", "34", 0, "a thought is no answer"),
+    ("wrong", "Answer: 33", "34", 0, "another number"),
+    ("later_wrong", "Answer: 34\nAnswer: 33", "34", 0, "the last one counts"),
+    ("two", "Answer: 34 or 35", "34", 0, "two answers"),
+    ("more_words", "Answer: 34, I think", "34", 0, "read whole"),
+    ("line_below", "Answer: 33\n34", "34", 0, "that is another line"),
+    ("computation", "Answer: 30+4", "34", 0, "as in math"),
+    ("prose", "The answer is 34", "34", 0, "no colon, no answer"),
+    ("bare", "34", "34", 0, "no mark"),
+    ("box_alone", r"\boxed{34}", "34", 0, "another mark"),
+    ("nothing", "Answer:", "34", 0, "no answer"),
+    ("other_word", "Reanswer: 34", "34", 0, "another word"),
+]
+
 
 def _call(arguments, name="f"):
     return f'<think>t</think>[{{"name": "{name}", "arguments": {arguments}}}]'
@@ -360,6 +396,87 @@ CALLS = [
     ("empty", "", ONE, 0, "nothing"),
 ]
 
+_ASSISTANT, _OPENED = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
+_MENTIONED = "Think between <think> and </think>." + _ASSISTANT
+_HARMONY = "<|start|>assistant"
+_ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+_TAG_PAIRS = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+    (_ANALYSIS, _FINAL),
+]
+THOUGHTS = [
+    ("cut", "math", _OPENED, r"so \boxed{5}", "5", 0, "cut inside the thoughts that the template opened"),
+    ("cut_no_break", "math", "Assistant: <think>", r"so \boxed{5}", "5", 0, "a plain prompt opens them too"),
+    ("closed", "math", _OPENED, r"so 5</think>\boxed{5}", "5", 1, "the answer follows the thoughts"),
+    ("in_thoughts", "math", _OPENED, r"\boxed{5}</think>So 5.", "5", 0, "a thought is no answer"),
+    ("reopened", "math", _OPENED, r"a</think>\boxed{5}<think>\boxed{6}", "5", 1, "the last ones are not closed"),
+    ("not_opened", "math", _ASSISTANT, r"\boxed{5}", "5", 1, "no thoughts"),
+    ("mentioned", "math", _MENTIONED, r"\boxed{5}", "5", 1, "the prompt names the tags and opens nothing"),
+    ("no_thinking", "math", _OPENED + "\n</think>\n\n", r"\boxed{5}", "5", 1, "the template has closed them"),
+    ("repeated", "math", _OPENED, r"<think>so</think>\boxed{5}", "5", 1, "the model writes the tag again"),
+    ("repeated_cut", "math", _OPENED, r"<think>\boxed{5}", "5", 0, "cut all the same"),
+    ("guru_cut", "guru_math", _OPENED, r"\boxed{5}", "5", 0, "in every grader"),
+    ("dapo_cut", "math_dapo", _OPENED, "Answer: 5", "5", 0, "in every grader"),
+    ("guru_closed", "guru_math", _OPENED, r"</think>\boxed{5}", "5", 1, "empty thoughts"),
+    ("mixed", "math", _OPENED, r"[/THINK] \boxed{5}", "5", 0, "only their own tag ends thoughts"),
+    ("mixed_thinking", "math", _OPENED, r"a</thinking> \boxed{5}", "5", 0, "that tag is another one"),
+    (
+        "quoted_tag",
+        "math",
+        _OPENED,
+        r"I see [THINK]. </think> \boxed{5}",
+        "5",
+        1,
+        "a tag inside thoughts opens nothing",
+    ),
+    ("gsm8k_cut", "gsm8k", _OPENED, "<answer>72</answer>", "72", 0, "in every form of an answer"),
+    ("gsm8k_hashes", "gsm8k", _OPENED, "so\n#### 72", "72", 0, "in every form of an answer"),
+    ("gsm8k_closed", "gsm8k", _OPENED, "70 + 2</think><answer>72</answer>", "72", 1, "the answer follows"),
+    ("form", "gsm8k_format", _OPENED, "70 + 2</think>\n<answer>72</answer>", "72", 1, "prompt and completion together"),
+    ("form_cut", "gsm8k_format", _OPENED, "<answer>72</answer>", "72", -1, "not closed"),
+    ("form_twice", "gsm8k_format", _OPENED, "a</think><think>b</think><answer>72</answer>", "72", -1, "one too many"),
+    ("form_answer_inside", "gsm8k_format", _OPENED, "<answer>7</answer></think><answer>72</answer>", "72", -1, "two"),
+    (
+        "form_not_opened",
+        "gsm8k_format",
+        _ASSISTANT,
+        "70 + 2</think><answer>72</answer>",
+        "72",
+        -1,
+        "nobody opened them",
+    ),
+    ("calls", "tool_calls", _OPENED, f"I call f.</think>\n{ONE}", ONE, 1, "prompt and completion together"),
+    ("calls_wrong", "tool_calls", _OPENED, f"I call f.</think>\n{TWO}", ONE, 0, "other calls"),
+    ("calls_cut", "tool_calls", _OPENED, ONE, ONE, 0, "cut inside the thoughts"),
+    ("calls_twice", "tool_calls", _OPENED, f"a</think><think>b</think>{ONE}", ONE, 0, "two think blocks"),
+    ("calls_not_opened", "tool_calls", _ASSISTANT, f"I call f.</think>{ONE}", ONE, 0, "nobody opened them"),
+    *(
+        (f"{name}_{number}", reward, prompt, completion, answer, verdict, "as with <think>")
+        for number, (opening, closing) in enumerate(_TAG_PAIRS)
+        for name, reward, prompt, completion, answer, verdict in [
+            ("tag_cut", "math", f"[/INST]{opening}\n", r"\boxed{5}", "5", 0),
+            ("tag_closed", "math", f"[/INST]{opening}\n", rf"a{closing}\boxed{{5}}", "5", 1),
+            ("own_tag_cut", "math", "[/INST]", rf"{opening}\boxed{{5}}", "5", 0),
+            ("own_tag", "math", "[/INST]", rf"{opening}\boxed{{6}}{closing}\boxed{{5}}", "5", 1),
+            ("tag_calls", "tool_calls", f"[/INST]{opening}", f"a{closing}{ONE}", ONE, 1),
+            ("own_tag_calls", "tool_calls", "[/INST]", f"{opening}a{closing}{ONE}", ONE, 1),
+            ("tag_calls_cut", "tool_calls", f"[/INST]{opening}", ONE, ONE, 0),
+            ("tag_form", "gsm8k_format", f"[/INST]{opening}", f"a{closing}<answer>5</answer>", "5", 1),
+            ("tag_gsm8k_cut", "gsm8k", f"[/INST]{opening}", "<answer>5</answer>", "5", 0),
+        ]
+    ),
+    ("harmony_cut", "math", _HARMONY, rf"{_ANALYSIS}\boxed{{5}}<|end|>", "5", 0, "no final channel"),
+    ("harmony_final", "math", _HARMONY + "<|channel|>final<|message|>", r"\boxed{5}", "5", 1, "the prompt opens that"),
+]
+
 CASES = [
     *_boxed("math", [*NUMBERS, *FRACTIONS, *UNITS, *STRUCTURES, *EXPRESSIONS, *WORDS]),
     *((name, "math", *rest) for name, *rest in BOXES),
@@ -368,5 +485,6 @@ CASES = [
     *_boxed("guru_math", [row for row in STRUCTURES + EXPRESSIONS if row[0] != "twice"]),
     *((name, "gsm8k", *rest) for name, *rest in GSM8K),
     *((name, "gsm8k_format", completion, "72", *rest) for name, completion, *rest in GSM8K_FORMAT),
+    *((name, "math_dapo", *rest) for name, *rest in DAPO),
     *((name, "tool_calls", *rest) for name, *rest in CALLS),
 ]

@@ -1,5 +1,6 @@
 """The paper's tasks: rows as the hub has them become problems; malformed rows and missing data are named."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -46,6 +47,7 @@ GURU_ROWS = [
     }
     for i, rate in enumerate([0.0, 0.4, 1.0, None])
 ]
+USER = [{"role": "user", "content": "q"}]
 TOOLS = '[{"name": "Market Trends API", "parameters": {"type": "dict", "required": ["a[0]"]}}, {"name": "now"}]'
 TOOLACE_ROWS = [
     {
@@ -67,8 +69,10 @@ def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
+    elif path.suffix.lower() == ".json":
         path.write_text(json.dumps(rows))
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -100,7 +104,13 @@ def test_gsm8k_is_read_from_a_folder_laid_out_as_on_the_hub(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet", "somewhere/else.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("train.jsonl", "train-00000-of-00001.parquet", "somewhere/else.jsonl"),
+        *("train.ndjson", "train.json", "train.jsonl.gz", "somewhere/else.ndjson.gz", "somewhere/else.JSON"),
+    ],
+)
 def test_files_may_lie_in_the_folder_or_be_named(tmp_path, name):
     path = write(tmp_path / name, gsm8k_rows(8))
     where = path if "/" in name else tmp_path
@@ -150,6 +160,23 @@ def test_math_trains_on_solutions_and_is_evaluated_on_answers(tmp_path):
         ("2", "level ?", {"subject": "Geometry"}),
     ]
     assert [(problem.answer, problem.difficulty) for problem in task.evaluation] == [("3", "level 5")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [(None, "2"), ("", "2"), (float("nan"), "2"), (3, "3"), (0, "0"), (3.0, "3"), (1e-7, "0.0000001"), ("3", "3")],
+)
+def test_math_rows_may_lack_their_answer_or_have_a_number(answer, expected):
+    row = {"problem": "p", "solution": r"\boxed{2}", "answer": answer, "level": 5.0}
+    (problem,) = competition_math.problems(rows_of(row))
+    assert (problem.answer, problem.difficulty) == (expected, "level 5")
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("7", "7"), (7, "7"), (7.0, "7"), (1e-7, "0.0000001")])
+def test_guru_answers_may_be_numbers(answer, expected):
+    row = {"prompt": USER, "reward_model": {"ground_truth": answer}, "qwen2.5_7b_pass_rate": 1}
+    (problem,) = guru_math.problems(rows_of(row))
+    assert (problem.answer, problem.difficulty) == (expected, "pass rate 0.8 to 1.0")
 
 
 def test_guru_keeps_the_rows_messages(tmp_path):
@@ -211,13 +238,31 @@ def test_toolace_holds_out_whole_conversations(tmp_path):
         (r'[f(a="quote \" , comma", max-results=3)]', {"a": 'quote " , comma', "max-results": 3}),
         ("[f(a=(1, 2))]", {"a": [1, 2]}),
         ('[f(a="é\\/")]', {"a": "é\\/"}),
+        ('[f(a="x\ny\r\nz", b=[\'\n\'], c={"\n": 1})]', {"a": "x\ny\r\nz", "b": ["\n"], "c": {"\n": 1}}),
+        (r'[f(a="x\\\ny")]'.replace(r"\ny", "\ny"), {"a": "x\\\ny"}),
+        ("[f(a=1,\n  b=[1,\n2])]", {"a": 1, "b": [1, 2]}),
+        (r"[f(a='\ud83d\ude00')]", {"a": "😀"}),
+        ("[f(a='x', b=\"it's (a), b\")]", {"a": "x", "b": "it's (a), b"}),
     ],
 )
 def test_calls_are_parsed(text, arguments):
     assert parse_calls(text) == [{"name": "f", "arguments": arguments}]
 
 
-@pytest.mark.parametrize("name", ["f", "Market Trends API", "a.b.c", "/v1/search", "get-weather", "天气"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "f",
+        "Market Trends API",
+        "a.b.c",
+        "/v1/search",
+        "get-weather",
+        "天气",
+        "Get McDonald's Menu",
+        "Wendys' API",
+        "x''y",
+    ],
+)
 def test_function_names_are_free(name):
     assert parse_calls(f"[{name}(a=1), {name}(a=2)]") == [{"name": name, "arguments": {"a": i}} for i in (1, 2)]
 
@@ -237,6 +282,10 @@ def test_function_names_are_free(name):
         "[f(a=__import__('os').getpid())]",
         "[f(a=open('/tmp/x', 'w'))]",
         "[f(a=1e999)]",
+        "[f(a=-1e999)]",
+        "[f(a=[{'b': -1e999}])]",
+        "[f(a={'b': 1, 'b': 2})]",
+        r"[f(a='\ud83d')]",
         "[f(a=b'x')]",
         "[f(a=1]",
         "[f(a='x)]",
@@ -260,9 +309,6 @@ def test_toolace_leaves_out_calls_that_cannot_be_parsed_and_keeps_them_in_the_hi
     assert problem.prompt[0]["content"].startswith("no list here\n\n")
 
 
-USER = [{"role": "user", "content": "q"}]
-
-
 @pytest.mark.parametrize(
     ("function", "row", "parts"),
     [
@@ -270,6 +316,7 @@ USER = [{"role": "user", "content": "q"}]
         (gsm8k.problems, {"question": " ", "answer": "#### 1"}, ["'question'", "' '"]),
         (gsm8k.problems, {"question": "q", "answer": "72"}, ["'answer'", "'####'", "'72'"]),
         (gsm8k.problems, {"question": "q", "answer": "#### six"}, ["'answer'", "six"]),
+        (gsm8k.problems, {"question": "q", "answer": "#### ７２"}, ["'answer'", "７２"]),
         (gsm8k.problems, {"question": "q", "answer": 72}, ["'answer'", "72"]),
         (competition_math.problems, {"problem": "p", "solution": "no box"}, ["'solution'", "boxed"]),
         (competition_math.problems, {"problem": "p"}, ["'solution'"]),
@@ -281,6 +328,20 @@ USER = [{"role": "user", "content": "q"}]
         ),
         (guru_math.problems, {"prompt": USER, "reward_model": "eJx"}, ["'reward_model'", "'eJx'"]),
         (guru_math.problems, {"prompt": USER, "reward_model": {"ground_truth": ""}}, ["'reward_model'"]),
+        *(
+            (
+                guru_math.problems,
+                {"prompt": USER, "reward_model": {"ground_truth": "1"}, "qwen2.5_7b_pass_rate": rate},
+                ["'qwen2.5_7b_pass_rate'", "a number from 0 to 1", repr(rate)],
+            )
+            for rate in ("0.5", "high", float("nan"), float("inf"), [0.5], {"mean": 0.5}, True, 1.5, -0.1)
+        ),
+        (guru_math.problems, {"prompt": USER, "reward_model": {"ground_truth": float("nan")}}, ["'reward_model'"]),
+        (guru_math.problems, {"prompt": USER, "reward_model": {"ground_truth": [1]}}, ["'reward_model'"]),
+        (competition_math.problems, {"problem": "p", "solution": "no box", "answer": None}, ["'solution'", "boxed"]),
+        (competition_math.problems, {"problem": "p", "solution": r"\boxed{1}", "answer": [1]}, ["'answer'", "[1]"]),
+        (competition_math.problems, {"problem": "p", "solution": r"\boxed{1}", "answer": True}, ["'answer'", "True"]),
+        (competition_math.problems, {"problem": "p", "solution": r"\boxed{1}", "answer": " "}, ["'answer'", "' '"]),
         (toolace.problems, {"system": "s", "conversations": []}, ["'conversations'", "[]"]),
         (toolace.problems, {"system": "s", "conversations": [{"from": "bot", "value": ""}]}, ["bot"]),
         (toolace.problems, {"conversations": [{"from": "user", "value": "q"}]}, ["'system'"]),
@@ -302,6 +363,14 @@ def test_a_damaged_folder_is_named_with_what_was_sought(tmp_path):
         task_of(tmp_path, "task=toolace", f"task.toolace.train={tmp_path}")
     with pytest.raises(ValueError, match=r"missing.jsonl: there is no such file"):
         task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={tmp_path}/missing.jsonl")
+
+
+def test_one_kind_of_file_is_read_of_a_folder_that_has_several(tmp_path):
+    write(tmp_path / "train.jsonl", gsm8k_rows(8))
+    write(tmp_path / "train.jsonl.gz", gsm8k_rows(8))
+    write(tmp_path / "train_info.json", {"rows": 8})
+    task = task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={tmp_path}", "task.gsm8k.evaluation=null")
+    assert len(task.train) == 6 and len(task.evaluation) == 2
 
 
 def test_a_hub_that_cannot_be_reached_leads_to_a_local_folder(tmp_path, monkeypatch):

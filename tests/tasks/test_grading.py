@@ -66,6 +66,9 @@ def test_a_failure_costs_its_own_completion_and_is_counted(faulty):
         "memory": "error",
         "deep": "error",
         "raise": "error",
+        "refuse": "error",
+        "unsent": "error",
+        "leave": "error",
         "print": "none",
         "x" * 5_001: "too_long",
         "b": "none",
@@ -147,8 +150,8 @@ def test_a_grading_process_that_dies_is_an_error_and_not_a_hang(faulty):
 def test_real_answers_through_the_pool():
     said = [r"\boxed{\frac12}", r"\boxed{2}", r"\boxed{7^{7^{7^{7}}}}", "\\boxed{" + "9" * 9000 + "}"]
     scores = scores_of(load_reward("guru_math", {"length": 1.0}), said, answers=["0.5"] * 4)
-    np.testing.assert_allclose(scores.rewards, [1.1, 0.2, 0, 0], rtol=1e-6)  # none of its length for a failure
-    assert [FAILURES[place] for place in scores.failures] == ["none", "none", "timeout", "too_long"]
+    np.testing.assert_allclose(scores.rewards, [1.1, 0.2, 0.3, 0], rtol=1e-6)  # none of its length for a failure
+    assert [FAILURES[place] for place in scores.failures] == ["none", "none", "none", "too_long"]
 
 
 def test_the_reward_is_the_weighted_sum_of_its_parts():
@@ -164,6 +167,27 @@ def test_the_reward_is_the_weighted_sum_of_its_parts():
         "format": [1, -1, 1, -1],
         "length": pytest.approx([0.1, 0.2, 0.3, 0.4]),
     }
+
+
+def test_thoughts_that_the_prompt_opened_are_no_answer():
+    said = [r"so \boxed{5}", r"so</think>\boxed{5}"]
+    prompts = ["<|assistant|><think>\n", "<|assistant|>"]
+    rows = [Answered(prompt, text, "5", {}, 1) for prompt in prompts for text in said]
+    # An agent's last reply follows another prompt than its first.
+    rows += [Answered(prompts[0], said[0], "5", {}, 1, opening) for opening in ("", "[THINK]")]
+    with Grading(PATIENT, load_reward("math")) as grading:
+        assert grading.submit(rows).result(timeout=60).rewards.tolist() == [0, 1, 1, 1, 1, 0]
+        assert grading.parsed(said * 2, ["<think>"] * 2 + [""] * 2) == [None, "5", "5", "5"]
+    with Grading(PATIENT, load_reward("recjax.tasks.rewards:number_match")) as grading:
+        rows = [Answered(prompts[0], text, "5", {}, 1) for text in ("5", "so</think>5")]
+        assert grading.submit(rows).result(timeout=60).rewards.tolist() == [0, 1]
+        assert grading.parsed(["5", "so</think>5"], ["<think>"] * 2) == [None, "5"]
+
+
+def test_the_tag_of_the_prompt_is_not_counted_as_the_completions():
+    with Grading(PATIENT, load_reward("math")) as grading:
+        rows = [Answered("<think>", "</think>" + " " * 4_983 + r"\boxed{5}", "5", {}, 1)]
+        assert len(rows[0].completion) == 5_000 and grading.submit(rows).result(timeout=60).rewards == [1]
 
 
 def test_a_weight_of_no_part_is_refused_at_the_start():
@@ -213,6 +237,44 @@ def test_functions_of_the_users_own():
     assert scores_of(custom(with_columns), ["a", "b"], columns=rows).rewards.tolist() == [3, 0]
     assert scores_of(custom(with_options), ["a"]).rewards.tolist() == [2]
     assert scores_of(custom(shares), ["ab"]).failures.tolist() == [0]
+
+
+LOCK, SEMAPHORE = asyncio.Lock(), asyncio.Semaphore(1)
+
+
+async def judged_in_turn(prompts, completions, answers):
+    """One completion after another, by means of what the module holds."""
+
+    async def one(text):
+        async with LOCK, SEMAPHORE:
+            await asyncio.sleep(0.001)
+            return len(text) if text != "leave" else sys.exit(3)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+def test_what_a_module_holds_works_in_every_batch_and_every_run():
+    own_rewards.check_weights(custom(judged_in_turn), ("", "", "", {}))
+    for _ in range(2):
+        with Grading(CONFIG, custom(judged_in_turn)) as grading:
+            for _ in range(2):
+                assert submitted(grading, ["a", "ab", "abc"]).result().rewards.tolist() == [1, 2, 3]
+            # A task that would end the event loop ends its own batch.
+            with pytest.raises(ValueError, match=r"failed with SystemExit: 3[\s\S]* in one: "):
+                submitted(grading, ["a", "leave", "abc"]).result(timeout=60)
+
+
+class Judge:
+    """A reward that is no function."""
+
+    async def __call__(self, prompts, completions, answers):
+        async with LOCK:
+            return [1.0] * len(completions)
+
+
+def test_an_object_may_judge():
+    reward = Reward("judge", Judge(), False, {"length": 0.0})
+    assert scores_of(reward, ["a"]).rewards.tolist() == [1]
 
 
 def none_for_b(prompts, completions, answers):

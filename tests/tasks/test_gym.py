@@ -101,6 +101,8 @@ def test_every_generators_answers_score_fully_and_no_others(name):
         ("<answer>6</answer> no, <answer>7</answer>", "7"),
         ("<answer>7", "7"),
         ("<answer></answer>", None),
+        ("<think>It is <answer>7</answer>.", None),
+        ("<think>6?</think> 7", "7"),
         ("", None),
         ("  ", None),
     ],

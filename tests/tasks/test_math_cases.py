@@ -1,18 +1,24 @@
-"""The mathematical grader on a table of answers with verdicts; and how math-verify alone does on the same table.
+"""The mathematical graders on tables of answers with verdicts; and how math-verify alone does on the first table.
+
+`math_cases.tsv` is graded by `math`. `math_kinds.tsv` names each row's grader and kind. `math_truths.txt` has one truth
+a line, of which no digit may be changed.
 
 `python -m tests.tasks.test_math_cases` prints both graders' errors.
 """
 
 import re
+import time
 from pathlib import Path
 
 import math_verify
 import pytest
 
-from recjax.tasks.grading.math_answers import math
+from recjax.tasks.grading.math_answers import guru_math, math
 from tests.tasks.reward_cases import BOX
 
-TABLE = Path(__file__).with_name("math_cases.tsv")
+TABLE, KINDS, TRUTHS = (
+    Path(__file__).with_name(name) for name in ("math_cases.tsv", "math_kinds.tsv", "math_truths.txt")
+)
 
 
 def cases():
@@ -47,7 +53,54 @@ def test_no_verdict_of_the_table_is_wrong():
     assert errors(ours) == []
 
 
+def test_no_verdict_of_the_kinds_is_wrong():
+    rows = [line.split("\t") for line in KINDS.read_text(encoding="utf-8").splitlines()[1:]]
+    graders = {"math": math, "guru_math": guru_math}
+    wrong = [row for row in rows if graders[row[3]](BOX % row[1], row[0], {})["accuracy"] != int(row[2])]
+    assert len(rows) > 1500 and len({(row[0], row[1], row[3]) for row in rows}) == len(rows)
+    assert wrong == []
+
+
+def test_no_truth_is_equal_to_itself_with_one_digit_changed():
+    truths = TRUTHS.read_text(encoding="utf-8").splitlines()
+    assert len({*truths}) == len(truths) >= 300
+    accepted = []
+    for truth in truths:
+        assert guru_math(BOX % f" {truth} ", truth, {})["accuracy"] == 1
+        digits = list(re.finditer(r"\d", truth))
+        for place, match in enumerate(digits[:1] + digits[1:][-1:]):
+            digit = (int(match.group()) + 1 + (place + len(truth)) % 8) % 10
+            changed = f"{truth[: match.start()]}{digit}{truth[match.end() :]}"
+            accepted += [(truth, changed)] * int(guru_math(BOX % changed, truth, {})["accuracy"])
+    assert accepted == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds"),
+    [
+        (r"7^{7^{7^{7}}}", 0.5),
+        (r"(10^7)!", 0.5),
+        (r"\prod_{k=1}^{3000} k^{3000}", 8),
+        (r"\sum_{i=1}^{2000}\sum_{j=1}^{2000} \frac{1}{i+j}", 2),
+        (r"x^5-3x^4+2x^3-x+1>0", 2),
+        (r"\frac{x^3-2x+1}{x^4-5x+3}>0", 2),
+        (r"x^2+y^2=(x+y+z)^{12}", 2),
+        (r"\sin x+\cos y=\sqrt{x}+\ln y+e^{x}", 2),
+        (r"\int_0^1\int_0^1 xy dx dy", 2),
+        (r"\tan(\tan(\tan(10^{1000})))", 0.5),
+    ],
+)
+def test_no_answer_takes_long(answer, seconds):
+    started = time.process_time()
+    for truth in (r"\sqrt{2}", "x>1", "x^2+y^2=1", "x^2+1"):
+        assert guru_math(BOX % answer, truth, {})["accuracy"] == 0
+    assert time.process_time() - started < seconds
+
+
 def test_the_table_is_what_the_documents_say():
+    text = Path("docs/rewards.md").read_text(encoding="utf-8")
+    assert int(re.search(r"holds ([\d,]+) more", text)[1].replace(",", "")) == len(KINDS.read_text().splitlines()) - 1
+    assert int(re.search(r"holds ([\d,]+) true", text)[1]) == len(TRUTHS.read_text().splitlines())
     rows = cases()
     assert len(rows) >= 600 and len({row[0] for row in rows}) >= 15
     assert len({row[1:3] for row in rows}) == len(rows), "no case stands there twice"

@@ -1,9 +1,13 @@
 """Tasks: the embedded arithmetic, users' files, rewards."""
 
+import gzip
 import json
 import re
+from decimal import Decimal
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recjax.config import ArithmeticTask, FileTask, load_config
@@ -99,6 +103,98 @@ def test_jsonl_rows_become_problems(tmp_path):
     assert problems == [Problem("1+1=", "2", columns={"note": "a"}), Problem(chat, "4")]
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("1e-7", "0.0000001"),
+        ("72.0", "72"),
+        ("-2.50", "-2.5"),
+        ("-0.0", "0"),
+        ("0.1", "0.1"),
+        ("1e22", "1" + "0" * 22),
+        ("1.5e300", "15" + "0" * 299),
+        ("5e-324", "0." + "0" * 323 + "5"),
+        ("12345678901234567890123", "12345678901234567890123"),
+        ('"1e-7"', "1e-7"),
+        ('"72.0"', "72.0"),
+    ],
+)
+def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
+    path = write_jsonl(tmp_path / "a.jsonl", [f'{{"prompt": "x", "answer": {answer}}}'])
+    (problem,) = file_problems(path, FileTask())
+    assert problem.answer == text
+    if answer[0] != '"':
+        assert float(text) == float(answer) and number_match([""], [text], [problem.answer]) == [1]
+
+
+def test_the_numbers_of_parquet_columns_keep_their_value(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {
+        "prompt": ["a", "b"],
+        "answer": [72.0, 1e-7],
+        "exact": pa.array([Decimal("1.10"), Decimal("-3.00")]),
+        "level": [3.0, 2.5],
+    }
+    pq.write_table(pa.table(columns), path)
+    found = file_problems(str(path), FileTask(difficulty_column="level"))
+    assert [(one.answer, one.difficulty) for one in found] == [("72", "3"), ("0.0000001", "2.5")]
+    assert [one.answer for one in file_problems(str(path), FileTask(answer_column="exact"))] == ["1.1", "-3"]
+
+
+def test_an_answer_that_the_reward_cannot_read_is_refused_with_the_task(tmp_path):
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(12)]
+    bad = [*rows[:7], {"prompt": "odd", "answer": "odd"}, *rows[7:]]
+    for reward in ("number_match", "last_number_match"):
+        named = f"task.reward=recjax.tasks.rewards:{reward}"
+        assert len(load_task(load_config(*file_config(tmp_path, rows, named))).train) == 8
+        with pytest.raises(ValueError, match=f"task.reward = 'recjax.tasks.rewards:{reward}'.*got 'odd'; correct"):
+            load_task(load_config(*file_config(tmp_path, bad, named)))
+    load_task(load_config(*file_config(tmp_path, bad, "task.reward=recjax.tasks.rewards:exact_match")))
+
+
+CONTENT = "".join(json.dumps(row) + "\n" for row in ROWS)
+WINDOWS = "\ufeff" + CONTENT.replace("\n", "\r\n")
+
+
+@pytest.mark.parametrize("content", [CONTENT, CONTENT.rstrip(), "\n" + CONTENT, WINDOWS, json.dumps(ROWS, indent=2)])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.JSONL", "a.jsonl.gz", "a.ndjson.gz", "a.json.gz"])
+def test_json_lines_may_have_other_names(tmp_path, name, content):
+    is_list = content[0] == "["
+    data, path = content.encode(), tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    if is_list and ".json" not in name.replace("jsonl", "").replace("ndjson", ""):
+        with pytest.raises(ValueError, match="line 1: not valid JSON"):
+            file_problems(str(path), FileTask())
+    else:
+        assert [problem.answer for problem in file_problems(str(path), FileTask())] == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '{"prompt": "x", "answer": 1}\n{"prompt": "y", "answer": \n', "a.json: line 2: not valid JSON"),
+        ("a.json", '{\n  "data": [\n    {"prompt": "x"}\n  ]\n}', "a.json: must hold one list of rows"),
+        ("a.json", " ", "the file holds no rows"),
+        ("a.jsonl.gz", CONTENT, "a.jsonl.gz: cannot be read as gzip"),
+        ("a.jsonl.gz", gzip.compress(CONTENT.encode())[:-9], "a.jsonl.gz: cannot be read as gzip"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1, "answer": 2}\n', "line 1: the key 'answer' is given twice"),
+        ("a.json", '[{"prompt": "x", "answer": 1, "prompt": "y"}]', "a.json: the key 'prompt' is given twice"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1, "more": {"k": 1, "k": 1}}\n', "line 1: the key 'k' is given twice"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        file_problems(str(tmp_path / name), FileTask())
+
+
+def test_a_parquet_column_that_is_given_twice_is_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array([1]), pa.array([2])], ["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: .*(answer|[Dd]uplicate)"):
+        file_problems(str(tmp_path / "a.parquet"), FileTask())
+
+
 def test_a_column_of_a_file_can_name_the_difficulty(tmp_path):
     rows = [{"prompt": "1+1=", "answer": 2, "level": 3, "note": "a"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
@@ -137,6 +233,9 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ({"prompt": [{"role": "user"}], "answer": "1"}, "role and content"),
         ({"prompt": "x", "answer": ["1"]}, "'answer' must hold text or a number"),
         ({"prompt": "x", "answer": True}, "'answer' must hold text or a number"),
+        ('{"prompt": "x", "answer": NaN}', "'answer' must hold text or a number"),
+        ('{"prompt": "x", "answer": -Infinity}', "'answer' must hold text or a number"),
+        ('{"prompt": "x", "answer": 1e999}', "'answer' must hold text or a number"),
     ],
 )
 def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, row, reason):
@@ -193,6 +292,14 @@ def test_evaluation_problems_are_held_out(tmp_path):
         load_task(load_config(config, ["rollout.prompts_per_step=28"]))
 
 
+@pytest.mark.parametrize("answer", ["$ $", r"\boxed{}", "1" * 2001, "(" * 17 + "x" + ")" * 17])
+def test_an_answer_that_no_completion_can_equal_is_refused(tmp_path, answer):
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(9)]
+    config = file_config(tmp_path, [*rows, {"prompt": "question", "answer": answer}], "task.reward=math")
+    with pytest.raises(ValueError, match=r"the answer '.* or no completion is right; correct or remove its row"):
+        load_task(load_config(*config))
+
+
 def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_the_task():
     path = "experiments/quickstart.yaml"
     with pytest.raises(ValueError, match="task.reward_weights.scor: the reward recjax.*has the parts score, length"):
@@ -222,6 +329,12 @@ def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_th
         ("42=", "42", 0),
         ("--3", "3", 0),
         ("٤٢", "42", 0),
+        ("1e-7", "0.0000001", 1),
+        ("0.0000001", "1e-7", 1),
+        ("2.5E3", "2500", 1),
+        ("1e5", "5", 0),
+        ("1e9999", "1", 0),
+        ("1e", "1", 0),
     ],
 )
 def test_number_match(completion, answer, reward):
@@ -236,6 +349,8 @@ def test_number_match(completion, answer, reward):
         ("so it is 1,32", 0),
         ("132.0 apples", 1),
         ("132;133", 0),
+        ("1.32e2", 1),
+        ("4e132", 0),
         ("7+5+0=12;", 0),
         ("no number", 0),
         ("-132", 0),
@@ -258,6 +373,66 @@ def test_exact_match_is_to_the_letter():
 def chats_of_a_file(tmp_path, rows, *overrides):
     """The task of a file of six rows or more, whose prompts are chats."""
     return load_task(load_config(*file_config(tmp_path, rows, "task.file.chat=true", *overrides)))
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}},
+    {"type": "function", "function": {"name": "find", "parameters": {"properties": {"text": {"type": "string"}}}}},
+]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_rows_tools_and_variables_go_to_the_chat_template(tmp_path, name, as_text):
+    chat = [{"role": "user", "content": "1+1?"}]
+    own = [(TOOLS, {"enable_thinking": False}), (TOOLS[:1], {"effort": "low"}), (None, None)]
+    rows = [
+        {"prompt": chat, "answer": "2", "tools": tools, "chat_template_kwargs": variables} for tools, variables in own
+    ]
+    if as_text:
+        rows = [
+            row | {key: row[key] and json.dumps(row[key]) for key in ("tools", "chat_template_kwargs")} for row in rows
+        ]
+    if name.endswith("parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
+    else:
+        write_jsonl(tmp_path / name, rows)
+    found = file_problems(str(tmp_path / name), FileTask())
+    expected = [{"enable_thinking": False, "tools": TOOLS}, {"effort": "low", "tools": TOOLS[:1]}, {}]
+    assert [problem.template for problem in found] == expected
+    assert set(found[0].columns) == {"tools", "chat_template_kwargs"}, "the reward gets them as well"
+
+
+def test_a_plain_prompt_has_no_template(tmp_path):
+    row = {"prompt": "1+1=", "answer": "2", "tools": "a saw"}
+    (problem,) = file_problems(write_jsonl(tmp_path / "a.jsonl", [row]), FileTask())
+    assert problem.template == {} and problem.columns == {"tools": "a saw"}
+
+
+def test_equal_messages_with_other_tools_are_other_problems(tmp_path):
+    tools = [[{"name": f"tool {i}"}] for i in range(12)]
+    rows = [{"prompt": "Which tools?", "answer": i, "tools": own} for i, own in enumerate(tools)]
+    task = chats_of_a_file(tmp_path, rows)
+    assert len(task.train) == 8 and len(task.evaluation) == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("tools", "a saw", "must hold JSON"),
+        ("tools", ["add"], "must hold a list of JSON schemas"),
+        ("tools", {"name": "add"}, "must hold a list of JSON schemas"),
+        ("tools", [{}], "must hold a list of JSON schemas"),
+        ("chat_template_kwargs", [1], "takes variables"),
+        ("chat_template_kwargs", "brief", "must hold JSON"),
+        ("chat_template_kwargs", {"tokenize": True}, "set by recjax"),
+        ("chat_template_kwargs", {"tools": []}, "by themselves"),
+    ],
+)
+def test_a_row_that_gives_the_template_something_else_is_named(tmp_path, column, value, reason):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2", column: value}]
+    with pytest.raises(ValueError, match=f"line 2: column '{column}' .*{reason}"):
+        file_problems(write_jsonl(tmp_path / "a.jsonl", rows), FileTask(chat=True))
 
 
 def test_the_system_prompt_goes_before_every_chat(tmp_path):

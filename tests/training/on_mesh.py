@@ -23,9 +23,9 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
+from recjax.training.learner import first_state
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import RowShape, pack
-from recjax.training.start import first_state
 from recjax.training.update import Learned, Recipe, TrainState, update
 from tests.rollout.padded import engine_completions
 
@@ -129,9 +129,9 @@ def numbers(sizes: tuple[int, int, int] | None, micro_batches: int, packed: bool
     return found
 
 
-def under_pmap(devices: int) -> tuple[TrainState, dict, Learned]:
+def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, dict, Learned]:
     """State and metrics after a step on the batch, prompts filled up and shared out by jax.pmap."""
-    batch = filled_up(batch_of(np.random.default_rng(0)), devices)
+    batch = filled_up(batch or batch_of(np.random.default_rng(0)), devices)
     state = start()
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
 

@@ -10,10 +10,10 @@ import pytest
 
 import recjax
 from recjax import manifest
-from recjax.config import load_config
+from recjax.config import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
-from recjax.training import loop, run_folder
+from recjax.training import learner, loop, run_folder
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import run_config, run_params
 from tests.training.tiny_run import TINY, train, without_times
@@ -188,6 +188,18 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
         run_folder.check_run_folder(config, overwrite=False)
 
 
+def test_a_config_file_of_before_a_key_is_that_of_its_default(tiny):
+    config = tiny("run")
+    output = Path(config.output)
+    output.mkdir(parents=True)
+    lines = to_yaml(config).splitlines()
+    (output / "config.yaml").write_text("\n".join(line for line in lines if "min_p" not in line))
+    assert sum("min_p" in line for line in lines) == 2
+    run_folder.check_run_folder(config, overwrite=False)
+    with pytest.raises(ValueError, match="rollout.min_p: None there, 0.2 now"):
+        run_folder.check_run_folder(tiny("run", "rollout.min_p=0.2"), overwrite=False)
+
+
 def test_lines_that_are_no_rows_are_named(tmp_path):
     for line in ('{"loss": 1.0}', "garbage", "", '{"step": "1"}', "[1]", "\udcff"):
         content = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n{{"st'
@@ -239,13 +251,13 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
 
 def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run, monkeypatch):
     config, folder = run
-    update = loop.update
+    update = learner.update
 
     def deletes(*args, **named):
         shutil.rmtree(folder)
         return update(*args, **named)
 
-    monkeypatch.setattr(loop, "update", deletes)
+    monkeypatch.setattr(learner, "update", deletes)
     with pytest.raises(ValueError, match="was deleted while the run was going on"):
         train(config)
     assert not folder.exists()

@@ -88,6 +88,15 @@ def test_pmap_gives_the_numbers_of_one_device():
         np.testing.assert_allclose(value, expected[f"params/{path}"], **CLOSE, err_msg=path)
 
 
+def test_a_step_without_data_moves_nothing_under_pmap_and_on_a_mesh():
+    batch = batch_of(np.random.default_rng(0))
+    batch = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
+    expected = jax.device_get(start())
+    assert_equal(flatten(jax.device_get(under_pmap(4, batch)[0])._asdict()), flatten(expected._asdict()))
+    with on((1, 2, 1)):
+        assert_equal(flatten(on_host(updated(batch, 2)[0])._asdict()), flatten(expected._asdict()))
+
+
 @pytest.mark.slow
 def test_a_state_is_split_from_the_start_and_stays_so():
     batch = batch_of(np.random.default_rng(0))

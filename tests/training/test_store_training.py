@@ -16,11 +16,19 @@ from recjax.experience.rows import group_of
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenise import tokenizer_name
 from recjax.generate_experience import generate
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import character_tokenizer
 from recjax.import_experience import import_files
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
 from recjax.planning.dry_run import dry_run, show
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import load_reward
+from recjax.tasks.problems import Problem
+from recjax.tasks.prompts import encode_problems
 from recjax.training import loop, regrading, rounds
-from recjax.training.metrics import batch_metrics, read_metrics
-from recjax.training.run import State, prepare
+from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
+from recjax.training.run import Run, State, prepare
 from tests.experience.rows import make_row, text_row
 from tests.training.tiny_run import TINY, train, train_until_killed, without_times
 
@@ -92,6 +100,27 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
     grades.write_text(grades.read_text()[:-40])
     with pytest.raises(ValueError, match="regraded.jsonl: not the grades that this run made"):
         train(tiny("again", *options))
+
+
+def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_path):
+    said = ["so \\boxed{5}", "so</think>\\boxed{5}", "<think>\\boxed{5}"]
+    texts = [(prompt, text) for prompt in ("2+3<think>", "2+3=") for text in said]
+    rows = [
+        text_row(place)._replace(group_id=prompt, prompt=prompt, completion=text, answer="5", reward=None)
+        for place, (prompt, text) in enumerate(texts)
+    ]
+    store.append(tmp_path / "store", rows)
+    options = ["experience.regrade=true", "experience.missing_logprobs=initial", "rollout.prompts_per_step=1"]
+    options += [f"experience.store={tmp_path / 'store'}", "task.reward=math", "grading.seconds=20"]
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    config = load_config(tmp_path / "tiny.yaml", [*options, "rollout.max_completion_tokens=64"])
+    letters = character_tokenizer("".join(map(chr, range(32, 127))))
+    policy = Policy(Decoder(DecoderConfig(len(letters), 16, 32, 1, 2, 1, 8)), letters, (0,))
+    prompts, grading = encode_problems([Problem("1+1=", "2")], letters, None), Grading(config, load_reward("math"))
+    held = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), load_stored(config, policy))
+    regrading._made(held, {}, tmp_path / "regraded.jsonl")
+    lines = (tmp_path / "regraded.jsonl").read_text().splitlines()
+    assert [json.loads(line)[1] for line in lines] == [0, 1, 0, 1, 1, 0]
 
 
 def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_again(tiny, drawn, tmp_path):

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from recjax.training import tracking
-from tests.training.tiny_run import train
+from tests.training.tiny_run import train, train_until_killed
 
 SHORT = ["training.steps=3", "evaluation.every=0", "evaluation.problems=4"]
 
@@ -81,6 +81,44 @@ def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
     monkeypatch.setattr(tracking, "LAST_SECONDS", 0.1)
     assert len(tracked(tiny, monkeypatch, Fake(seconds=5.0))) == 4
     assert "it has not taken the rest in 0.1 s" in caplog.text
+
+
+def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, tmp_path):
+    config = tiny("run", "training.steps=4", "evaluation.every=0", "evaluation.problems=4", "tracking.wandb={}")
+    made = []
+    for start in (lambda config: train_until_killed(config, at=4), train):
+        monkeypatch.setitem(sys.modules, "wandb", module := Fake())
+        start(config)
+        made.append({name: module.options[name] for name in ("id", "name", "resume")})
+    assert made[0] == made[1] and made[0]["resume"] == "allow" and len(made[0]["id"]) >= 8
+    assert [step for step, _ in module.logged] == [4, 4]
+
+
+class ByName(Fake):
+    """A module that knows runs by name, as trackio does."""
+
+    def init(self, project, name=None, config=None, resume="never"):
+        return super().init(project=project, name=name, config=config, resume=resume)
+
+
+def test_trackers_know_a_run_by_its_folder_wherever_it_lies_and_each_run_by_another_id(tiny, tmp_path):
+    def options(folder, module, **given):
+        feed = tracking._Feed("wandb", module, tiny(folder), given)
+        feed.put(None)
+        feed.join()
+        return module.options
+
+    (tmp_path / "one").mkdir()
+    first = options("one", Fake(), project="sums")
+    assert options("one", Fake(), id="mine", name="other")["id"] == "mine"
+    by_name = options("one", ByName(), project="sums")
+    assert by_name["name"] == f"one-{first['id'][:8]}" and by_name["resume"] == "allow" and "id" not in by_name
+    (tmp_path / "one").rename(tmp_path / "two")
+    assert options("two", Fake(), project="sums") | {"config": 0} == first | {"config": 0}
+    (tmp_path / "one").mkdir()
+    assert options("one", Fake(), project="sums")["id"] != first["id"]
+    (tmp_path / "two" / tracking.NAME).write_text("[")
+    assert options("two", Fake(), project="sums")["id"] != first["id"]
 
 
 def test_a_module_that_is_missing_is_an_error_before_work(tiny, monkeypatch):

@@ -13,6 +13,7 @@ from recjax.experience.batch import Batch
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
+from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
@@ -107,6 +108,38 @@ def test_equal_rewards_move_nothing():
     params, metrics = step(batch._replace(rewards=np.ones_like(batch.rewards)), "reinforce")
     chex.assert_trees_all_close(params, PARAMS)
     assert metrics["gradient_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("grpo", {}),
+        ("opmd", {"reduction": {"name": "sequence_mean_token_mean"}, **KL_AND_ENTROPY}),
+        ("red_drop", {"reduction": {"name": "fixed_length", "length": 5}}),
+        ("pairwise_consistency", {}),
+    ],
+)
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(preset, overrides, packs):
+    batch, algorithm = make_batch(), build_algorithm(preset, overrides)
+    optimizer = make_optimizer(OptimizerConfig(0.1, weight_decay=0.5), steps=10)
+    reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
+
+    def after(state, batch):
+        recipe = Recipe(Decoder(CONFIG), algorithm, optimizer, Sampling(0.9), 1024)
+        packed = pack(batch, RowShape(rows=4, tokens=16)) if packs else None
+        micro_batches = None if packs else 2
+        arguments = {}, reference, batch, jax.random.key(0), packed
+        return update(jax.tree.map(jnp.copy, state), *arguments, recipe=recipe, micro_batches=micro_batches)[:2]
+
+    moved, _ = after(TrainState(PARAMS, optimizer.init(PARAMS)), batch)
+    empty = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
+    still, metrics = after(moved, empty)
+    chex.assert_trees_all_equal(still, moved)
+    assert metrics["update_norm"] == metrics["gradient_norm"] == metrics["loss"] == 0
+    one = np.arange(len(batch.rewards)) < 3
+    again, metrics = after(moved, batch._replace(completion_mask=batch.completion_mask & one[:, None]))
+    assert metrics["update_norm"] > 0 and optax.tree.get_all_with_path(again.optimizer_state, "count")[0][1] == 2
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from recjax.tasks.grading.processes import finished
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts, described
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def _call(reward: Reward, rows: Sequence[Row]) -> Any:
     for retry in itertools.count():
         try:
             result = reward.function(*_arguments(reward.function, rows))
-            return asyncio.run(_within(result, reward.seconds)) if inspect.iscoroutine(result) else result
+            return finished(_within(result, reward.seconds) if inspect.isawaitable(result) else result)
         except Exception as error:
             if retry == reward.retries:
                 raise
@@ -73,7 +74,7 @@ def _call(reward: Reward, rows: Sequence[Row]) -> Any:
             time.sleep(wait)
 
 
-async def _within(result: Coroutine, seconds: float | None) -> Any:
+async def _within(result: Awaitable[Any], seconds: float | None) -> Any:
     try:
         async with asyncio.timeout(seconds):
             return await result

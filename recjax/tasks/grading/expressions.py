@@ -1,85 +1,87 @@
-"""Answers that are more than numbers, by math-verify: expressions, equations, inequalities, regions.
+"""Answers that are more than numbers: expressions, equations, inequalities, regions.
 
-What is handed over is checked first, because the library takes letters for factors, drops the words that it takes for
-units, and compares to six decimals whatever the size of a number.
+`syntax` reads both sides whole, `values` compares expressions; SymPy solves inequalities and factors equations.
 """
 
 import functools
-import logging
 import re
 from fractions import Fraction
 from typing import Any
 
-import math_verify
-import sympy
-from latex2sympy2_extended import NormalizationConfig
-
+from recjax.tasks.grading import algebra, marks, syntax, values
 from recjax.tasks.grading.notation import plain
-from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit
+from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
+from recjax.tasks.grading.tree import Node, difference, names, number
 from recjax.tasks.grading.units import NOTHING, Unit
 
-# math-verify warns once that its own time limits are off; those of the worker pool are on.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-_NORMAL = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
-)
-_EXTRACTION = (math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMAL),)
-_FUNCTIONS = set(
-    "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh exp log ln lg"
-    " max min gcd lcm mod det deg dim ker lim".split()
-)
-_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![a-z])")
+_FUNCTIONS = marks.FUNCTIONS | {"sqrt", "mod", "pi"}
+_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _CIRCLE = (("angle", 1),)
-_OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee|\\lor) ?")
+_SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
+_ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
+_INFINITE = Node("name", (r"\infty",))
 
 
-def same(truth: str, given: str, number: Quantity | None) -> bool:
+def same(truth: str, given: str, stated: Quantity | None) -> bool:
     """Whether an answer equals the true one, both in the notation of `notation.plain`.
 
     Args:
-        number: the answer, where it is a number.
+        stated: the answer, where it is a number.
     """
     (wanted, unit), (said, other) = _without_unit(truth), _without_unit(given)
-    if number is not None and number.units and not number.percent:
-        return _degrees(truth, number)
+    if stated is not None and stated.units and not stated.percent:
+        return _degrees(truth, stated)
     factor = _conversion(unit, other)
-    if factor is None or not _letters_fit(wanted, said):
+    if factor is None or not _words_fit(wanted, said):
         return False
-    parsed_wanted, parsed_said = _region(wanted), _region(said)
-    if parsed_wanted is None or parsed_said is None:
+    if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
+        value = values.decimal(_read(match["exact"]) or _INFINITE)
+        if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
+            return False
+        said = match["exact"]
+    tree, answer = _read(wanted), _read(said)
+    if tree is None or answer is None:
         return False
     if factor != 1:
-        parsed_said = sympy.Rational(factor.numerator, factor.denominator) * parsed_said
-    if number is not None and number.last_place is not None and _is_constant(parsed_wanted):
-        return _is_decimal_of(number, parsed_wanted)
-    if not math_verify.verify(parsed_wanted, parsed_said, allow_set_relation_comp=True, timeout_seconds=None):
-        return False
-    return _are_near(parsed_wanted, parsed_said)
+        answer = Node("mul", (number(factor), answer))
+    if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
+        value = values.decimal(tree)
+        return value is not None and (is_rounding(stated, value) or stated.value == value)
+    return _same(tree, answer, "°" in truth or r"\pi" in truth)
 
 
 def same_angle(degrees: str, given: str) -> bool:
     r"""Whether an answer in radians, such as \frac{\pi}{2}, is so many degrees."""
     said, unit = _without_unit(given)
-    if r"\pi" not in said or (unit and unit[0].dimensions != (("radian", 1),)) or not _letters_fit("", said):
+    if r"\pi" not in said or (unit and unit[0].dimensions != (("radian", 1),)):
         return False
     return _equal_angle(re.sub(r"°|\\text ?\{[^{}]*\}|[a-z ]+$", "", degrees).strip(), said)
 
 
+def is_constant(text: str) -> bool:
+    """Whether a text, in the notation of `notation.plain`, is an expression without unknowns."""
+    tree = _read(text)
+    return tree is not None and tree.kind != "relation" and not names(tree)
+
+
+def names_its_unit(text: str) -> bool:
+    """Whether an expression ends with a unit that is known."""
+    return _without_unit(text)[0] != text
+
+
 def _equal_angle(degrees: str, radians: str) -> bool:
-    wanted, said = _parsed(degrees), _parsed(radians)
-    if not isinstance(wanted, sympy.Expr) or not isinstance(said, sympy.Expr) or said.free_symbols:
-        return False
-    return bool(sympy.simplify(wanted * sympy.pi / 180 - said) == 0)
+    wanted, said = _read(f"({degrees})°"), _read(radians)
+    return wanted is not None and said is not None and not names(said) and values.equal(wanted, said)
 
 
-def _degrees(truth: str, number: Quantity) -> bool:
+def _degrees(truth: str, stated: Quantity) -> bool:
     """Whether so many degrees are the truth, an angle in radians; other units are beside numbers alone."""
-    if r"\pi" not in truth or all(unit.dimensions != _CIRCLE for unit in number.units):
+    if r"\pi" not in truth or all(unit.dimensions != _CIRCLE for unit in stated.units):
         return False
     said, unit = _without_unit(truth)
     if unit and unit[0].dimensions != (("radian", 1),):
         return False
-    return _equal_angle(f"\\frac{{{number.value.numerator}}}{{{number.value.denominator}}}", said)
+    return _equal_angle(f"\\frac{{{stated.value.numerator}}}{{{stated.value.denominator}}}", said)
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
@@ -102,68 +104,123 @@ def _conversion(wanted: tuple[Unit, ...], said: tuple[Unit, ...]) -> Fraction | 
     return next(factors, None)
 
 
-def _letters_fit(truth: str, given: str) -> bool:
-    """Whether an answer has no words, and no digits after letters, that the truth does not have."""
-    truth, given = (_OR.sub(" ", text) for text in (truth, given))
-    if any(word not in truth for word in re.findall(r"\\text ?\{[^{}]*\}", given)):
-        return False
-    truth, given = (re.sub(r"\\(?:[A-Za-z]+|.)|_\{?\w+\}?", " ", text) for text in (truth, given))
-    allowed = _FUNCTIONS | {*re.findall(r"[A-Za-z]{2,}", truth)}
-    words = [word for word in re.findall(r"[A-Za-z]{2,}", given) if word not in allowed]
+def _words_fit(truth: str, given: str) -> bool:
+    """Whether an answer has no words that the truth does not have."""
+    truth, given = (
+        re.sub(
+            r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?",
+            " ",
+            algebra.OR.sub(" ", text),
+        )
+        for text in (truth, given)
+    )
+    given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # of an integral
+    words = {*re.findall(r"[A-Za-z]{2,}", given)} - _FUNCTIONS - {*re.findall(r"[A-Za-z]{2,}", truth)}
     # Two letters or so are a product, where the truth has these letters; more are a word.
-    if any(len(word) > 3 or not set(word) <= set(truth) for word in words):
-        return False
-    letters, usual = ({*re.findall(r"[A-Za-z]", text)} for text in (given, truth))
-    if any(letter.swapcase() in usual for letter in letters - usual):
-        return False  # math-verify takes x and X for one
-    return not re.search(r"[A-Za-z]\d", given) or bool(re.search(r"[A-Za-z]\d", truth))
-
-
-def _region(text: str) -> Any:
-    """A text as math-verify reads it; inequalities with "or" between them as the union of their solutions."""
-    parts = _OR.split(text)
-    if len(parts) == 1:
-        return _parsed(text)
-    sets = []
-    for part in parts:
-        parsed = _parsed(part)
-        try:
-            sets.append(parsed.as_set())
-        except (AttributeError, NotImplementedError, TypeError, ValueError):
-            return None
-    return sympy.Union(*sets)
+    return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(marks.tokens(word)) == len(word))
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> Any:
-    text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1\\pi}{180}}", text)
-    found = math_verify.parse(f"\\boxed{{{text}}}", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)
-    parsed = found[0] if found else None
-    if not isinstance(parsed, sympy.Basic | sympy.MatrixBase):
-        return None
-    exact = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
-    exact |= {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
-    return parsed.xreplace(exact) if exact else parsed
+def _read(text: str) -> Node | None:
+    return syntax.read(text)
 
 
-def _is_constant(parsed: Any) -> bool:
-    return isinstance(parsed, sympy.Expr) and not parsed.free_symbols
+# --- Expressions and equations.
 
 
-def _is_decimal_of(number: Quantity, parsed: Any) -> bool:
-    value = parsed.doit().evalf(40)
-    return bool(value.is_real) and value.is_finite and is_rounding(number, Fraction(str(value)))
+def _same(wanted: Node, said: Node, is_periodic: bool) -> bool:
+    if wanted.kind == said.kind == "relation":
+        return _same_relation(wanted, said, is_periodic)
+    if wanted.kind == "relation":
+        value = _value_of(wanted)
+        return value is not None and value.kind != "relation" and _same(value, said, is_periodic)
+    if said.kind == "relation":
+        (operators, sides) = said.args
+        if {*operators} != {"="} or not _is_name(sides[0]):
+            return False
+        return all(_same(wanted, side, is_periodic) for side in sides[1:])
+    return values.equal(wanted, said) or _same_renamed(wanted, said, is_periodic)
 
 
-def _are_near(wanted: Any, said: Any) -> bool:
-    """False where numbers were found equal only because both are small."""
-    if not (_is_constant(wanted) and _is_constant(said)):
+def _value_of(relation: Node) -> Node | None:
+    """The right side of y = …."""
+    operators, sides = relation.args
+    return sides[1] if operators in (("=",), (r"\in",)) and _is_name(sides[0]) else None
+
+
+def _is_name(node: Node) -> bool:
+    return node.kind == "name" or (node.kind == "call" and node.args[0] not in marks.FUNCTIONS | {"^*", "transpose"})
+
+
+def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:
+    """The same but for the name of a constant of integration, or of the whole number that counts periods."""
+    old, new = names(said) - names(wanted), names(wanted) - names(said)
+    if old and all(re.fullmatch(r"[cC]_\d", name) for name in old) and {name.swapcase() for name in old} == new:
+        for name in old:
+            said = _renamed(said, name, name.swapcase())
+        return values.equal(wanted, said)
+    if len(old) != 1 or len(new) != 1:
+        return False
+    pair = {*old, *new}
+    constant = pair == {"c", "C"} and all(
+        tree.kind == "add" and any(term == Node("name", (name,)) for term in tree.args for name in pair)
+        for tree in (wanted, said)
+    )
+    counts = is_periodic and pair <= {*"klmn"}
+    return (constant or counts) and values.equal(wanted, _renamed(said, *old, *new))
+
+
+def _renamed(node: Any, old: str, new: str) -> Any:
+    if isinstance(node, Node):
+        return Node(node.kind, _renamed(node.args, old, new))
+    if isinstance(node, tuple):
+        return tuple(_renamed(each, old, new) for each in node)
+    return new if node == old else node
+
+
+def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
+    (operators, sides), (others, parts) = wanted.args, said.args
+    if {*operators} == {*others} == {"="} and len(sides) == len(parts) > 2:
+        return algebra.matched(sides, parts, values.equal)
+    pairs, answers = algebra.pairs(wanted), algebra.pairs(said)
+    if len(pairs) > 1 or len(answers) > 1:
+        return len(pairs) == len(answers) and algebra.matched(pairs, answers, _same_pair)
+    if operators == others == ("=",):
+        said = _in_the_same_letters(wanted, said)
+        value, got = _value_of(wanted), _value_of(said)
+        if value is not None and got is not None and values.equal(sides[0], said.args[1][0]):
+            return _same(value, got, is_periodic)
+    return _same_pair(*algebra.pairs(wanted), *algebra.pairs(said))
+
+
+def _in_the_same_letters(wanted: Node, said: Node) -> Node:
+    """f(t) = … as f(x) = …, where the truth says so."""
+    left, other = wanted.args[1][0], said.args[1][0]
+    if left.kind == other.kind == "call" and left.args[0] == other.args[0] and len(left.args) == len(other.args) == 2:
+        letters = [each.args[1].args[0] for each in (left, other) if each.args[1].kind == "name"]
+        if len(letters) == 2 and letters[0] not in names(said):
+            return _renamed(said, letters[1], letters[0])
+    terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (left, other)]
+    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(said):  # a_k as a_n
+        return _renamed(_renamed(said, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
+    return said
+
+
+def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> bool:
+    (operator, a, b), (other, x, y) = wanted, said
+    if operator != other:
+        return False
+    if values.equal(a, x) and values.equal(b, y):
         return True
-    try:
-        a, b = (complex(each.doit().evalf(30)) for each in (wanted, said))
-    except (TypeError, ValueError, OverflowError):
+    if operator in _SYMMETRIC and values.equal(a, y) and values.equal(b, x):
         return True
-    return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
+    if operator not in (*algebra.ORDERS, "=", r"\neq"):
+        return False
+    whole, answer = difference(a, b), difference(x, y)
+    sign = values.ratio(whole, answer)
+    if sign is not None:
+        return operator not in algebra.ORDERS or sign > 0
+    return operator not in algebra.ORDERS and algebra.same_factors(whole, answer)
 
 
 # Workers are forked from a process that has imported this module; what the first answer sets up, they need not.

@@ -15,12 +15,14 @@ from typing import Any
 import reasoning_gym  # noqa: F401  (see above)
 
 from recjax.tasks.grading.gym_package import generator as make_generator
+from recjax.tasks.grading.thinking import after_thoughts
 
 
 def parse(completion: str) -> str | None:
     """The answer of a completion; None where it gives none."""
-    _, tag, after = completion.rpartition("<answer>")
-    answer = (after.partition("</answer>")[0] if tag else completion).strip()
+    text = after_thoughts(completion)
+    _, tag, after = text.rpartition("<answer>")
+    answer = (after.partition("</answer>")[0] if tag else text).strip()
     return answer or None
 
 

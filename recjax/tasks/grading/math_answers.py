@@ -1,6 +1,6 @@
 """Mathematical answers: where a completion gives one, and whether it is the true one.
 
-An answer is read strictly, so that what is rewarded is an answer: of the text after the think block, and only where
+An answer is read strictly, so that what is rewarded is an answer: of the text after the thoughts, and only where
 it is marked as the answer; see `boxed` and `tagged`.
 """
 
@@ -13,11 +13,16 @@ from recjax.tasks.grading.braces import braced
 from recjax.tasks.grading.math_equality import is_right, unnamed
 from recjax.tasks.grading.notation import plain
 from recjax.tasks.grading.quantities import quantity
+from recjax.tasks.grading.thinking import after_thoughts, one_thought
 
 LONGEST, DEEPEST = 2000, 16  # characters of an answer, and brackets within brackets; what has more is none
 
-_TAGGED = re.compile(r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>\s*[^<>\s][^<>]*</answer>\s*", re.S)
+_TAGGED = re.compile(r"\s*<answer>\s*[^<>\s][^<>]*</answer>", re.S)
+_ANSWER_TAG = re.compile("</?answer>")
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
+_DISPLAYED = rf"\\\[(?s:.{{0,{LONGEST}}}?)\\\]|\$\$(?s:.{{0,{LONGEST}}}?)\$\$"
+_LINE = re.compile(rf"\banswer[*_]*[ \t]*[:：][*_]*\s*({_DISPLAYED}|\S.*)", re.I)
+_BRACKETS = re.compile(r"\\\[(.*)\\\]|\\\((.*)\\\)|`(.*)`", re.S)
 _HASHES = re.compile(r"^#### *(.+)$", re.M)
 
 
@@ -27,7 +32,9 @@ def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     format: 1 where all is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
     """
     accuracy = is_right(tagged(completion), _truth(answer), finished=True)
-    return {"accuracy": float(accuracy), "format": 1.0 if _TAGGED.fullmatch(completion) else -1.0}
+    thoughts, rest = one_thought(completion) or ("", "")
+    is_formatted = _TAGGED.fullmatch(rest) and not _ANSWER_TAG.search(thoughts)
+    return {"accuracy": float(accuracy), "format": 1.0 if is_formatted else -1.0}
 
 
 def math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
@@ -42,6 +49,31 @@ def math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, 
 def guru_math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
     r"""accuracy: 1 where the last \boxed is symbolically equal to the true answer, computed to the end or not."""
     return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=False))}
+
+
+def check_answer(answer: str) -> None:
+    """Refuses a true answer that no completion can equal.
+
+    Raises:
+        ValueError: the answer says nothing, or is too long or too deeply nested to be one.
+    """
+    stated = _short(_truth(answer))
+    if stated is None or re.fullmatch(r"(?:\\boxed|[\s${}])*", stated):
+        limits = f"must hold 1 to {LONGEST} characters and brackets at most {DEEPEST} deep"
+        raise ValueError(f"the answer {answer!r:.80} {limits}, or no completion is right; correct or remove its row")
+
+
+def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
+    """accuracy: 1 where the last line of the form `Answer: …` equals the true answer, with equality as in `math`.
+
+    Reference: arXiv 2503.14476 (DAPO); verl's math_dapo, whose reward of a wrong answer is −1.
+    """
+    return {"accuracy": float(is_right(answer_line(completion), _truth(answer), finished=True))}
+
+
+def parse_line(completion: str) -> str | None:
+    """The last line `Answer: …` in one spelling; numbers of equal value are the same text."""
+    return _spelling(answer_line(completion))
 
 
 def parse_boxed(completion: str) -> str | None:
@@ -59,13 +91,13 @@ def boxed(completion: str) -> str | None:
 
     The text up to `</think>` is no answer, nor is anything after a `<think>` that is never closed.
     """
-    _, mark, rest = _after_thinking(completion).rpartition("\\boxed")
+    _, mark, rest = after_thoughts(completion).rpartition("\\boxed")
     return _short(braced(rest.lstrip())) if mark else None
 
 
 def tagged(completion: str) -> str | None:
     r"""What the last `<answer>…</answer>` holds, without a \boxed around it; else the last \boxed, or line `#### …`."""
-    text = _after_thinking(completion)
+    text = after_thoughts(completion)
     answers = _ANSWER.findall(text)
     if answers:
         return boxed(answers[-1]) or _short(answers[-1])
@@ -73,6 +105,24 @@ def tagged(completion: str) -> str | None:
         return boxed(text)
     hashes = _HASHES.findall(text)
     return _short(hashes[-1]) if hashes else None
+
+
+def answer_line(completion: str) -> str | None:
+    r"""The text after the last `Answer:` on its line, or on the next one; the content of a \boxed in it.
+
+    The answer is without the marks of Markdown and the brackets of TeX around it.
+    """
+    lines = _LINE.findall(after_thoughts(completion))
+    if not lines:
+        return None
+    line = lines[-1].strip()
+    marks = len(line) - len(line.rstrip("*_"))
+    if marks and line.count(line[-1]) == marks:  # the end of **Answer: 5**
+        line = line[:-marks].rstrip()
+    if "\\boxed" in line:
+        return boxed(line)
+    brackets = _BRACKETS.fullmatch(line.removesuffix("."))
+    return _short(brackets[brackets.lastindex] if brackets else line)
 
 
 def _truth(answer: str) -> str:
@@ -87,11 +137,6 @@ def _short(answer: str | None) -> str | None:
 
 def _depth(text: str) -> int:
     return max(itertools.accumulate((each in "([{") - (each in ")]}") for each in text))
-
-
-def _after_thinking(completion: str) -> str:
-    text = completion.rpartition("</think>")[2]
-    return text.partition("<think>")[0]
 
 
 def _spelling(given: str | None) -> str | None:

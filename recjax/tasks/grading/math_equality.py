@@ -1,20 +1,21 @@
 """Whether a mathematical answer is the true one. An answer is read whole: what cannot be read makes it wrong.
 
-Numbers with units, sets, tuples, matrices, choices and words are read by this package. Everything else is given to
-math-verify, after its words have been checked and its units taken off.
+`literal` compares choices, words, times and the like, `quantities` numbers with units. `structures` takes sets, tuples
+and matrices apart. `expressions` compares everything else.
 """
 
 import functools
 import re
 
-from recjax.tasks.grading import expressions
-from recjax.tasks.grading.notation import plain, words_of
+from recjax.tasks.grading import algebra, expressions, literal
+from recjax.tasks.grading.literal import TEXT
+from recjax.tasks.grading.notation import plain, split, squeezed
 from recjax.tasks.grading.quantities import Quantity, quantity, same
 from recjax.tasks.grading.structures import Structure, structure
 
 _NAME = (
     r"(?:m? ?\\angle ?[A-Z]{1,3}|\\(?:overline|overrightarrow|vec|hat|mathbf|mathcal)\{[A-Za-z]{1,3}\}|\|[A-Z]{2}\|"
-    r"|[A-Z]{1,3}|[A-Za-z](?:'|_\{?\w+\}?)?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
+    r"|[A-Z]{1,3}|[A-Za-z](?:'|_(?:\{\w+\}|\w+))?(?: ?\([^()=,]*\))?|\\[a-z]+(?:_(?:\{\w+\}|\w+))?"
     r"|\([A-Za-z](?: ?, ?[A-Za-z]){1,3}\)"
     r"|\\text ?\{[A-Za-z ]{1,40}\}(?:_\w)?)"
 )
@@ -22,15 +23,15 @@ _NAMED = re.compile(rf"(?P<name>{_NAME}) ?(?:=|:|\\approx|\\in\b|\bis\b) ?(?P<va
 _VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
 _SAID = re.compile(r"(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
 _ABOUT = re.compile(r"(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
-_CHOICE = re.compile(
-    r"(?:(?:option|choice) ?)?(?:\((?P<held>[A-Za-z])\)|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])) ?\}"
-    r"|(?P<bare>[A-Z])(?P<half>\))?)",
-    re.I,
-)
-_CLOCK = re.compile(r"(\d{1,2}):(\d\d) ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
-_SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
 _RELATION = re.compile(r"\\(?:neq|not|ge|le|gt|lt)(?![A-Za-z])|[<>]")
-_SUBSCRIPT = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
+_BUILDER = re.compile(
+    r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
+)
+_REAL = re.compile(r"^(?P<name>[A-Za-z]) ?\\in ?\\mathbb\{R\} ?, ?(?=(?P=name)\b)")
+_COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
+_TUPLE = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
+_LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
 
 
 def is_right(given: str | None, answer: str, finished: bool) -> bool:
@@ -52,30 +53,80 @@ def _read(text: str) -> str:
 def _same(truth: str, given: str, finished: bool) -> bool:
     if not given:
         return False
-    if _squeezed(truth) == _squeezed(given):
+    if squeezed(truth) == squeezed(given):
         return True
-    given = _SAID.sub("", given, count=1) if _SAID.match(given) else given
-    given = given.strip()
-    for decide in (_as_choice, _as_clock, _as_words, _in_a_base, _as_ratio, _as_named):
-        decided = decide(truth, given, finished)
-        if decided is not None:
-            return decided
+    truth, given = _in_one_form(truth.strip(), given.strip())
+    if (decided := literal.decided(truth, given)) is not None:
+        return decided
+    if (decided := _as_named(truth, given, finished)) is not None:
+        return decided
     number = quantity(truth)
     if number is not None:
         return _is_number(truth, number, given, finished)
+    if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
+        # A unit that is in no table, or whatever else a number's truth ends with, may be left out but not changed.
+        if expressions.is_constant(match["core"]):
+            words = squeezed(TEXT.sub(r" \1", match["words"]))
+            given = TEXT.sub(r" \1", given)
+            return _same(match["core"], given.removesuffix(words).strip() if given.endswith(words) else given, finished)
+    if (decided := algebra.same_region(truth, given)) is not None:
+        return decided
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
-    if taken is None and said is not None and not _may_be_a_region(truth, said):
+    if taken is None and said is not None and r"\begin" not in truth and not _may_be_a_region(truth, said):
         return False
     if _RELATION.match(given) and not _RELATION.match(truth):
         return False
     return expressions.same(truth, given, quantity(unnamed(given)))
 
 
-def _squeezed(text: str) -> str:
-    """Without the spaces that separate nothing: two letters or digits apart stay so."""
-    return re.sub(r"(?<![\w.]) | (?![\w.])", "", text)
+def _in_one_form(truth: str, given: str) -> tuple[str, str]:
+    """Both without what one of them may leave out: "the answer is", set builders, domains, separators of thousands."""
+    given = _SAID.sub("", given, count=1).strip() if _SAID.match(given) else given
+    texts = [truth, given]
+    if any(map(_BUILDER.fullmatch, texts)):
+        # {x | x = 3} is {3}; any other set keeps its braces beside one that lists its members.
+        single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
+        braces = r"^\\\{|\\\}$" if single else "(?!)"
+        texts = [
+            _BUILDER.sub(r"\g<condition>", text) if _BUILDER.fullmatch(text) else re.sub(braces, "", text)
+            for text in texts
+        ]
+    texts = [_REAL.sub("", text) for text in texts]
+    if any(map(_COUNTING.search, texts)):
+        texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
+    if "=" in texts[1] and _TUPLE.fullmatch(truth):
+        texts = [_spelled_out(text) for text in texts]
+    return _without_thousands(*texts)
+
+
+def _without_thousands(truth: str, given: str) -> tuple[str, str]:
+    """Both without the commas that separate thousands, where these are no list's.
+
+    A comma without a space is one before three digits in a text that separates its items otherwise, or has no items.
+    """
+    texts = []
+    for text in (truth, given):
+        loose = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
+        bracketed = re.search(r"(?:[(\[]|\\\{)[^()\[\]{}]*,", text)
+        is_number = _THOUSANDS.sub("", text).strip() == ""
+        if _THOUSANDS.search(text) and (loose or not bracketed) and not (is_number and not loose):
+            text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+        texts.append(text)
+    truth, given = texts
+    if "," in given and "," not in truth and _THOUSANDS.sub("", given) == "":
+        given = given.replace(",", "")
+    return truth, given
+
+
+def _spelled_out(text: str) -> str:
+    """(x,y)=(1,2) as x=1,y=2."""
+    match = _TUPLE.fullmatch(text)
+    names, items = ([each.strip() for each in split(match[side])] for side in (1, 2)) if match else ([], [])
+    if not names or len(names) != len(items):
+        return text
+    return ",".join(f"{name}={item}" for name, item in zip(names, items, strict=True))
 
 
 def unnamed(text: str) -> str:
@@ -85,81 +136,6 @@ def unnamed(text: str) -> str:
         return rest.strip() if "," not in text and re.fullmatch(_NAME, name.strip()) else text
     match = _NAMED.fullmatch(text) or _VALUE_FIRST.fullmatch(text)
     return match["value"].strip() if match else text
-
-
-# --- Answers of one letter or a few words. Each says True, False, or None where the truth is nothing of its kind.
-
-
-def _as_choice(truth: str, given: str, finished: bool) -> bool | None:
-    wanted = _CHOICE.fullmatch(truth)
-    if not wanted or not _letter(wanted):
-        return None
-    said = _CHOICE.fullmatch(given)
-    if not said:
-        return False if wanted["held"] or wanted["textheld"] or not re.search(r"[=\\+\-*/^\d]", given) else None
-    if wanted["held"] or wanted["textheld"]:
-        return _letter(wanted).casefold() == _letter(said).casefold()
-    return _letter(wanted) == _letter(said)
-
-
-def _letter(match: re.Match) -> str:
-    letter = match["held"] or match["textheld"] or match["text"] or match["bare"]
-    # The pattern ignores case for its words; a small letter that stands by itself is a variable.
-    return letter if match["held"] or match["textheld"] or letter.isupper() or match["half"] else ""
-
-
-def _as_clock(truth: str, given: str, finished: bool) -> bool | None:
-    wanted, said = _CLOCK.fullmatch(truth), _CLOCK.fullmatch(given)
-    if not wanted or int(wanted[2]) > 59 or int(wanted[1]) > 24:
-        return None
-    if not said:
-        return False if wanted[3] else None
-    halves = {(half or "").casefold() for half in (wanted[3], said[3])} - {""}
-    return (int(wanted[1]), wanted[2]) == (int(said[1]), said[2]) and len(halves) < 2
-
-
-def _as_words(truth: str, given: str, finished: bool) -> bool | None:
-    marked = r"\text" in truth
-    bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*", bare):
-        return None
-    if quantity(truth) is not None:
-        return None
-    words = re.findall(r"[A-Za-z]+", bare)
-    if not marked:
-        if max(map(len, words)) < 2 or (len(words) > 1 and all(len(word) < 3 for word in words) and "," in bare):
-            return None
-        if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
-            return None
-        if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
-            return None  # abc may be a product, as a·b·c is; cat is not act
-        if len(words) == 1 and set(words[0]) <= set("uvwxyz"):
-            return None
-    elif max(map(len, words)) < 2 and "-" not in bare:
-        return None
-    return words_of(given) == words_of(truth)
-
-
-def _in_a_base(truth: str, given: str, finished: bool) -> bool | None:
-    """Digits of a base that a subscript names: they are compared as they are written."""
-    wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
-    if wanted:
-        digits = said[1] if said else given
-        return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
-    if said and quantity(truth) is not None:
-        return int(said[2]) == 10 and quantity(said[1]) is not None and same(quantity(truth), quantity(said[1]))
-    return None
-
-
-def _as_ratio(truth: str, given: str, finished: bool) -> bool | None:
-    """1:2:3, three parts or more; a ratio of two is a number."""
-    if not re.fullmatch(r"\d+(?: ?: ?\d+){2,}", truth):
-        return None
-    parts = [[quantity(part) for part in text.split(":")] for text in (truth, given)]
-    if None in parts[1] or len(parts[0]) != len(parts[1]):
-        return False
-    wanted, said = ([part.value for part in each] for each in parts)
-    return all(a * said[0] == b * wanted[0] for a, b in zip(wanted, said, strict=True)) and said[0] != 0
 
 
 def _as_named(truth: str, given: str, finished: bool) -> bool | None:
@@ -173,7 +149,7 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
     ):
         return None
     said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
-    if said and r"\text" not in said["name"] and _squeezed(said["name"]) != _squeezed(match["name"]):
+    if said and r"\text" not in said["name"] and squeezed(said["name"]) != squeezed(match["name"]):
         return False
     if said is None and "=" in given:
         return False
@@ -192,11 +168,14 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
     said = quantity(given)
     if said is not None:
         return same(number, said)
-    if "=" in given:
+    if len(split(given, "=")) > 1:
         # 15/4 = 3.75: the same number, several times; a working is none.
-        parts = [quantity(part) for part in given.split("=")]
+        parts = [quantity(part) for part in split(given, "=")]
         return None not in parts and all(same(number, part) for part in parts)
-    if structure(given) or _RELATION.search(given) or r"\pm" in given:
+    if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
+        said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N, where the truth has a unit too
+        return said is not None and same(number, said)
+    if structure(given) or _RELATION.search(re.sub(r"\{[^{}]*\}", "", given)) or r"\pm" in given:
         return False
     if any(unit.dimensions == (("angle", 1),) for unit in number.units):
         return expressions.same_angle(truth, given)
@@ -222,8 +201,13 @@ def _may_be_a_region(truth: str, said: Structure) -> bool:
 def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
     if said is None:
         # An interval may be given as an inequality.
+        if truth.kind == "matrix" and re.search(r"\\begin|\^", given):
+            return None
         is_region = truth.kind[:1] in "([" and re.search(r"<|>|\\le|\\ge", given)
         return None if is_region and len(truth.items) == 2 else False
+    if truth.kind == "<>" and said.kind == "matrix" and all(len(row) == 1 for row in said.items):
+        said = Structure("<>", sum(said.items, []))
+    truth, said = (each._replace(kind="()") if each.kind == "<>" else each for each in (truth, said))
     if truth.kind == "matrix" or said.kind == "matrix":
         shapes = [[len(row) for row in each.items] if each.kind == "matrix" else None for each in (truth, said)]
         if shapes[0] != shapes[1]:

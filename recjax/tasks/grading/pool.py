@@ -1,5 +1,6 @@
 """Grading beside training: batches go in, futures of scores come out; built-in rewards run in worker processes."""
 
+import itertools
 import pickle
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from recjax.tasks.grading import processes
 from recjax.tasks.grading.custom import Row, custom_parts
 from recjax.tasks.grading.graders import GRADERS, Failure
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
+from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 
 # Why a completion could not be graded; no_reward: the user's function said None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
@@ -35,6 +37,7 @@ class Answered(NamedTuple):
     """A completion to be graded: its prompt as the model saw it, its text, and of its problem answer and columns.
 
     length: in tokens.
+    opening: the tag of thoughts inside which the completion begins, or empty text; None: see the end of its prompt.
     """
 
     prompt: str
@@ -42,6 +45,7 @@ class Answered(NamedTuple):
     answer: str
     columns: Mapping[str, Any]
     length: int
+    opening: str | None = None
 
 
 class Grading:
@@ -74,10 +78,11 @@ class Grading:
 
     def submit(self, asked: Sequence[Answered]) -> "Future[Scores]":
         """Scores of a batch to come; what is raised while they are made, `result()` raises."""
-        return self._thread.submit(self._scores, [row[:-1] for row in asked], np.array([row.length for row in asked]))
+        return self._thread.submit(self._scores, asked)
 
-    def _scores(self, rows: Sequence[Row], lengths: np.ndarray) -> Scores:
-        parts, failures = self._graded(rows) if self._server else self._custom(rows)
+    def _scores(self, asked: Sequence[Answered]) -> Scores:
+        rows, lengths = [row[:4] for row in asked], np.array([row.length for row in asked])
+        parts, failures = self._graded(asked) if self._server else self._custom(rows)
         longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
         if overlong is not None:
@@ -118,21 +123,31 @@ class Grading:
                     f" rewards are finite and at most {MOST_REWARD:g} either way, so lower task.reward_weights"
                 )
 
-    def parsed(self, completions: Sequence[str]) -> list[str | None]:
+    def parsed(self, completions: Sequence[str], openings: Sequence[str] | None = None) -> list[str | None]:
         """The answer that each completion gives, as text by which votes are counted, under the limits of grading.
 
-        None where it gives none, or cannot be read within the limits.
+        Args:
+            openings: the tag of thoughts inside which each completion begins, or empty text; None: no completion does.
+        Returns:
+            None where a completion gives no answer, or cannot be read within the limits.
         """
-        parse = GRADERS[self.reward.name].parse if self.reward.per_row else None
-        if parse is None:
-            return [text.strip() for text in completions]
-        outcomes = self._thread.submit(self._called, parse, [(text,) for text in completions]).result()
+        openings = openings or [""] * len(completions)
+        if not self.reward.per_row:
+            said = zip(openings, completions, strict=True)
+            # A completion that is cut inside its thoughts gives no answer.
+            texts = [(whole, after_thoughts(whole)) for whole in itertools.starmap(whole_reply, said)]
+            return [None if whole.strip() and not text.strip() else text.strip() for whole, text in texts]
+        outcomes = self._thread.submit(
+            self._called, GRADERS[self.reward.name].parse, [(text,) for text in completions], openings
+        ).result()
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes]
 
-    def _graded(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def _graded(self, asked: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row and how its grading failed, from the worker processes."""
         grader = GRADERS[self.reward.name]
-        outcomes = self._called(grader.grade, [(text, answer, dict(columns)) for _, text, answer, columns in rows])
+        openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in asked]
+        rows = [(row.completion, row.answer, dict(row.columns)) for row in asked]
+        outcomes = self._called(grader.grade, rows, openings)
         failed = [isinstance(outcome, Failure) for outcome in outcomes]
         parts = {
             name: np.array([0.0 if bad else row[name] for bad, row in zip(failed, outcomes, strict=True)])
@@ -141,16 +156,21 @@ class Grading:
         reasons = [row.reason if bad else FAILURES[0] for bad, row in zip(failed, outcomes, strict=True)]
         return parts, np.array([FAILURES.index(reason) for reason in reasons], np.int32)
 
-    def _called(self, function: str, rows: Sequence[tuple]) -> list[Any]:
+    def _called(self, function: str, rows: Sequence[tuple], openings: Sequence[str]) -> list[Any]:
         """What worker processes make of rows, the first value of each being a completion."""
         limit = self._config.grading.max_characters
+        replies = [
+            (whole_reply(opening, row[0]), *row[1:])
+            for row, opening in zip(rows, openings, strict=True)
+            if len(row[0]) <= limit
+        ]
         try:
-            pickle.dump((function, [row for row in rows if len(row[0]) <= limit]), self._server.stdin)
+            pickle.dump((function, replies), self._server.stdin)
             self._server.stdin.flush()
-            replies = iter(pickle.load(self._server.stdout))
+            outcomes = iter(pickle.load(self._server.stdout))
         except (EOFError, OSError) as error:
             raise RuntimeError("the grading process ended by itself; standard error says why") from error
-        return [next(replies) if len(row[0]) <= limit else Failure("too_long") for row in rows]
+        return [next(outcomes) if len(row[0]) <= limit else Failure("too_long") for row in rows]
 
 
 def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:

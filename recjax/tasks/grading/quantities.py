@@ -4,6 +4,7 @@ A number is digits, a fraction, a mixed number, a repeating decimal, a power of 
 numbers, or words. What has to be computed, such as 2+3 or \sqrt{25}, is none.
 """
 
+import itertools
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -40,7 +41,7 @@ _FRACTION = r"\\frac\{ ?(?P<over>-?[\d,]+) ?\}\{ ?(?P<under>-?[\d,]+) ?\}"
 _NUMBER = re.compile(
     rf"(?:(?:(?P<mixed>\d+) ?)?{_FRACTION}"
     r"|(?P<mixed2>\d+) (?P<over2>\d+) ?/ ?(?P<under2>\d+)"
-    r"|\{?(?P<over3>-?\d[\d,]*)\}? ?(?:/|:) ?\{?(?P<under3>-?\d[\d,]*)\}?"
+    r"|\{?(?P<over3>-?\d+(?:,\d{{3}})*)\}? ?(?:/|:) ?\{?(?P<under3>-?\d+(?:,\d{{3}})*)\}?"
     rf"|{_DECIMAL})",
     re.A,
 )
@@ -56,6 +57,7 @@ _PART = re.compile(
     r"(\d+)[ -](half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?"
     r"|thousandths?)"
 )
+_ARC = re.compile(r"(\d{1,9})° ?(\d{1,2})'(?: ?(\d{1,2}(?:\.\d{1,20})?)(?:''|\"))?", re.A)
 _SECOND = re.compile(r"^(?P<first>.*?[A-Za-z}]\.?),? (?:and )?(?P<second>\d.*)$")
 
 
@@ -64,6 +66,9 @@ def quantity(text: str) -> Quantity | None:
     if len(text) > 2 * _MOST_DIGITS:
         return None
     found = _quantity(text.strip())
+    if found is None and (match := _ARC.fullmatch(text)):
+        degrees = int(match[1]) + Fraction(int(match[2]), 60) + Fraction(match[3] or 0) / 3600
+        found = Quantity(degrees, units=units("°"))
     if found is None and (match := _SECOND.match(_without_text(text))):
         found = _sum(match["first"], match["second"])
     return found
@@ -84,6 +89,8 @@ def _sum(first: str, second: str) -> Quantity | None:
 
 def _quantity(text: str) -> Quantity | None:
     text = _without_parentheses(text)
+    if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
+        text = _without_text(text)  # a sign within the text
     sign, money = 1, ""
     for _ in range(2):
         if (match := _SIGN.match(text)) and sign == 1:
@@ -111,17 +118,15 @@ def _quantity(text: str) -> Quantity | None:
 
 def _without_parentheses(text: str) -> str:
     while len(text) > 2 and text[0] in "({" and text[-1] in ")}":
-        inside = text[1:-1]
-        if any(character in inside for character in "(){}") and not re.fullmatch(
-            r"-?\s*\\frac\{[^{}]*\}\{[^{}]*\}", inside
-        ):
+        depths = itertools.accumulate((each in "({") - (each in ")}") for each in text)
+        if "," in text or "\\{" in text or "\\}" in text or 0 in list(depths)[:-1]:
             break
-        text = inside.strip()
+        text = text[1:-1].strip()
     return text
 
 
 def _without_text(text: str) -> str:
-    return re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text).replace("  ", " ").strip()
+    return " ".join(re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text).split())
 
 
 def _leading_number(text: str) -> tuple[Quantity | None, str]:
@@ -218,9 +223,12 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
 
     A bare letter counts only after a space, for the few that are usual, and beside a number.
     """
-    said = _unit_fraction(text)
-    bare = re.sub(r"\\text ?\{[^{}]*\}", "", said)
-    for letters in re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", bare):
+    said = re.sub(
+        r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text
+    )
+    said = _unit_fraction(said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
+    bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", said)
+    for letters in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):
         rate = re.search(rf"/ ?{letters}|{letters} ?/", bare)
         if not (rate or (beside_a_number and letters in BARE_LETTERS and bare[:1] == " ")) and "°" not in bare:
             return ()
@@ -286,7 +294,7 @@ def same_number(truth: Quantity, given: Quantity) -> bool:
     difference = abs(truth.value - given.value)
     if difference == 0:
         return True
-    if truth.last_place is not None:
+    if truth.last_place is not None and truth.value.denominator != 1:  # 510000.00 is a whole number
         finer = given.last_place is None or given.last_place < truth.last_place
         return truth.digits >= _EXACT_DIGITS and finer and difference <= truth.last_place / 2
     return not _terminates(truth.value) and is_rounding(given, truth.value)

@@ -63,8 +63,14 @@ def outcomes(pool: ProcessPool, function: str, rows: Sequence[tuple], seconds: f
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    result = pkgutil.resolve_name(function)(*arguments)
-    return {name: float(value) for name, value in result.items()} if isinstance(result, Mapping) else result
+    """In a worker: a result of plain values, or a Failure. Exceptions stay here, as not all can be sent."""
+    try:
+        result = pkgutil.resolve_name(function)(*arguments)
+        if isinstance(result, Mapping):
+            return {str(name): float(value) for name, value in result.items()}
+        return None if result is None else str(result)
+    except (Exception, SystemExit):
+        return Failure("error")
 
 
 if __name__ == "__main__":

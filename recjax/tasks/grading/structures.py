@@ -6,6 +6,9 @@ from typing import NamedTuple
 from recjax.tasks.grading.notation import split
 
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
+_BRACKETED = re.compile(r"[(\[]? ?(\\begin\{array\}.*\\end\{array\}) ?[)\]]?")
+_CASES = re.compile(r"\\begin\{(d?cases|aligned)\}(.*)\\end\{\1\}")
+_CONDITION = re.compile(r"^(?:\\text ?\{ ?(?:if|for|when|where)? ?\}|if|for|when) ?|[,;.] ?$", re.I)
 _ROWS = re.compile(r"\[ ?\[.*\] ?\]")
 _WORDED = re.compile(r",? ?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
 _OPENING, _CLOSING = ("\\{", "(", "["), ("\\}", ")", "]")
@@ -28,6 +31,12 @@ class Structure(NamedTuple):
 
 def structure(text: str) -> Structure | None:
     """What a whole text, in the notation of `notation.plain`, is made of; None where it is a single thing."""
+    if match := _BRACKETED.fullmatch(text):
+        text = match[1]
+    if match := _CASES.fullmatch(text):
+        return Structure("list", [_case(row) for row in re.split(r"\\\\", match[2]) if row.strip()])
+    if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
+        return Structure("<>", _items(match[1]))
     if match := _MATRIX.fullmatch(text):
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
         return Structure("matrix", [[item.strip() for item in row.split("&")] for row in rows])
@@ -58,6 +67,14 @@ def structure(text: str) -> Structure | None:
     if text.startswith("{") and text.endswith("}") and len(_items(text[1:-1])) > 1:
         return Structure("{}", _items(text[1:-1]))
     return None
+
+
+def _case(row: str) -> str:
+    """A row of cases: a statement, or a value and when it holds as a pair."""
+    parts = [_CONDITION.sub("", _CONDITION.sub("", part.strip())).strip() for part in row.split("&")]
+    if len(parts) > 1 and parts[1][:1] in ("=", "<", ">"):
+        return "".join(parts)  # aligned at its relation
+    return parts[0] if len(parts) == 1 else f"({','.join(parts)})"
 
 
 def _items(text: str) -> list[str]:

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-_THINK_TAG = re.compile(r"</?think>")
+from recjax.tasks.grading.thinking import one_thought
+
 _FENCE = re.compile(r"```(?:json)?[^\S\n]*\n")
 
 
@@ -39,10 +40,10 @@ def parse_calls(completion: str) -> str | None:
 
 
 def _given(completion: str) -> list[str] | None:
-    text = completion.strip()
-    if _THINK_TAG.findall(text) != ["<think>", "</think>"] or not text.startswith("<think>"):
+    parts = one_thought(completion)
+    if parts is None:
         return None
-    said = text.partition("</think>")[2].strip()
+    said = parts[1].strip()
     fence = _FENCE.match(said)
     return _calls(said[fence.end() : -3] if fence and said.endswith("```") and fence.end() < len(said) - 3 else said)
 

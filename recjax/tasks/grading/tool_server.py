@@ -4,6 +4,8 @@
 process group that ends with it, and it ends with its standard input.
 """
 
+import asyncio
+import json
 import pickle
 import pkgutil
 import queue
@@ -15,8 +17,8 @@ from typing import Any
 from pebble import ProcessExpired
 
 from recjax.tasks.grading import processes
-from recjax.tasks.grading.graders import Failure
 
+MOST_CHARACTERS = 20_000  # of a result; more are cut off
 _REASONS = {TimeoutError: "it took too long", ProcessExpired: "it crashed", BrokenProcessPool: "it crashed"}
 
 
@@ -45,20 +47,28 @@ def _answer(replies: Any, done: queue.SimpleQueue) -> None:
     while True:
         number, future = done.get()
         error = future.exception()
-        said = future.result() if error is None else Failure(_reason(error))
+        said = future.result() if error is None else f"error: {_REASONS.get(type(error), type(error).__name__)}"
         pickle.dump((number, said), replies)
         replies.flush()
 
 
-def _reason(error: BaseException) -> str:
-    return _REASONS.get(type(error), f"{type(error).__name__}: {error}"[:500])
+def _call(function: str, arguments: dict[str, Any]) -> str:
+    """In a worker: the result of a call as text, or its error. Objects stay here, as not all can be sent."""
+    try:
+        said = _text(processes.finished(pkgutil.resolve_name(function)(**arguments)))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        said = f"error: {processes.worded(error)}"
+    return str.encode(said, "utf-8", "replace").decode()[:MOST_CHARACTERS]  # a plain string without lone surrogates
 
 
-def _call(function: str, arguments: dict[str, Any]) -> Any:
-    """In a worker; what it returns must be picklable, and what it raises is told by its text."""
-    result = pkgutil.resolve_name(function)(**arguments)
-    pickle.dumps(result)
-    return result
+def _text(result: Any) -> str:
+    """A string as it is; anything else as JSON, or as Python prints it where JSON has no form for it."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no strings, or circles
+        return str(result)
 
 
 if __name__ == "__main__":

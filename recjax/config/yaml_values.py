@@ -1,0 +1,183 @@
+"""YAML as recjax reads and writes it: text stays text, and only what is plainly a number is a number.
+
+Scalars are those of YAML 1.2, decimal alone. `yes`, `no`, `on`, `off`, `1:30`, `0x1f`, `0o17`, `1_000`, dates, and
+numbers with padding such as `010` are texts, from which a key of the schema that takes a number reads decimal digits.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_WHOLE = r"(?:0|[1-9][0-9]*)"
+# In this order: the first that a plain scalar is in full says what it is.
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    "int": (rf"[-+]?{_WHOLE}", [*"-+0123456789"]),
+    "float": (
+        rf"[-+]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        [*"-+.0123456789"],
+    ),
+    "merge": (r"<<", ["<"]),
+}
+# Padding and groups of three digits are decimal here, and nothing else is a number, whatever Python's int() takes.
+_DECIMAL = re.compile(
+    r"[-+]?(?:(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.?inf|\.?nan", re.I
+)
+_BREAKS = "\r\n\x85\u2028\u2029"
+
+
+class _Loader(yaml.SafeLoader):
+    """A file's YAML; a key that stands twice in a mapping, and a value that holds itself, are errors."""
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.tag != f"{_TAG}merge" and isinstance(key, yaml.ScalarNode):
+                if (same := (key.tag, key.value)) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+                seen.add(same)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Literal(_Loader):
+    """An override's YAML, which loses no text: line breaks within quotes stay, and comments are errors."""
+
+    def scan_to_next_token(self) -> None:
+        start, mark = self.pointer, self.get_mark()
+        super().scan_to_next_token()
+        if "#" in self.buffer[start : self.pointer]:
+            raise yaml.scanner.ScannerError(None, None, "' #' would begin a comment; put the text in quotes", mark)
+
+    def scan_flow_scalar_spaces(self, double: bool, start_mark: yaml.Mark) -> list[str]:
+        length = 0
+        while self.peek(length) in f" \t{_BREAKS}":
+            length += 1
+        if self.peek(length) == "\0":
+            return super().scan_flow_scalar_spaces(double, start_mark)
+        text = self.prefix(length)
+        self.forward(length)
+        return [text]
+
+    def scan_plain(self) -> yaml.ScalarToken:
+        token = super().scan_plain()
+        if token.start_mark.line != token.end_mark.line:
+            raise yaml.scanner.ScannerError(
+                None, None, "a text of several lines would become one; put it in quotes", token.start_mark
+            )
+        return token
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` and readers of YAML 1.1 both read back: text that either takes for a value is quoted."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        style = '"' if any(character in text for character in _BREAKS) else None
+        return self.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+for _kind, (_pattern, _first) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"(?:{_pattern})\Z"), _first)
+_Loader.add_constructor(f"{_TAG}int", lambda loader, node: int(loader.construct_scalar(node)))
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def read_yaml(text: str, literal: bool = False) -> Any:
+    """The value of a YAML document.
+
+    Args:
+        literal: refuse comments and folded lines, as for an override, where either would lose text.
+    Raises:
+        ValueError: it is no YAML, or several documents.
+    """
+    try:
+        loader = (_Literal if literal else _Loader)(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
+
+
+def read_yaml_file(path: str | Path) -> Any:
+    """The value of a YAML file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        ValueError: with the path: the file cannot be read, has another encoding, or is no YAML.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: not a file that can be read ({error.strerror or error})") from error
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
+    try:
+        return read_yaml(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+
+
+def write_yaml(value: Any, flow: bool = False) -> str:
+    """YAML that `read_yaml` reads back to the same value.
+
+    Args:
+        flow: on one line, as an override's value.
+    """
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=10**9)
+    return text.removesuffix("\n...\n").removesuffix("\n") if flow else text
+
+
+def read_scalar(text: str) -> Any:
+    """The value of a text without quotes: null, true, false, a number, or the text itself.
+
+    Examples:
+        >>> [read_scalar(text) for text in ("1e-6", "null", "010", "no", "run #3")]
+        [1e-06, None, '010', 'no', 'run #3']
+    """
+    plain = text.strip(" ")
+    tag = _Loader(" ").resolve(yaml.ScalarNode, plain, (True, False))
+    return text if tag in (f"{_TAG}str", f"{_TAG}merge") else read_yaml(plain)
+
+
+def read_override(text: str, takes_text: bool = False, takes_yaml: bool = False) -> Any:
+    """The value of an override, of which no text is lost.
+
+    Args:
+        text: all that stands behind the first `=`.
+        takes_text: the key takes text: `text` itself, without the quotes that enclose all of it; null and nothing are
+            None.
+        takes_yaml: the key takes a list, mapping or block. Other keys take YAML that begins as one, or a scalar.
+    Raises:
+        ValueError: no YAML.
+    """
+    begins = text.lstrip()[:1]
+    if takes_text:
+        if begins in ("'", '"'):
+            try:
+                value = read_yaml(text, literal=True)
+            except ValueError:
+                return text
+            return value if isinstance(value, str) else text
+        return None if text in ("", "null", "~") else text
+    return read_yaml(text, literal=True) if takes_yaml or begins in tuple("[{'\"") else read_scalar(text)
+
+
+def write_override(key: str, value: Any) -> str:
+    """The `key=value` that `read_override` reads back, whatever the key takes; on one line."""
+    plain = isinstance(value, str) and value.isprintable() and value[:1] not in "[{'\""
+    plain = plain and value == read_override(value, takes_text=True) == read_scalar(value)
+    return f"{key}={value if plain else write_yaml(value, flow=True)}"
+
+
+def is_decimal(text: str) -> bool:
+    """Whether a text is a number in decimal digits, padded or with `_` between thousands, or inf or nan."""
+    return _DECIMAL.fullmatch(text) is not None

@@ -1,0 +1,155 @@
+"""Answers of letters, words, times of day, ratios, or digits of a base or modulus: compared as they are written.
+
+Each function says True, False, or None where the truth is nothing of its kind.
+"""
+
+import re
+
+from recjax.tasks.grading.notation import squeezed, words_of
+from recjax.tasks.grading.quantities import quantity, same
+
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer):? ?)?(?:\((?P<held>[A-Za-z])\)"
+    r"|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])\.?) ?\}"
+    r"|(?P<bare>[A-Z])(?P<half>\))?)",
+    re.I,
+)
+_CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2})(?::(\d\d))? ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
+_SHORT_WORDS = set("no on so is if or to up us we he me my by go at an as be do in it of hi ok".split())
+_SUBSCRIPT = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
+TEXT = re.compile(r"\\text ?\{ ?([^{}]*?) ?\}")
+_CONGRUENCE = re.compile(
+    r"(?:(?P<name>[^=,]*?) ?\\equiv ?)?(?P<values>[-\d, ]+?) ?\(?\\pmod ?\{?(?P<modulus>\d+)\}?\)?", re.A
+)
+_LETTERS = re.compile(r"\(?([A-J])\)?(?:(?: ?[,;] ?(?:and )?| and | )?\(?([A-J])\)?)+")
+_MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)
+
+
+def decided(truth: str, given: str) -> bool | None:
+    """Whether an answer is the true one, where the truth is of a kind of this file; else None."""
+    kinds = (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_ratio, _as_congruence)
+    return next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)
+
+
+def _as_choice(truth: str, given: str) -> bool | None:
+    wanted = _CHOICE.fullmatch(truth)
+    if not wanted or not _letter(wanted):
+        return None
+    said = _CHOICE.fullmatch(given) or _CHOICE.fullmatch(TEXT.sub(r"\1", given))
+    if not said:
+        return False if wanted["held"] or wanted["textheld"] or not re.search(r"[=\\+\-*/^\d]", given) else None
+    if wanted["held"] or wanted["textheld"]:
+        return _letter(wanted).casefold() == _letter(said).casefold()
+    return _letter(wanted) == _letter(said)
+
+
+def _as_choices(truth: str, given: str) -> bool | None:
+    """Several choices: A,C and AC and "A and C"; where both sides run letters together, they may be points."""
+    wanted, said = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
+    if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
+        return None
+    letters = [sorted(re.findall("[A-J]", text)) for text in (wanted, said)]
+    return letters[0] == letters[1]
+
+
+def _as_congruence(truth: str, given: str) -> bool | None:
+    """3 (mod 7), with or without a name; the modulus may be left out where the truth is, or names, one number."""
+    wanted, said = _CONGRUENCE.fullmatch(truth), _CONGRUENCE.fullmatch(given)
+    if not wanted and not (said and quantity(truth) and not said["name"]):
+        return None
+    residues = [
+        sorted(int(value) for value in match["values"].split(","))
+        if match and re.fullmatch(r" ?-?\d+ ?(?:, ?-?\d+ ?)*", match["values"])
+        else None
+        for match in (wanted, said)
+    ]
+    if not wanted:
+        return residues[1] is not None and _is_number(truth, said["values"])
+    if not said:
+        return quantity(given) is not None and _is_number(wanted["values"], given)
+    if None in residues or int(wanted["modulus"]) != int(said["modulus"]) or not int(said["modulus"]):
+        return False
+    if said["name"] and wanted["name"] and squeezed(said["name"]) != squeezed(wanted["name"]):
+        return False
+    classes = [{value % int(said["modulus"]) for value in each} for each in residues]
+    return classes[0] == classes[1]
+
+
+def _letter(match: re.Match) -> str:
+    letter = match["held"] or match["textheld"] or match["text"] or match["bare"]
+    # The pattern ignores case for its words; a small letter that stands by itself is a variable.
+    return letter if match["held"] or match["textheld"] or letter.isupper() or match["half"] else ""
+
+
+def _as_clock(truth: str, given: str) -> bool | None:
+    wanted, said = _CLOCK.fullmatch(truth), _CLOCK.fullmatch(given)
+    if not wanted or not (wanted[2] or wanted[3]) or int(wanted[2] or 0) > 59 or int(wanted[1]) > 24:
+        return None
+    if not said or not (said[2] or said[3]):
+        return False if wanted[3] else None
+    if wanted[3] and said[3] and wanted[3].casefold() != said[3].casefold():
+        return False
+    return (wanted[2] or "00") == (said[2] or "00") and (
+        int(wanted[1]) == int(said[1]) or bool(_hours(wanted) & _hours(said))
+    )
+
+
+def _hours(clock: re.Match) -> set[int]:
+    """The hour of 24 that a time with its half of the day, or after 12, names."""
+    hour = int(clock[1])
+    if clock[3] and 0 < hour < 13:
+        return {hour % 12 + 12 * (clock[3].casefold() == "p")}
+    return {hour} if hour > 12 else set()
+
+
+def _as_words(truth: str, given: str) -> bool | None:
+    marked = r"\text" in truth
+    bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*", bare):
+        return None
+    if quantity(truth) is not None:
+        return None
+    words = re.findall(r"[A-Za-z]+", bare)
+    if not marked:
+        if max(map(len, words)) < 2 or (
+            len(words) > 1 and all(len(word) < 3 for word in words) and re.search("[,-]", bare)
+        ):
+            return None
+        if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
+            return None
+        if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
+            return None  # abc may be a product, as a·b·c is; cat is not act
+        if len(words) == 1 and set(words[0]) <= set("uvwxyz"):
+            return None
+    elif max(map(len, words)) < 2 and "-" not in bare:
+        return None
+    if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
+        return sorted(re.findall(r"\w+", words_of(given))) == sorted(re.findall(r"\w+", words_of(truth)))
+    return words_of(given) == words_of(truth)
+
+
+def _in_a_base(truth: str, given: str) -> bool | None:
+    """Digits of a base that a subscript names: they are compared as they are written."""
+    wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
+    if wanted:
+        digits = said[1] if said else given
+        return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
+    if said and quantity(truth) is not None:
+        return int(said[2]) == 10 and quantity(said[1]) is not None and same(quantity(truth), quantity(said[1]))
+    return None
+
+
+def _as_ratio(truth: str, given: str) -> bool | None:
+    """1:2:3, three parts or more; a ratio of two is a number."""
+    if not re.fullmatch(r"\d+(?: ?: ?\d+){2,}", truth):
+        return None
+    parts = [[quantity(part) for part in text.split(":")] for text in (truth, given)]
+    if None in parts[1] or len(parts[0]) != len(parts[1]):
+        return False
+    wanted, said = ([part.value for part in each] for each in parts)
+    return all(a * said[0] == b * wanted[0] for a, b in zip(wanted, said, strict=True)) and said[0] != 0
+
+
+def _is_number(truth: str, given: str) -> bool:
+    wanted, said = quantity(truth), quantity(given)
+    return wanted is not None and said is not None and same(wanted, said)

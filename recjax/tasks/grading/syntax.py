@@ -1,0 +1,443 @@
+r"""A reader of mathematical text: from the notation of `notation.plain` to a tree that holds every digit and letter.
+
+The reader knows each command, letter and mark of a text or it does not read the text: nothing is dropped, and nothing
+is guessed. Letters keep their case, primes and subscripts; f^{-1}(x), A^T and \angle ABC are no powers or products.
+"""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from recjax.tasks.grading.marks import (
+    ACCENTS,
+    APPLIED,
+    FIGURES,
+    FUNCTIONS,
+    GREEK,
+    INVERSES,
+    RELATIONS,
+    SET_OPERATORS,
+    TRIGONOMETRY,
+    tokens,
+)
+from recjax.tasks.grading.tree import Node, Unreadable, inverse, number, signed
+
+_ENCLOSED = {
+    "|": ("abs", "|"),
+    r"\lfloor": ("floor", r"\rfloor"),
+    r"\lceil": ("ceil", r"\rceil"),
+    r"\|": ("norm", r"\|"),
+}
+_BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
+_LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
+_MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
+
+
+def read(text: str) -> Node | None:
+    """The tree of a whole text; None where any part of it is not known."""
+    try:
+        reader = _Reader(text)
+        node = reader.statement()
+        return node if reader.token is None else None
+    except (Unreadable, RecursionError):
+        return None
+
+
+class _Reader:
+    def __init__(self, text: str):
+        self.matrices = []
+        text = _MATRIX.sub(self._set_apart, text)
+        self.tokens = tokens(text)
+        self.place = 0
+        self.bars = ""  # the mark that closes the innermost |…| or \\|…\\|
+
+    def _set_apart(self, match: re.Match) -> str:
+        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
+        entries = tuple(tuple(_whole(entry) for entry in row) for row in rows)
+        if len({*map(len, entries)}) != 1:
+            raise Unreadable("rows of several lengths")
+        node = Node("matrix", entries)
+        self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
+        return rf" \matrix{{{len(self.matrices) - 1}}} "
+
+    @property
+    def token(self) -> str | None:
+        return self.tokens[self.place] if self.place < len(self.tokens) else None
+
+    def next(self) -> str:
+        if self.token is None:
+            raise Unreadable("the text ends")
+        self.place += 1
+        return self.tokens[self.place - 1]
+
+    def accept(self, *marks: str) -> str | None:
+        return self.next() if self.token in marks else None
+
+    def expect(self, mark: str) -> None:
+        if self.next() != mark:
+            raise Unreadable(mark)
+
+    def enclosed(self) -> str:
+        """The text between braces, as it stands; or the one mark that is there without them."""
+        if not self.accept("{"):
+            return self.next()
+        depth, start = 1, self.place
+        while depth:
+            depth += {"{": 1, "}": -1}.get(self.next(), 0)
+        return "".join(self.tokens[start : self.place - 1])
+
+    # --- From statements down to products.
+
+    def statement(self) -> Node:
+        if self.token in (r"\forall", r"\exists", r"\neg"):
+            return Node("call", (self.next(), self.statement()))
+        sides, operators = [self.sets()], []
+        while self.token in RELATIONS:
+            operators.append(self.next())
+            sides.append(self.sets())
+        node = Node("relation", (tuple(operators), tuple(sides))) if operators else sides[0]
+        if self.accept(r"\pmod"):
+            return Node("call", (r"\pmod", node, self.argument()))
+        return node
+
+    def sets(self) -> Node:
+        node = self.ratio()
+        while self.token in SET_OPERATORS:
+            node = Node("call", (self.next(), node, self.ratio()))
+        return node
+
+    def ratio(self) -> Node:
+        parts = [self.sum()]
+        while self.accept(":"):
+            parts.append(self.sum())
+        if len(parts) > 1:
+            over = [Node("mul", (parts[0], inverse(part))) for part in parts[1:]]
+            return over[0] if len(over) == 1 else Node("call", ("ratio", *over))
+        return parts[0]
+
+    def sum(self) -> Node:
+        sign = self.accept("+", "-", r"\pm")
+        terms = [signed(sign, self.product())]
+        while sign := self.accept("+", "-", r"\pm"):
+            terms.append(signed(sign, self.product()))
+        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+
+    def product(self) -> Node:
+        factors = [self.power()]
+        while True:
+            if self.token == r"\times" and factors[-1].kind == "call" and factors[-1].args[0] in _BRACKETS:
+                factors[-1] = Node("call", (self.next(), factors[-1], self.power()))  # of sets, not of numbers
+            elif self.accept("*", r"\cdot", r"\times"):
+                factors.append(signed(self.accept("-"), self.power()))
+            elif self.accept("/", r"\div"):
+                factors.append(inverse(signed(self.accept("-"), self.power())))
+            elif self.starts_factor():
+                factors.append(self.power())
+            else:
+                return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+
+    def starts_factor(self) -> bool:
+        token = self.token
+        if token is None or token in RELATIONS | SET_OPERATORS:
+            return False
+        if token in ("|", r"\|"):
+            return token != self.bars
+        if token[0].isdigit():
+            return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is no product
+        known = token[1:] in GREEK | FUNCTIONS | ACCENTS | FIGURES and token[0] == "\\"
+        return (
+            known or token[0].isalpha() or token in ("(", "[", "{", r"\lfloor", r"\lceil", r"\|") or token in _COMMANDS
+        )
+
+    def power(self) -> Node:
+        node, raised = self.primary(), False
+        while True:
+            if self.token == "^" and not raised:
+                self.next()
+                node, raised = self.raised(node), True
+            elif self.accept("!"):
+                node, raised = Node("call", ("factorial2" if self.accept("!") else "factorial", node)), False
+            elif self.accept("%"):
+                node = Node("mul", (node, number(Fraction(1, 100))))
+            elif self.accept("°"):
+                node = Node("mul", (node, Node("name", (r"\pi",)), number(Fraction(1, 180))))
+            elif self.token in ("^", "_", "'"):
+                raise Unreadable(self.token)
+            else:
+                return node
+
+    def raised(self, base: Node) -> Node:
+        mark = self.tokens[self.place : self.place + 3]
+        inner = mark[1] if mark[:1] == ["{"] and mark[2:] == ["}"] else mark[0] if mark else ""
+        transposed = inner in ("T", r"\top") and _is_matrix_name(base)
+        if transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
+            self.enclosed()
+            return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
+        if inner in (r"\top", "*", r"\star", r"\dagger", "+", "-") or transposed:
+            self.enclosed()
+            name = "transpose" if transposed or inner == r"\top" else f"^{inner}"
+            return Node("call", (name, base))
+        return Node("pow", (base, self.exponent()))
+
+    def exponent(self) -> Node:
+        if self.accept("-"):
+            return signed("-", self.primary())
+        return self.primary()
+
+    # --- What stands by itself.
+
+    def primary(self) -> Node:
+        token = self.next()
+        if token[0].isdigit() or (token[0] == "." and len(token) > 1):
+            return self.numeral(token)
+        if token in ("(", "[", "{", r"\{"):
+            return self.group(token)
+        if token in _ENCLOSED:
+            name, closing = _ENCLOSED[token]
+            bars, self.bars = self.bars, closing
+            inside = self.sum()
+            self.expect(closing)
+            self.bars = bars
+            return Node("call", (name, inside))
+        if token[0].isalpha() and token.isascii():
+            return self.named(token)
+        if token[0] != "\\" or token == "\\":
+            raise Unreadable(token)
+        return self.command(token)
+
+    def numeral(self, token: str) -> Node:
+        if self.token and (self.token[0].isdigit() or self.token[0] == "." or self.token == "_"):
+            raise Unreadable("numbers apart")
+        if "overline" in token:
+            whole, decimals, cycle = re.fullmatch(r"(\d*)\.(\d*)\\overline\{(\d+)\}", token).groups()
+            part = Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(decimals))
+            return number(Fraction(f"{whole or 0}.{decimals or 0}") + part)
+        start = self.place
+        if token.isdigit() and self.accept(r"\frac"):
+            # 3\frac{1}{2} is a mixed number.
+            parts = [self.enclosed() for _ in range(2)]
+            if all(part.isdigit() for part in parts) and int(parts[1]):
+                return number(int(token) + Fraction(int(parts[0]), int(parts[1])))
+            self.place = start
+        return number(Fraction(token))
+
+    def group(self, opening: str) -> Node:
+        bars, self.bars = self.bars, ""
+        items = [self.statement()]
+        while self.accept(",", ";"):
+            items.append(self.statement())
+        closing = self.next()
+        self.bars = bars
+        if opening == "{" and closing == "}" and len(items) == 1:
+            return items[0]
+        if (opening == r"\{") is not (closing == r"\}") or closing not in (")", "]", r"\}"):
+            raise Unreadable(closing)
+        if opening == r"\{":
+            return Node("call", ("set", *items))
+        if len(items) > 1:
+            return Node("call", (opening + closing, *items))
+        if (opening, closing) not in (("(", ")"), ("[", "]")):
+            raise Unreadable(closing)
+        return items[0]
+
+    def named(self, token: str) -> Node:
+        name = token
+        if self.accept("_"):
+            name += f"_{self.enclosed()}"
+        while self.accept("'"):
+            name += "'"
+        start = self.place
+        if self.accept("^"):
+            power = self.enclosed()
+            primes = re.fullmatch(r"(?:\\prime)+|\(\d\)|\(n\)", power)
+            if (
+                primes
+                or (power == "-1" and self.token == "(" and token in APPLIED)
+                or (token == r"\mathbb" and power in "+-*")
+            ):
+                name += f"^{power}"
+            else:
+                self.place = start
+        # v(t) = … is a function, whatever its letter.
+        defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
+        if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
+            return Node("call", (f"{name}()", *self.arguments()))
+        return Node("name", (name,))
+
+    def arguments(self) -> tuple[Node, ...]:
+        self.next()
+        group = self.group("(")
+        return group.args[1:] if group.kind == "call" and group.args[0] == "()" else (group,)
+
+    def argument(self, most: int = 1) -> Node:
+        """What a command takes: braces, parentheses or one mark; a number's first digit only where no more follow."""
+        token = self.token or ""
+        if token.isdigit():
+            if len(token) > most:
+                raise Unreadable(r"\sqrt12")
+            self.tokens[self.place : self.place + 1] = [token[1:]] if len(token) > 1 else []
+            return number(int(token[0]))
+        if token in (r"\sqrt", r"\frac") or token[1:] in GREEK or token in ("(", "{") or token.isalnum():
+            return self.primary()
+        raise Unreadable(token)
+
+    def command(self, token: str) -> Node:
+        name = token[1:]
+        if name in GREEK:
+            return self.named(token)
+        if name in FUNCTIONS:
+            return self.function(name)
+        if name in ACCENTS:
+            content = self.enclosed()
+            if content.isdigit():
+                raise Unreadable(content)
+            return self.named(f"{token}{{{content}}}")
+        if name in FIGURES:
+            letters = self.enclosed() if self.token == "{" else ""
+            while not letters or (self.token or "").isupper():
+                letters += self.next()
+            return self.named(f"{token} {min(letters, letters[::-1])}")
+        if token in _LARGE:
+            return self.large(_LARGE[token])
+        if token not in _COMMANDS:
+            raise Unreadable(token)
+        return getattr(self, _COMMANDS[token])()
+
+    def function(self, name: str) -> Node:
+        name, base, power = INVERSES.get(name, name), None, None
+        if self.accept("_"):
+            if name not in ("log", "max", "min", "sup", "inf"):
+                raise Unreadable(name)
+            base = self.base()
+        if self.accept("^"):
+            power = self.exponent()
+            if power == number(-1) and name in TRIGONOMETRY:
+                name, power = f"arc{name}", None
+        if self.token == "(":
+            node = Node("call", (name, *self.arguments()))
+        else:
+            factors = [self.power()]
+            if self.tokens[self.place - 1] not in (")", "|"):
+                while self.starts_factor() and self.token not in ("(", "[", "|") and self.token[1:] not in FUNCTIONS:
+                    factors.append(self.power())
+            node = Node("call", (name, factors[0] if len(factors) == 1 else Node("mul", tuple(factors))))
+        if base is not None:
+            node = Node("call", (f"{name}_", *node.args[1:], base))
+        return node if power is None else Node("pow", (node, power))
+
+    def base(self) -> Node:
+        """What stands below log: of \\log_23 the 2, of \\log_10 x the 10."""
+        if (self.token or "").isdigit() and len(self.tokens) > self.place + 1:
+            return number(int(self.next()))
+        return self.argument(most=9)
+
+    def fraction(self) -> Node:
+        start = self.place
+        over, under = self.enclosed(), self.enclosed()
+        for mark in ("d", r"\partial"):
+            if over.startswith(mark) and re.match(rf"{re.escape(mark)}\^?\{{?\d?\}}?\\?[A-Za-z]", under):
+                rest = over.removeprefix(mark)
+                if re.fullmatch(r"(?:\^\{?\d\}?)?", rest):
+                    return Node("call", (f"{over}/{under}", self.power()))
+                return Node("name", (f"{over}/{under}",))
+        self.place = start
+        return Node("mul", (self.argument(2), inverse(self.argument())))
+
+    def binomial(self) -> Node:
+        return Node("call", ("binomial", self.argument(2), self.argument()))
+
+    def root(self) -> Node:
+        order: Any = number(2)
+        if self.accept("["):
+            order = self.sum()
+            self.expect("]")
+        return Node("pow", (self.argument(), inverse(order)))
+
+    def text(self) -> Node:
+        start = self.place
+        content = self.enclosed().replace("\\", "")
+        if len(content) == 1 and content.isalpha():
+            return self.named(content)
+        if content in FUNCTIONS:
+            return self.function(content)
+        if start == self.place - 1 or not content:
+            raise Unreadable("text")
+        return Node("name", (f"\\text{{{content}}}",))
+
+    def alphabet(self) -> Node:
+        self.place -= 1
+        style, content = self.next(), self.enclosed()
+        if self.tokens[self.place : self.place + 1] == ["^"] and style == r"\mathbb":
+            self.next()
+            content += f"^{self.enclosed()}"
+        return self.named(f"{style}{{{content}}}")
+
+    def matrix(self) -> Node:
+        return self.matrices[int(self.enclosed())]
+
+    def large(self, kind: str) -> Node:
+        lower = upper = None
+        for _ in range(2):
+            if mark := self.accept("_", "^"):
+                start, self.place = self.place, self.place
+                node = self.statement_in_braces() if self.token == "{" else self.argument()
+                lower, upper = (node, upper) if mark == "_" else (lower, node)
+        if kind == "integral":
+            return self.integral(lower, upper)
+        operator = {"limit": (r"\to",)}.get(kind, ("=",))
+        if (
+            lower is None
+            or lower.kind != "relation"
+            or lower.args[0] != operator
+            or (upper is None) is (kind != "limit")
+        ):
+            raise Unreadable(kind)
+        name, start = lower.args[1]
+        if name.kind != "name":
+            raise Unreadable(kind)
+        return Node(kind, (name.args[0], start, upper, self.product()))
+
+    def statement_in_braces(self) -> Node:
+        self.expect("{")
+        node = self.statement()
+        self.expect("}")
+        return node
+
+    def integral(self, lower: Node | None, upper: Node | None) -> Node:
+        if lower is None or upper is None:
+            raise Unreadable("integral")
+        for place in range(self.place, len(self.tokens) - 4):
+            if self.tokens[place : place + 3] == [r"\frac", "{", "d"] and self.tokens[place + 4] == "}":
+                variable = self.tokens[place + 3]
+                self.tokens[place + 2 : place + 4] = ["1"]
+                return Node("integral", (variable, lower, upper, self.product()))
+        ends = [place for place in range(self.place, len(self.tokens) - 1) if self.tokens[place] == "d"]
+        if not ends:
+            raise Unreadable("integral")
+        variable = self.tokens[ends[-1] + 1]
+        rest, self.tokens = self.tokens[ends[-1] + 2 :], self.tokens[: ends[-1]]
+        body = self.sum() if self.token is not None else number(1)
+        if self.token is not None or not (variable.isalpha() or variable[1:] in GREEK):
+            raise Unreadable("integral")
+        self.tokens += rest
+        return Node("integral", (variable, lower, upper, body))
+
+
+_COMMANDS = {r"\frac": "fraction", r"\binom": "binomial", r"\dbinom": "binomial", r"\tbinom": "binomial"}
+_COMMANDS |= {r"\sqrt": "root", r"\text": "text", r"\operatorname": "text", r"\matrix": "matrix"}
+_COMMANDS |= dict.fromkeys((r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"), "alphabet")
+_COMMANDS |= dict.fromkeys(_LARGE, "large")
+
+
+def _is_matrix_name(node: Node) -> bool:
+    """Whether a T above a node transposes it: above a name, or above a product of capitals such as (AB)."""
+    if node.kind in ("mul", "add"):
+        return all(_is_matrix_name(each) for each in node.args)
+    return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))
+
+
+def _whole(text: str) -> Node:
+    node = read(text.strip())
+    if node is None:
+        raise Unreadable(text)
+    return node

@@ -1,0 +1,71 @@
+"""Thoughts in a reply: where they end, and whether the prompt has begun them.
+
+Chat templates of reasoning models end a prompt with the tag that opens the thoughts, so the completion begins inside
+them. Graders read `whole_reply`, which has that tag.
+"""
+
+import re
+
+# Opening and closing tags: DeepSeek, Qwen and others; EXAONE; Mistral; Sky-T1; Cohere; Kimi; Seed; Apertus; gpt-oss.
+_TAGS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "◁think▷": "◁/think▷",
+    "<seed:think>": "</seed:think>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
+}
+_TAG = re.compile("|".join(re.escape(tag) for pair in _TAGS.items() for tag in pair))
+_CLOSING = frozenset(_TAGS.values())
+
+
+def opening_tag(prompt: str) -> str:
+    """The tag at the end of a prompt that opens thoughts; empty where the prompt opens none."""
+    end = prompt.rstrip()
+    return next((tag for tag in _TAGS if end.endswith(tag)), "")
+
+
+def whole_reply(opening: str, completion: str) -> str:
+    """A completion with the tag that its prompt ends with, unless the completion repeats the tag."""
+    return completion if completion.lstrip().startswith(opening) else opening + completion
+
+
+def unclosed_tag(text: str) -> str:
+    """The tag of thoughts that a text opens and does not close; empty where there are none."""
+    return _parts(text)[1]
+
+
+def after_thoughts(reply: str) -> str:
+    """The reply's text after its last thoughts, up to thoughts that are never closed.
+
+    A closing tag without an opening one ends thoughts too. Inside thoughts only their own closing tag counts.
+    """
+    return _parts(reply)[0]
+
+
+def one_thought(reply: str) -> tuple[str, str] | None:
+    """The thoughts that a reply begins with and the text after them; None unless there is exactly one such block."""
+    text = reply.strip()
+    opening = next((tag for tag in _TAGS if text.startswith(tag)), None)
+    if opening is None:
+        return None
+    thoughts, closing, rest = text.removeprefix(opening).partition(_TAGS[opening])
+    is_one = closing and not any(tag in part for tag in (opening, closing) for part in (thoughts, rest))
+    return (thoughts, rest) if is_one else None
+
+
+def _parts(reply: str) -> tuple[str, str]:
+    """The text after the last thoughts, and the tag of thoughts that are never closed."""
+    begin, end, opening = 0, len(reply), ""
+    for match in _TAG.finditer(reply):
+        tag = match.group()
+        if tag == _TAGS[opening] if opening else tag in _CLOSING:
+            begin, end, opening = match.end(), len(reply), ""
+        elif not opening:
+            end, opening = match.start(), tag
+    return reply[begin:end], opening

@@ -1,0 +1,331 @@
+"""Whether two expressions are equal: their values at points, exact or to many digits.
+
+An identity holds at every point, so expressions that differ at one point differ. Differences count relative to the
+values' own magnitude. Arithmetic is that of real numbers: an even root or a logarithm of a negative number is
+undefined, and points where a side is undefined say nothing. Expressions that contain i, or are real nowhere, are
+compared as complex numbers.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from recjax.tasks.grading.functions import EXACT, FUNCTIONS, MOST_TERMS, Undefined, floating, undefined
+from recjax.tasks.grading.tree import Node, contains, names, number
+
+# Digits of a first look, and of a second one at two points, or at none where there is no unknown.
+_DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
+_APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
+_LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
+# What mpmath raises where a function has no value, or none for a matrix.
+_WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
+_WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
+_CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
+_UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
+
+
+def equal(a: Node, b: Node) -> bool:
+    """Whether two expressions are equal wherever both are defined."""
+    modes = (True,) if contains((a, b), "i", r"\text{i}", "cis") else (False, True)
+    return next((answer for mode in modes if (answer := _equal(a, b, mode)) is not None), False)
+
+
+def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
+    """The same in one arithmetic; None where the expressions are undefined in it."""
+    unknown, agreed = names(a) | names(b), 0
+    only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
+    for point in _points(unknown, _matrix_names((a, b))):
+        for digits in (_DIGITS, _MORE_DIGITS if unknown else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
+            with mpmath.workdps(digits):
+                evaluation = _Evaluation(point, is_complex)
+                wanted, said = evaluation.defined(a), evaluation.defined(b)
+                if wanted is None or said is None:
+                    if only_one_has_bars and not is_complex and wanted is not said:
+                        return False  # ln x is no ln|x|
+                    break
+                if not evaluation.close(wanted, said, is_final=digits != _DIGITS or evaluation.is_slow):
+                    return False
+                if evaluation.is_slow:
+                    break
+        agreed += wanted is not None and said is not None
+        if evaluation.is_slow and agreed >= _AGREEMENTS:
+            break
+    return True if agreed >= (_AGREEMENTS if unknown else 1) else False if agreed else None
+
+
+def ratio(a: Node, b: Node) -> int | None:
+    """The sign of a / b where this is the same for all values of the unknowns, and not 0; None without unknowns."""
+    unknown, found = names(a) | names(b), []
+    with mpmath.workdps(_DIGITS):
+        for point in _points(unknown):
+            evaluation = _Evaluation(point, contains((a, b), "i"))
+            over, under = evaluation.defined(a), evaluation.defined(b)
+            if over is None or under is None or under == 0:
+                continue
+            found.append((_quotient(over, under), evaluation))
+            if not evaluation.close(found[0][0], found[-1][0], is_final=True) or found[0][0] == 0:
+                return None
+    if not unknown or len(found) < _AGREEMENTS:
+        return None
+    return 1 if found[0][0].real > 0 else -1
+
+
+def decimal(node: Node) -> Fraction | None:
+    """A constant's value to 50 digits; None where it has none, or is no real number."""
+    if names(node):
+        return None
+    with mpmath.workdps(_DIGITS):
+        value = _Evaluation({}, False).defined(node)
+        if value is None or isinstance(value, Fraction):
+            return value
+        return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
+
+
+def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
+    """What is transposed, and the capitals beside it; the capitals of trees of nothing else that invert some."""
+    unknown = names(trees)
+    capitals = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}
+    if contains(trees, "transpose"):
+        return capitals | _transposed(trees)
+    return capitals if capitals == unknown and len(capitals) > 1 and _inverts(trees) else set()
+
+
+def _transposed(tree: Any) -> set[str]:
+    if isinstance(tree, Node) and tree.kind == "call" and tree.args[0] == "transpose":
+        return names(tree)
+    return set().union(*map(_transposed, tree)) if isinstance(tree, tuple) else set()
+
+
+def _inverts(tree: Any) -> bool:
+    if isinstance(tree, Node) and tree.kind == "pow" and tree.args[1] == number(-1):
+        return tree.args[0].kind == "name" or (tree.args[0].kind == "mul" and bool(names(tree.args[0])))
+    return isinstance(tree, tuple) and any(map(_inverts, tree))
+
+
+def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Values of the unknowns: positive, of both signs, small and large; whole numbers of both signs."""
+    for place in range(14 if unknown else 1):
+        point = {}
+        for name in sorted(unknown):
+            draw = random.Random(zlib.crc32(f"{name} {place}".encode()))
+            if name in matrices:
+                point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)])
+                continue
+            odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: of no odd root
+            kinds = [
+                Fraction(odd, 256),
+                Fraction(odd, 1024),
+                Fraction(draw.choice((-1, 1)) * odd, 1024),
+                Fraction(odd, 32),
+            ]
+            whole = [draw.randrange(1, 12), draw.randrange(1, 12), draw.randrange(1, 7), draw.randrange(1, 5)]
+            whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
+            point[name] = (kinds + kinds + [Fraction(each) for each in whole])[place]
+        yield point
+
+
+def _quotient(over: Any, under: Any) -> Any:
+    if isinstance(over, Fraction) and isinstance(under, Fraction):
+        return over / under
+    return floating(over) / floating(under)
+
+
+class _Evaluation:
+    """Values at one point: a Fraction where exact, else mpmath's real or complex number or matrix."""
+
+    def __init__(self, point: Mapping[str, Any], is_complex: bool):
+        self.point, self.is_complex = dict(point), is_complex
+        self.largest, self.approximate, self.terms = mpmath.mpf(0), False, 0
+
+    def close(self, a: Any, b: Any, is_final: bool) -> bool:
+        """Whether two values are one, to the precision at work.
+
+        Terms that cancel leave noise of their own size. A final look trusts it only where it is small itself.
+        """
+        if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
+            return a == b
+        if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
+            shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
+            return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
+        a, b = floating(a), floating(b)
+        if a == b or mpmath.isinf(a) or mpmath.isinf(b):
+            return a == b
+        relative = _APPROXIMATE if self.approximate else mpmath.mpf(10) ** (15 - mpmath.mp.dps)
+        noise = self.largest * mpmath.mpf(10) ** (10 - mpmath.mp.dps)
+        if is_final and noise > mpmath.mpf(10) ** (-mpmath.mp.dps / 2):
+            noise = mpmath.mpf(0)
+        return abs(a - b) <= max(relative * max(abs(a), abs(b)), noise)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether values here take long, so that few points have to do."""
+        return self.approximate or self.terms > _MANY_TERMS
+
+    def defined(self, node: Node) -> Any:
+        """A node's value; None where it has none."""
+        try:
+            value = self.value(node)
+        except _WITHOUT_VALUE:
+            return None
+        return None if isinstance(value, mpmath.mpf | mpmath.mpc) and mpmath.isnan(value) else value
+
+    def value(self, node: Node) -> Any:
+        """A node's value.
+
+        Raises:
+            ArithmeticError, ValueError, TypeError: it has none.
+        """
+        if node.kind == "number":
+            return node.args[0]
+        if node.kind == "name":
+            return self._name(node.args[0])
+        if node.kind in ("add", "mul", "pow"):
+            return getattr(self, f"_{node.kind}")(*map(self.value, node.args))
+        if node.kind == "matrix":
+            return mpmath.matrix([[floating(self.value(each)) for each in row] for row in node.args])
+        if node.kind == "relation":
+            return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
+        if node.kind == "call":
+            return self._call(node.args[0], [self.value(each) for each in node.args[1:]])
+        return self._over(node.kind, *node.args)
+
+    def _name(self, name: str) -> Any:
+        if name in self.point:
+            return self.point[name]
+        if name == "i" and self.is_complex:
+            return mpmath.mpc(0, 1)
+        if name not in _CONSTANTS:
+            raise Undefined(name)
+        return +_CONSTANTS[name]()
+
+    def _add(self, *terms: Any) -> Any:
+        if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
+            raise Undefined("a matrix and a number")
+        total = terms[0]
+        for term in terms[1:]:
+            exact = isinstance(total, Fraction) and isinstance(term, Fraction)
+            total = _short(total + term) if exact else floating(total) + floating(term)
+        if not isinstance(total, Fraction | mpmath.matrix):
+            sizes = [abs(floating(term)) for term in terms]
+            self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
+        return total
+
+    def _mul(self, *factors: Any) -> Any:
+        product = factors[0]
+        for factor in factors[1:]:
+            exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
+            product = _short(product * factor) if exact else floating(product) * floating(factor)
+        return product
+
+    def _pow(self, base: Any, power: Any) -> Any:
+        if isinstance(base, mpmath.matrix):
+            return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
+        if base == 0 and not power.real > 0:
+            raise Undefined
+        if base in (1, -1) and isinstance(power, Fraction) and power.denominator == 1:
+            return base if power.numerator % 2 else base * base
+        size = abs(power) * (abs(mpmath.mag(floating(base))) + 1) if base != 0 else 0
+        if size > 10**12:
+            if self.approximate and power * mpmath.log(abs(floating(base))) < 0:
+                return mpmath.mpf(0)
+            raise Undefined("too large")
+        if isinstance(power, Fraction) and power.denominator == 1:
+            small = (
+                isinstance(base, Fraction)
+                and abs(power) * max(base.numerator.bit_length(), base.denominator.bit_length()) < _LARGEST_BITS
+            )
+            return base**power.numerator if small else mpmath.power(floating(base), power.numerator)
+        if base.real < 0 and not self.is_complex:
+            if not isinstance(power, Fraction) or power.denominator % 2 == 0:
+                raise Undefined
+            return (-1) ** power.numerator * mpmath.power(floating(-base), floating(power))
+        return mpmath.power(floating(base), floating(power))
+
+    def _call(self, name: str, values: list[Any]) -> Any:
+        if name == "transpose" and isinstance(values[0], mpmath.matrix):
+            return values[0].T
+        if name in FUNCTIONS:
+            if name in EXACT and all(isinstance(value, Fraction) for value in values):
+                return EXACT[name](*values)
+            value = FUNCTIONS[name](*map(floating, values))
+            return value if self.is_complex else _real(value)
+        return self._opaque(name, values)
+
+    def _opaque(self, name: Any, values: list[Any]) -> Fraction:
+        """A number of its own for a function that is not known, the same for the same arguments."""
+        told = [mpmath.nstr(floating(value), 25) for value in values]
+        draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
+        return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
+
+    def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:
+        """A sum, product, integral or limit over a variable."""
+        low, high = self.value(lower), None if upper is None else self.value(upper)
+        before = self.point.get(name)
+        try:
+            if _is_of_unknowns(body, name):
+                self.point[name] = Fraction(random.Random(name).randrange(10**9), 10**9)
+                return self._opaque((kind, name), [low, 0 if high is None else high, self.value(body)])
+
+            def inside(value: Any) -> Any:
+                self.point[name] = value
+                return self.value(body)
+
+            return self._computed(kind, inside, low, high)
+        finally:
+            self.point.pop(name, None)
+            if before is not None:
+                self.point[name] = before
+
+    def _computed(self, kind: str, inside: Callable[[Any], Any], low: Any, high: Any) -> Any:
+        if kind in ("sum", "product") and isinstance(low, Fraction) and isinstance(high, Fraction):
+            if low.denominator != 1 or high.denominator != 1 or high < low - 1:
+                raise Undefined
+            self.terms += int(high - low) + 1
+            if self.terms > MOST_TERMS:
+                raise Undefined("too many terms")
+            total: Any = Fraction(kind == "product")
+            for each in range(int(low), int(high) + 1):
+                total = (self._add if kind == "sum" else self._mul)(total, inside(Fraction(each)))
+            return total
+        self.approximate = True
+        with mpmath.workdps(20):
+
+            def at(value: Any) -> Any:
+                return floating(inside(Fraction(int(value)) if kind in ("sum", "product") else value))
+
+            low, high = floating(low), None if high is None else floating(high)
+            if kind == "integral":
+                result, error = mpmath.quad(at, [low, high], error=True)
+                if error > _APPROXIMATE * abs(result) and mpmath.isfinite(low) and mpmath.isfinite(high):
+                    result, error = mpmath.quad(at, mpmath.linspace(low, high, 13), error=True)  # of |x-1|
+                return result if error <= _APPROXIMATE * abs(result) else undefined()
+            if kind == "limit":
+                return mpmath.limit(at, low)
+            return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
+
+
+def _is_of_unknowns(node: Any, name: str) -> bool:
+    """Whether an expression has functions that are not known, or names with an index such as a_k."""
+    if not isinstance(node, Node):
+        return isinstance(node, tuple) and any(_is_of_unknowns(each, name) for each in node)
+    if node.kind == "name":
+        return name in node.args[0].partition("_")[2]
+    return (node.kind == "call" and node.args[0] not in FUNCTIONS) or _is_of_unknowns(node.args, name)
+
+
+def _short(value: Fraction) -> Any:
+    """An exact value, unless it is so long that further computation would take seconds."""
+    return (
+        value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _LARGEST_BITS else floating(value)
+    )
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, mpmath.mpc):
+        raise Undefined
+    return value

@@ -1,0 +1,34 @@
+"""The command for seeded faults: a fault that no longer fits is refused, and one that a test sees is listed."""
+
+import pytest
+
+from tests.faults import seeded
+from tests.faults.seeded import Fault
+
+
+def test_a_fault_is_a_change_of_text_that_is_there_once():
+    fault = Fault("adds one", "sums.py", "a + b", "a + b + 1", ())
+    assert seeded.seeded("total = a + b\n", fault) == "total = a + b + 1\n"
+    for text, count in (("total = a - b\n", 0), ("a + b\na + b\n", 2)):
+        with pytest.raises(ValueError, match=f"sums.py holds {count} times, not once"):
+            seeded.seeded(text, fault)
+    with pytest.raises(ValueError, match="no valid Python"):
+        seeded.seeded("total = a + b\n", fault._replace(new="a +"))
+
+
+@pytest.mark.slow
+def test_tests_that_see_a_fault_are_listed_and_the_file_is_as_before(tmp_path, monkeypatch):
+    (tmp_path / "sums.py").write_text("def total(a, b):\n    return a + b\n")
+    tests = "from sums import total\n\ndef test_one():\n    assert total(1, 1) == 2\n\n"
+    tests += "def test_two():\n    assert total(1, -1) == 0\n\ndef test_blind():\n    assert total(0, 0) == 0\n"
+    (tmp_path / "test_sums.py").write_text(tests)
+    minus = Fault("subtracts", "sums.py", "a + b", "a - b", ("test_sums.py",))
+    unseen = Fault("turns", "sums.py", "a + b", "b + a", ("test_sums.py",))
+    monkeypatch.setattr(seeded, "FAULTS", {"minus": minus, "turned": unseen})
+    first = {name: found for name, found, _ in seeded.seen_by(tmp_path, ["minus", "turned"], every=False)}
+    assert first == {"minus": ["test_sums.py::test_one"], "turned": []}
+    [(_, found, _)] = seeded.seen_by(tmp_path, ["minus"], every=True)
+    assert found == ["test_sums.py::test_one", "test_sums.py::test_two"]
+    assert seeded.failures(tmp_path, ["test_sums.py"]) == [] and "a + b" in (tmp_path / "sums.py").read_text()
+    with pytest.raises(RuntimeError, match="exit status"):
+        seeded.failures(tmp_path, ["test_missing.py"])

@@ -1,0 +1,206 @@
+"""A run and its model's folder: a template that reads the clock gets one day; tokens without an embedding are refused.
+
+The day is that of the run's first start, whatever reads the run and whenever.
+"""
+
+import datetime
+import json
+import logging
+import shutil
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from recjax import evaluate as evaluating
+from recjax.config import load_config
+from recjax.evaluate import evaluate
+from recjax.experience import store
+from recjax.experience.foreign import Columns
+from recjax.experience.prepared import prepared_rows
+from recjax.generate_experience import generate
+from recjax.hub.export import export_model, write_base
+from recjax.hub.policy import policy_alone
+from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
+from recjax.import_experience import import_files
+from recjax.models.decoder import init_params
+from recjax.models.decoder_config import DecoderConfig
+from recjax.planning.dry_run import dry_run
+from recjax.tasks.loading import load_task
+from recjax.training.followed_run import FollowedRun
+from recjax.training.run import prepare
+from recjax.training.run_folder import check_run_folder, with_chat_date
+from recjax.training.trained import subject
+from tests.training.tiny_run import train, train_until_killed
+
+CONFIG = """
+output: unset
+model: {{path: {model}}}
+task: {{file: {{train: {problems}}}, reward: "tests.training.tiny_run:digit_share"}}
+rollout: {{prompts_per_step: 2, group_size: 2, max_completion_tokens: 3}}
+training: {{steps: 3, checkpoint_every: 1}}
+experience: {{record: true}}
+evaluation: {{every: 0, problems: 2, samples: 1}}
+"""
+TEMPLATE = "{{ strftime_now('%Y-%m-%d') }} {% for m in messages %}[{{ m.content }}]{% endfor %}"
+FIRST, SECOND, THIRD = "2024-02-29", "2024-03-01", "2025-01-01"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose chat template reads the clock, problems that are chats, and a config."""
+    folder = tmp_path_factory.mktemp("clock")
+    tokenizer = character_tokenizer("0123456789+=-[] ")
+    tokenizer.chat_template = TEMPLATE
+    decoder = DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)
+    (folder / "base").mkdir()
+    write_base(folder / "base", decoder, tokenizer, (0,))
+    params = jax.device_get(init_params(decoder, jax.random.key(0)))
+    export_model(folder / "model", decoder, params, folder / "base")
+    asked = [{"prompt": [{"role": "user", "content": f"{number}+1"}], "answer": number + 1} for number in range(9)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    (folder / "tiny.yaml").write_text(CONFIG.format(model=folder / "model", problems=folder / "problems.jsonl"))
+    return folder
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A function that sets today's date."""
+
+    def on(day):
+        class Today(datetime.date):
+            @classmethod
+            def today(cls):
+                return cls.fromisoformat(day)
+
+        for module in ("hub.tokenizers", "training.run_folder", "generate_experience"):
+            monkeypatch.setattr(f"recjax.{module}.date", Today)
+
+    return on
+
+
+def days(rows, tokenizer):
+    """The dates that the prompts of rows begin with."""
+    return {tokenizer.decode(row.prompt_tokens)[:10] for row in rows}
+
+
+def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, on, tmp_path, caplog):
+    config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
+    on(FIRST)
+    with caplog.at_level(logging.INFO):
+        train_until_killed(config, at=2)
+    assert f"reads the clock: all prompts get the date {FIRST} (model.chat_date)" in caplog.text
+    on(SECOND)
+    check_run_folder(config, overwrite=False)
+    train(config)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["chat_date"] == FIRST
+    recorded = store.read(tmp_path / "run" / "experience")
+    run = subject(str(tmp_path / "run"), config)
+    assert len(recorded) == 12 and days(recorded, run.policy.tokenizer) == {FIRST}
+    assert run.policy.tokenizer.init_kwargs["chat_date"] == FIRST
+    followed = FollowedRun(tmp_path / "run")
+    followed.first()
+    assert followed.policy.tokenizer.init_kwargs["chat_date"] == FIRST
+
+    evaluate(config, str(tmp_path / "run"), str(tmp_path / "evaluation"))
+    samples = pd.read_parquet(tmp_path / "evaluation" / "samples.parquet")
+    assert {text[:10] for text in samples["prompt"]} == {FIRST}
+    set_day = config.model_copy(update={"model": config.model.model_copy(update={"chat_date": THIRD})})
+    assert subject(str(tmp_path / "run"), set_day).policy.tokenizer.init_kwargs["chat_date"] == THIRD
+    with pytest.raises(ValueError, match=f"another config .*chat_date: '{FIRST}' there, '{THIRD}' now"):
+        check_run_folder(set_day, overwrite=False)
+    assert with_chat_date(config, overwrite=True).model.chat_date == SECOND, "a run that begins again has its own day"
+    assert with_chat_date(set_day, overwrite=False) == set_day
+
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat, "reward": 1}))
+    import_files([tmp_path / "rows.jsonl"], tmp_path / "store", Columns())
+    (prompt,) = prepared_rows(tmp_path / "store", run.policy).at(np.arange(1))["prompt_tokens"].to_pylist()
+    assert run.policy.tokenizer.decode(prompt)[:10] == FIRST
+
+
+def test_an_evaluation_of_a_model_that_is_resumed_keeps_its_day(folder, on, tmp_path, monkeypatch):
+    config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
+    on(FIRST)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(evaluating, "sample_rounds", killed)
+        evaluate(config, None, str(tmp_path / "evaluation"))
+    on(SECOND)
+    evaluate(config, None, str(tmp_path / "evaluation"))
+    samples = pd.read_parquet(tmp_path / "evaluation" / "samples.parquet")
+    assert {text[:10] for text in samples["prompt"]} == {FIRST}
+
+
+def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
+    config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
+    on(FIRST)
+    assert generate(config, tmp_path / "store", 1, None, None, "initial") == 1
+    on(SECOND)
+    assert generate(config, tmp_path / "store", 2, None, None, "initial") == 1
+    rows = store.read(tmp_path / "store")
+    assert len(rows) == 8 and days(rows, policy_alone(config, "").tokenizer) == {FIRST}
+
+
+def test_a_run_from_before_there_was_a_date_goes_on_with_that_of_its_first_start(folder, on, tmp_path):
+    config = load_config(folder / "tiny.yaml", [f"output={tmp_path}"])
+    fields = config.model_dump()
+    del fields["model"]["chat_date"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
+    (tmp_path / "environment.json").write_text(json.dumps([{"started": f"{FIRST}T12:00:00+00:00"}]))
+    on(SECOND)
+    check_run_folder(config, overwrite=False)
+    assert with_chat_date(config, overwrite=False).model.chat_date == FIRST
+    (tmp_path / "environment.json").unlink()
+    assert with_chat_date(config, overwrite=False).model.chat_date == SECOND
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_the_start(folder, tmp_path):
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<extra_a>", "<extra_b>"])
+    tokenizer.save_pretrained(model)
+    (model / "manifest.json").unlink()
+    asked = [
+        {"prompt": f"{number}+1= <extra_b>" if number == 7 else f"{number}+1=", "answer": "1"} for number in range(9)
+    ]
+    (tmp_path / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}", f"model.path={model}", "experience=null"])
+    assert prepare(config)[0].policy.vocabulary == size, "tokens that no text has are no harm"
+    wrong = load_config(
+        folder / "tiny.yaml",
+        [f"output={tmp_path / 'run'}", f"model.path={model}", f"task.file.train={tmp_path / 'wrong.jsonl'}"],
+    )
+    message = (
+        rf"prompt \d, '7\+1= <extra_b>': token '<extra_b>' has id {size + 1}, but the model in {model} has an"
+        rf" embedding of {size} tokens and a tokenizer of {size + 2}; take the tokenizer"
+    )
+    starts = [
+        lambda: train(wrong),
+        lambda: generate(wrong, tmp_path / "store", 1, None, None, "initial"),
+        lambda: dry_run(wrong),
+    ]
+    for start in starts:
+        with pytest.raises(ValueError, match=message):
+            start()
+    # An evaluation asks the problems that are held out, and the wrong one may be none of them.
+    everything = wrong.evaluation.model_copy(update={"problems": 3})
+    for seed in range(20):
+        held_out = wrong.model_copy(update={"seed": seed, "evaluation": everything})
+        if any("extra" in problem.prompt for problem in load_task(held_out).evaluation):
+            break
+    for checkpoint in (None, str(model)):
+        with pytest.raises(ValueError, match=message):
+            evaluate(held_out, checkpoint, str(tmp_path / "evaluation"))
+
+
+@pytest.mark.parametrize("day", ["'26.11.2026'", "2026-02-30", "'2026-1-1'", "today"])
+def test_what_is_no_day_is_refused(folder, day):
+    with pytest.raises(ValueError, match="model.chat_date = .* takes a day as YYYY-MM-DD"):
+        load_config(folder / "tiny.yaml", ["output=x", f"model.chat_date={day}"])
