@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from recjax.config.fields import Block, block_of, takes
 from recjax.config.schema import Config
+from recjax.config.yaml_values import write_yaml
 
 
 class Key(NamedTuple):
@@ -65,9 +66,9 @@ def as_markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override with a",
-        "YAML value, such as `optimizer.learning_rate=1e-6`. A block that is not given, such as `experience` or",
-        "`model.lora`, is off. `python -m recjax.train --help` prints the same list.",
+        "Every key of a run's YAML file, from the schema that reads it. On a command line a key is an override, as in",
+        "`optimizer.learning_rate=1e-6` ([how values are read](runs.md#overrides)). A block that is not given, such as",
+        "`experience` or `model.lora`, is off. `python -m recjax.train --help` prints the same list.",
     ]
     for section in sections():
         lines += ["", f"## {section.name or 'The run'}", "", section.meaning, ""]
