@@ -46,6 +46,12 @@ def load_task(config: Config) -> Task:
         require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
     kept, evaluation = load_problems(config)
+    if reward.name in ("math", "guru_math", "math_dapo"):
+        check = imported("recjax.tasks.grading.math_answers:check_answer")
+        for problem in (*kept, *evaluation):
+            check(problem.answer)
+    if reward.function.__module__ == rewards.__name__ and config.task.agent is None:
+        _check_answers(reward, [*kept, *evaluation])
     if weights and not reward.per_row:
         check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
     return Task(kept, evaluation, reward)
@@ -58,12 +64,6 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         ValueError: bad data, or too little of it.
     """
     train, evaluation = _problems(config)
-    if reward.name in ("math", "guru_math", "math_dapo"):
-        check = imported("recjax.tasks.grading.math_answers:check_answer")
-        for problem in (*train, *evaluation):
-            check(problem.answer)
-    if reward.function.__module__ == rewards.__name__ and config.task.agent is None:
-        _check_answers(reward, [*train, *evaluation])
     held_out = set().union(*map(_origins, evaluation))
     evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
