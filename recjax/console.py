@@ -5,7 +5,6 @@ import errno
 import functools
 import io
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -18,10 +17,11 @@ import absl.logging
 from absl import flags
 from tqdm import tqdm
 
+from recjax.streams import outlast_readers
+
 logger = logging.getLogger(__name__)
 flags.disclaim_key_flags()  # those that are defined here belong to the command that asks for them, and to its --help
 
-_GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # a pipe that nobody reads any more, a terminal that was closed
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that fields leave to it
@@ -74,46 +74,6 @@ def plain_console(**options: Any) -> "rich.console.Console":
     from rich.console import Console  # not at the top: graders' processes import this file, and print no tables
 
     return Console(markup=False, emoji=False, **options)
-
-
-class _Lasting:
-    """A standard stream that outlasts its reader: what is written after that is lost, and the program continues."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._outlasting():
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._outlasting():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _outlasting(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
-            # Programs that are started later, and the end of this one, write there as well.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
-def outlast_readers() -> None:
-    """Lets the program continue when nobody reads its standard output or error any more, as after `| head`."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # it was closed before the program began
-            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        setattr(sys, name, stream if isinstance(stream, _Lasting) else _Lasting(stream))
 
 
 def _end(message: str) -> NoReturn:

@@ -45,25 +45,23 @@ def load_task(config: Config) -> Task:
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
-    kept, evaluation = load_problems(config)
+    kept, evaluation = load_problems(config, reward)
     if weights and not reward.per_row:
         check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
     return Task(kept, evaluation, reward)
 
 
-def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """The problems of `load_task`, to train on and held out, without the reward.
+def load_problems(config: Config, reward: Reward | None = None) -> tuple[list[Problem], list[Problem]]:
+    """The problems of `load_task`: training problems and held-out problems.
 
+    Args:
+        reward: refuses answers that it cannot read; None: any answer is fine.
     Raises:
         ValueError: bad data, or too little of it.
     """
     train, evaluation = _problems(config)
-    if reward.name in ("math", "guru_math", "math_dapo"):
-        check = imported("recjax.tasks.grading.math_answers:check_answer")
-        for problem in (*train, *evaluation):
-            check(problem.answer)
-    if reward.function.__module__ == rewards.__name__ and config.task.agent is None:
-        _check_answers(reward, [*train, *evaluation])
+    if reward is not None:
+        _check_answers(reward, [*train, *evaluation], by_agent=config.task.agent is not None)
     held_out = set().union(*map(_origins, evaluation))
     evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
@@ -77,14 +75,19 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     return kept, evaluation
 
 
-def _check_answers(reward: Reward, problems: Sequence[Problem]) -> None:
-    """Refuses answers that a reward without a library cannot read, before the first completion is sampled."""
-    answers = [problem.answer for problem in problems]
-    try:
-        reward.function([""] * len(answers), answers, answers)
-    except ValueError as error:
-        remedy = "correct the answer, or name another task.reward"
-        raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
+def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
+    """Refuses answers that no completion can equal, before the first completion is sampled."""
+    if reward.name in ("math", "guru_math", "math_dapo"):
+        check = imported("recjax.tasks.grading.math_answers:check_answer")
+        for problem in problems:
+            check(problem.answer)
+    if reward.function.__module__ == rewards.__name__ and not by_agent:
+        answers = [problem.answer for problem in problems]
+        try:
+            reward.function([""] * len(answers), answers, answers)
+        except ValueError as error:
+            remedy = "correct the answer, or name another task.reward"
+            raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
