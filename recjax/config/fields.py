@@ -105,19 +105,21 @@ def parts_of(annotation: Any) -> tuple:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def plain_type(annotation: Any) -> type:
-    """The type behind `Annotated[type, …]` or `dict[…]`."""
+def plain_type(annotation: Any) -> Any:
+    """The type behind `Annotated[type, …]`, or the origin of `dict[…]`, `list[…]` and `Literal[…]`."""
     annotation = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     return typing.get_origin(annotation) or annotation
 
 
-def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any]) -> str:
+def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any], within: bool) -> str:
     """The message about a value that a key does not take: key, value, and the values that it takes.
 
     Args:
-        error: one of pydantic's, of that key or of a part of its value.
+        error: one of pydantic's, of the key or of a part of its value.
+        within: `value` is one of the values in the key's mapping.
     """
-    kind, choices = error["type"], choices_of(field.annotation)
+    annotation = typing.get_args(field.annotation)[-1] if within else field.annotation
+    kind, choices = error["type"], choices_of(annotation)
     if kind == "value_error":
         problem = str(error["ctx"]["error"])
     elif kind.startswith(("greater_than", "less_than", "finite_number")):
@@ -127,11 +129,12 @@ def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any]) -
         problem = f"must be {', '.join(filter(None, [finite, said]))}"
     elif choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        some = "some of " if typing.get_origin(field.annotation) is list else ""
+        some = "some of " if typing.get_origin(annotation) is list else ""
         problem = f"takes {some}{', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
     else:
         quotes = "; put it in quotes, within another pair of quotes on a command line" * kind.startswith("string")
-        problem = f"takes {takes(field.annotation)}{quotes}"
+        digits = ", in decimal digits" * kind.startswith(("int", "float"))
+        problem = f"takes {takes(annotation)}{digits}{quotes}"
     return f"{name} = {value!r:.300}: {problem}"
 
 

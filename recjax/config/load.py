@@ -125,7 +125,7 @@ def _messages(error: pydantic.ValidationError, merged: dict, sources: Mapping[st
             value = functools.reduce(lambda block, part: block[part], name.split("."), merged)
             inner = parts[len(name.split(".")) :] if isinstance(value, dict) else []
             value = functools.reduce(dict.__getitem__, inner, value)
-            yield f"{sources[name]}: {refusal('.'.join([name, *inner]), KEYS[name], value, each)}"
+            yield f"{sources[name]}: {refusal('.'.join([name, *inner]), KEYS[name], value, each, bool(inner))}"
 
 
 def _parse_override(text: str) -> dict:
