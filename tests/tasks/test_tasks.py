@@ -19,7 +19,7 @@ from recjax.tasks.rewards import exact_match, last_number_match, number_match
 
 
 def test_arithmetic_asks_every_question_once_and_answers_it():
-    config = ArithmeticTask(["1..9 + 0..3", "5..6 - 7..8", "2..3 * 4..4"], template="{a}{op}{b}=")
+    config = ArithmeticTask(problems=["1..9 + 0..3", "5..6 - 7..8", "2..3 * 4..4"], template="{a}{op}{b}=")
     problems = arithmetic_problems(config, seed=0)
     assert len({problem.prompt for problem in problems}) == len(problems) == 9 * 4 + 4 + 2
     for problem in problems:
@@ -43,7 +43,9 @@ def test_worked_sums_show_columns_carries_and_the_result(a, b, text):
 
 
 def test_mistakes_have_one_wrong_column_and_follow_through():
-    for problem in arithmetic_problems(ArithmeticTask(["10..99 + 10..99"], "{a}{op}{b}=", worked=True), seed=0)[:500]:
+    for problem in arithmetic_problems(
+        ArithmeticTask(problems=["10..99 + 10..99"], template="{a}{op}{b}=", worked=True), seed=0
+    )[:500]:
         assert last_number_match([""], [problem.answer], [str(eval(problem.prompt[:-1]))]) == [1]
         assert 6 <= len(problem.mistakes) <= 8
         for mistake in problem.mistakes:
@@ -62,11 +64,11 @@ def test_mistakes_have_one_wrong_column_and_follow_through():
 
 def test_worked_answers_of_other_than_sums_are_refused():
     with pytest.raises(ValueError, match="'1..9 - 1..9': task.arithmetic.worked"):
-        arithmetic_problems(ArithmeticTask(["1..9 + 1..9", "1..9 - 1..9"], worked=True), seed=0)
+        arithmetic_problems(ArithmeticTask(problems=["1..9 + 1..9", "1..9 - 1..9"], worked=True), seed=0)
 
 
 def test_examples_are_solved_and_never_give_the_question_away():
-    problems = arithmetic_problems(ArithmeticTask(["1..3 + 1..2"], examples=4), seed=0)
+    problems = arithmetic_problems(ArithmeticTask(problems=["1..3 + 1..2"], examples=4), seed=0)
     for problem in problems:
         *examples, question = problem.prompt.splitlines()
         assert len(set(examples)) == 4
@@ -98,7 +100,7 @@ def write_jsonl(path, rows):
 
 
 def test_jsonl_rows_become_problems(tmp_path):
-    problems = file_problems(write_jsonl(tmp_path / "a.jsonl", ROWS), FileTask())
+    problems = file_problems(write_jsonl(tmp_path / "a.jsonl", ROWS), FileTask(train=""))
     chat = [{"role": "user", "content": "2+2?"}]
     assert problems == [Problem("1+1=", "2", columns={"note": "a"}), Problem(chat, "4")]
 
@@ -121,7 +123,7 @@ def test_jsonl_rows_become_problems(tmp_path):
 )
 def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
     path = write_jsonl(tmp_path / "a.jsonl", [f'{{"prompt": "x", "answer": {answer}}}'])
-    (problem,) = file_problems(path, FileTask())
+    (problem,) = file_problems(path, FileTask(train=""))
     assert problem.answer == text
     if answer[0] != '"':
         assert float(text) == float(answer) and number_match([""], [text], [problem.answer]) == [1]
@@ -136,9 +138,9 @@ def test_the_numbers_of_parquet_columns_keep_their_value(tmp_path):
         "level": [3.0, 2.5],
     }
     pq.write_table(pa.table(columns), path)
-    found = file_problems(str(path), FileTask(difficulty_column="level"))
+    found = file_problems(str(path), FileTask(train="", difficulty_column="level"))
     assert [(one.answer, one.difficulty) for one in found] == [("72", "3"), ("0.0000001", "2.5")]
-    assert [one.answer for one in file_problems(str(path), FileTask(answer_column="exact"))] == ["1.1", "-3"]
+    assert [one.answer for one in file_problems(str(path), FileTask(train="", answer_column="exact"))] == ["1.1", "-3"]
 
 
 def test_an_answer_that_the_reward_cannot_read_is_refused_with_the_task(tmp_path):
@@ -164,9 +166,9 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     if is_list and ".json" not in name.replace("jsonl", "").replace("ndjson", ""):
         with pytest.raises(ValueError, match="line 1: not valid JSON"):
-            file_problems(str(path), FileTask())
+            file_problems(str(path), FileTask(train=""))
     else:
-        assert [problem.answer for problem in file_problems(str(path), FileTask())] == ["2", "4"]
+        assert [problem.answer for problem in file_problems(str(path), FileTask(train=""))] == ["2", "4"]
 
 
 @pytest.mark.parametrize(
@@ -185,30 +187,30 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
 def test_damaged_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=re.escape(message)):
-        file_problems(str(tmp_path / name), FileTask())
+        file_problems(str(tmp_path / name), FileTask(train=""))
 
 
 def test_a_parquet_column_that_is_given_twice_is_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array([1]), pa.array([2])], ["prompt", "answer", "answer"])
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="a.parquet: .*(answer|[Dd]uplicate)"):
-        file_problems(str(tmp_path / "a.parquet"), FileTask())
+        file_problems(str(tmp_path / "a.parquet"), FileTask(train=""))
 
 
 def test_a_column_of_a_file_can_name_the_difficulty(tmp_path):
     rows = [{"prompt": "1+1=", "answer": 2, "level": 3, "note": "a"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert file_problems(path, FileTask(difficulty_column="level")) == [
+    assert file_problems(path, FileTask(train="", difficulty_column="level")) == [
         Problem("1+1=", "2", columns={"note": "a"}, difficulty="3")
     ]
     with pytest.raises(ValueError, match="line 1: no 'hard'.*task.file.difficulty_column"):
-        file_problems(path, FileTask(difficulty_column="hard"))
+        file_problems(path, FileTask(train="", difficulty_column="hard"))
 
 
 def test_a_line_of_json_may_hold_a_line_separator(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "a\u2028b\x85c", "answer": 1}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert file_problems(str(path), FileTask())[0].prompt == "a\u2028b\x85c"
+    assert file_problems(str(path), FileTask(train=""))[0].prompt == "a\u2028b\x85c"
 
 
 def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
@@ -241,7 +243,7 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
 def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, row, reason):
     path = write_jsonl(tmp_path / "bad.jsonl", [ROWS[0], row, ROWS[1]])
     with pytest.raises(ValueError) as error:
-        file_problems(path, FileTask())
+        file_problems(path, FileTask(train=""))
     assert path in str(error.value) and "line 2" in str(error.value) and reason in str(error.value)
 
 
@@ -252,7 +254,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     reasons = {"b.jsonl": "no such", "a.csv": "jsonl or", "a.jsonl": "no rows", "a.parquet": "magic"}
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"{name}.*{reason}"):
-            file_problems(str(tmp_path / name), FileTask())
+            file_problems(str(tmp_path / name), FileTask(train=""))
 
 
 def test_a_question_that_is_held_out_is_not_trained_on(tmp_path):
@@ -397,7 +399,7 @@ def test_a_rows_tools_and_variables_go_to_the_chat_template(tmp_path, name, as_t
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
     else:
         write_jsonl(tmp_path / name, rows)
-    found = file_problems(str(tmp_path / name), FileTask())
+    found = file_problems(str(tmp_path / name), FileTask(train=""))
     expected = [{"enable_thinking": False, "tools": TOOLS}, {"effort": "low", "tools": TOOLS[:1]}, {}]
     assert [problem.template for problem in found] == expected
     assert set(found[0].columns) == {"tools", "chat_template_kwargs"}, "the reward gets them as well"
@@ -405,7 +407,7 @@ def test_a_rows_tools_and_variables_go_to_the_chat_template(tmp_path, name, as_t
 
 def test_a_plain_prompt_has_no_template(tmp_path):
     row = {"prompt": "1+1=", "answer": "2", "tools": "a saw"}
-    (problem,) = file_problems(write_jsonl(tmp_path / "a.jsonl", [row]), FileTask())
+    (problem,) = file_problems(write_jsonl(tmp_path / "a.jsonl", [row]), FileTask(train=""))
     assert problem.template == {} and problem.columns == {"tools": "a saw"}
 
 

@@ -122,7 +122,7 @@ def test_equal_rewards_move_nothing():
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(preset, overrides, packs):
     batch, algorithm = make_batch(), build_algorithm(preset, overrides)
-    optimizer = make_optimizer(OptimizerConfig(0.1, weight_decay=0.5), steps=10)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), steps=10)
     reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
 
     def after(state, batch):
