@@ -27,7 +27,7 @@ from recjax.training.environment import starts
 from recjax.training.trained import run_adapters, run_config, run_params
 
 FLAGS = flags.FLAGS
-_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base's card says its licence
+_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base's card says its license
 
 
 @command

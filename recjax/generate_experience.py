@@ -31,7 +31,7 @@ from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
 from recjax.experience.store import CHAT_TEMPLATE, Experience
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
@@ -161,7 +161,7 @@ def _remote_rows(
                     prompt_tokens=np.array(answer.prompt, np.int32),
                     completion_tokens=np.array(answer.tokens, np.int32),
                     completion_mask=np.ones(len(answer.tokens), bool),
-                    behaviour_logprobs=answer.logprobs and np.array(answer.logprobs, np.float32),
+                    behavior_logprobs=answer.logprobs and np.array(answer.logprobs, np.float32),
                 )
             rows.append(row)
     return rows
@@ -212,7 +212,7 @@ def _refuse_agents(config: Config) -> None:
 
 
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
-    """What samples, its parameters in the dtype that they compute in, and the optimiser updates that they have had."""
+    """What samples, its parameters in the dtype that they compute in, and the optimizer updates that they have had."""
     _refuse_agents(config)
     # A config may name the store that this is to make.
     config = untrained(config)

@@ -1,4 +1,4 @@
-"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio, length over optimiser steps.
+"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio, length over optimizer steps.
 
     python -m recjax.plot runs/one runs/other [--output DIR]
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from recjax.algorithms.advantages import group_mean_advantages
-from recjax.algorithms.anchors import behaviour_anchor
+from recjax.algorithms.anchors import behavior_anchor
 from recjax.algorithms.clipping import no_clip
 from recjax.algorithms.masks import no_mask
 from recjax.algorithms.ratios import token_ratio
@@ -30,7 +30,7 @@ class Algorithm:
     objective: Callable | None = None
     selection: Callable = keep_all
     advantage: Callable = group_mean_advantages
-    anchor: Callable = behaviour_anchor
+    anchor: Callable = behavior_anchor
     ratio: Callable = token_ratio
     clip: Callable = no_clip
     mask: Callable = no_mask
@@ -52,21 +52,21 @@ class Algorithm:
         if RATIO & read or self.correction is not None:
             read |= {*names_read(self.anchor)}
         if RATIO & {*names_read(self.mask)}:
-            read.add("behaviour_logprobs")
+            read.add("behavior_logprobs")
         if "ratio" in read:
             read |= {*names_read(self.ratio)}
         return any(name in read for name in names)
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether the ratio of the policy to the anchor, or that of the anchor to the behaviour policy, is read."""
+        """Whether the ratio of the policy to the anchor, or that of the anchor to the behavior policy, is read."""
         return self.reads(*RATIO) or self.correction is not None
 
     @property
-    def needs_behaviour_logprobs(self) -> bool:
-        """Whether the log-probabilities under the behaviour policy change the loss."""
+    def needs_behavior_logprobs(self) -> bool:
+        """Whether the log-probabilities under the behavior policy change the loss."""
         needs = self.compares_completions or self.correction is not None
-        return needs or self.reads("behaviour_logprobs", "scored_log_ratio")
+        return needs or self.reads("behavior_logprobs", "scored_log_ratio")
 
     @property
     def needs_scoring(self) -> bool:

@@ -1,6 +1,6 @@
 """Anchors: the policy that a ratio is measured from.
 
-The behaviour policy μ sampled the tokens. The proximal policy is the one from which an update starts: where a batch
+The behavior policy μ sampled the tokens. The proximal policy is the one from which an update starts: where a batch
 gets several updates, it is what a trust region is about, and the correction for μ is a weight apart.
 """
 
@@ -9,15 +9,15 @@ from jaxtyping import Array, Float
 from recjax.algorithms.options import require
 
 
-def behaviour_anchor(behaviour_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """The behaviour policy: log μ.
+def behavior_anchor(behavior_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The behavior policy: log μ.
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> print(behaviour_anchor(jnp.array([[-1.0, -2.0]])))
+        >>> print(behavior_anchor(jnp.array([[-1.0, -2.0]])))
         [[-1. -2.]]
     """
-    return behaviour_logprobs
+    return behavior_logprobs
 
 
 def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
@@ -37,14 +37,14 @@ def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Arra
 
 
 def interpolated_anchor(
-    logprobs: Float[Array, "batch time"], behaviour_logprobs: Float[Array, "batch time"], *, share: float = 0.5
+    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: float = 0.5
 ) -> Float[Array, "batch time"]:
-    """Between the policy and the behaviour policy, in log-probs: α log μ + (1 − α) log π.  It needs no scoring pass.
+    """Between the policy and the behavior policy, in log-probs: α log μ + (1 − α) log π.  It needs no scoring pass.
 
     Args:
         logprobs: log π of each token.
-        behaviour_logprobs: log μ of each token.
-        share: α, of the behaviour policy, from 0 to 1.
+        behavior_logprobs: log μ of each token.
+        share: α, of the behavior policy, from 0 to 1.
     Raises:
         ValueError: a share outside of these.
     Reference: arXiv 2512.06547 (A-3PO), whose α follows from each token's staleness.
@@ -55,4 +55,4 @@ def interpolated_anchor(
         [[-1.5 -2. ]]
     """
     require(0 <= share <= 1, "share", share, "must be from 0 to 1")
-    return share * behaviour_logprobs + (1 - share) * logprobs
+    return share * behavior_logprobs + (1 - share) * logprobs

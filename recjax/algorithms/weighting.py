@@ -66,7 +66,7 @@ def bisected_temperature(
 
     f(τ) = Σ_i A_i exp(A_i / τ) = 0.  f falls strictly, from +∞ (if any A > 0) to Σ A as τ → ∞, so that a root exists
     only if Σ A < 0 < max A. Without one in range the nearer end is returned: the ceiling where f is still positive
-    there, as it is for group-centred advantages (Σ A = 0); the floor where f(floor) ≤ 0, which all-zero A include.
+    there, as it is for group-centered advantages (Σ A = 0); the floor where f(floor) ≤ 0, which all-zero A include.
 
     Args:
         advantages: ignored where not kept.
@@ -114,7 +114,7 @@ def bisected_exp_advantage_weights(
         advantages: of the whole batch; ignored where not kept.
         kept: rows that count; the others get 0.
         floor: lowest τ, above 0, in units of advantage.
-        ceiling: highest τ, at least the floor; what group-centred advantages get.
+        ceiling: highest τ, at least the floor; what group-centered advantages get.
     Raises:
         ValueError: floor not above 0, or ceiling below it.
     Reference: see `bisected_temperature`.

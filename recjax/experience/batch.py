@@ -15,10 +15,10 @@ FOREIGN = -1  # policy version of a batch's rows that another model wrote
 class Batch(NamedTuple):
     """Completions of prompts, as many consecutive rows for each prompt; host arrays, right-padded.
 
-    completion_mask: True at tokens that the behaviour policy chose, its end-of-sequence token among them; False
+    completion_mask: True at tokens that the behavior policy chose, its end-of-sequence token among them; False
         everywhere in rows that only fill the shape.
-    behaviour_logprobs: under the distribution that sampled each token; None where no algorithm reads them.
-    policy_version: optimiser updates of the weights that sampled the row; FOREIGN: of another model.
+    behavior_logprobs: under the distribution that sampled each token; None where no algorithm reads them.
+    policy_version: optimizer updates of the weights that sampled the row; FOREIGN: of another model.
     truncated: the row ran into the token limit.
     accurate: the answer is right, whatever else the reward is of.
     reward_parts: the named terms, not weighted, that the reward is the weighted sum of; NaN where a row has none.
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     prompt_mask: Bool[np.ndarray, "prompts prompt_time"]
     completions: Int[np.ndarray, "batch time"]
     completion_mask: Bool[np.ndarray, "batch time"]
-    behaviour_logprobs: Float[np.ndarray, "batch time"] | None
+    behavior_logprobs: Float[np.ndarray, "batch time"] | None
     rewards: Float[np.ndarray, " batch"]
     group_ids: Int[np.ndarray, " batch"]
     policy_version: Int[np.ndarray, " batch"]
@@ -86,7 +86,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
     version), False (accurate), NaN (a part of the reward) or, without a grade, a reward of NaN.
 
     Args:
-        logprobs: False leaves behaviour log-probs out of the batch, for algorithms that read none. Where True, those of
+        logprobs: False leaves behavior log-probs out of the batch, for algorithms that read none. Where True, those of
             a completion without any are NaN, so that no number comes of them unnoticed.
     Raises:
         ValueError: a group that does not fit the shape, or a completion with tokens that its policy did not choose.
@@ -102,7 +102,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
         prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
         completions=np.zeros((rows, shape.time), np.int32),
         completion_mask=np.zeros((rows, shape.time), bool),
-        behaviour_logprobs=np.zeros((rows, shape.time), np.float32) if logprobs else None,
+        behavior_logprobs=np.zeros((rows, shape.time), np.float32) if logprobs else None,
         rewards=np.zeros(rows, np.float32),
         group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group),
         policy_version=np.full(rows, FOREIGN, np.int32),
@@ -133,12 +133,12 @@ def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequen
                 " their first token to their last"
             )
     _fill(batch.completions, batch.completion_mask, rows, [one.tokens for one in completions], names)
-    if batch.behaviour_logprobs is not None:
+    if batch.behavior_logprobs is not None:
         known = [
-            np.full(len(one.tokens), np.nan) if one.behaviour_logprobs is None else one.behaviour_logprobs
+            np.full(len(one.tokens), np.nan) if one.behavior_logprobs is None else one.behavior_logprobs
             for one in completions
         ]
-        batch.behaviour_logprobs[batch.completion_mask] = np.concatenate([[], *known])
+        batch.behavior_logprobs[batch.completion_mask] = np.concatenate([[], *known])
     versions = [one.policy_version for one in completions]
     batch.policy_version[rows] = [FOREIGN if version is None else version for version in versions]
     batch.truncated[rows] = [one.truncated for one in completions]

@@ -61,7 +61,7 @@ def imported(
         columns: their names.
         time: of all rows.
         source: name of the rows; None: each file's name without its ending.
-        tokenizer: `tokenise.tokenizer_name` of the vocabulary that columns of tokens are of.
+        tokenizer: `tokenize.tokenizer_name` of the vocabulary that columns of tokens are of.
         sampling: the distribution that sampled them; needed where there are log-probabilities.
     Raises:
         ValueError: a file that cannot be read, or a row that cannot be used, with file, line or row, and reason.
@@ -277,6 +277,6 @@ def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | Non
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
         "completion_mask": None if tokens is None else [True] * len(tokens),
-        "behaviour_logprobs": logprobs,
+        "behavior_logprobs": logprobs,
         **dict(zip(Sampling._fields, sampling or (None,) * len(Sampling._fields), strict=True)),
     }

@@ -30,13 +30,13 @@ class Row(NamedTuple):
 
     prompt_tokens: what its first turn follows.
     tokens: all that comes after, turns and what stands between them.
-    mask, behaviour_logprobs: as in `Completion`; the latter are 0 where the mask is False.
+    mask, behavior_logprobs: as in `Completion`; the latter are 0 where the mask is False.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
     tokens: Int[np.ndarray, " time"]
     mask: Bool[np.ndarray, " time"]
-    behaviour_logprobs: Float[np.ndarray, " time"] | None
+    behavior_logprobs: Float[np.ndarray, " time"] | None
 
 
 class Turn(NamedTuple):
@@ -64,9 +64,9 @@ class Completion(NamedTuple):
     source: who sampled it.
     text: what it says, without the token that ended it.
     tokens: the end-of-sequence token among them.
-    mask: True where the behaviour policy chose the token.
-    behaviour_logprobs: under `sampling`, the distribution that sampled the tokens; None: not known.
-    policy_version: optimiser updates of the weights that sampled it, the oldest where there were several; None: of
+    mask: True where the behavior policy chose the token.
+    behavior_logprobs: under `sampling`, the distribution that sampled the tokens; None: not known.
+    policy_version: optimizer updates of the weights that sampled it, the oldest where there were several; None: of
         another model.
     truncated: whether it ran into the token limit.
     grade: None while it is still to come.
@@ -82,7 +82,7 @@ class Completion(NamedTuple):
     text: str
     tokens: Int[np.ndarray, " time"]
     mask: Bool[np.ndarray, " time"]
-    behaviour_logprobs: Float[np.ndarray, " time"] | None
+    behavior_logprobs: Float[np.ndarray, " time"] | None
     sampling: Sampling | None
     policy_version: int | None
     truncated: bool
@@ -175,7 +175,7 @@ def runs_of(versions: Int[np.ndarray, " tokens"]) -> tuple[tuple[int, int], ...]
 
 
 def token_staleness(groups: Sequence[Group], step: int) -> float | None:
-    """The mean over sampled tokens of the optimiser steps since the weights that sampled each; None: of other models.
+    """The mean over sampled tokens of the optimizer steps since the weights that sampled each; None: of other models.
 
     Args:
         step: that trains on them, from 1.
@@ -187,7 +187,7 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
 
 
 def staleness(group: Group, step: int) -> int:
-    """Optimiser steps between the oldest weights that sampled a completion and those that train on it at `step`.
+    """Optimizer steps between the oldest weights that sampled a completion and those that train on it at `step`.
 
     Completions of other models have none; it is 0 for a group of these alone.
     """

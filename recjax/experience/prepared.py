@@ -26,7 +26,7 @@ from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience import ledger
 from recjax.experience.store import SCHEMA, VERSION, existing_parts, read_part, to_rows
-from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.hub.chat_rendering import turn_end
 from recjax.hub.policy import Policy
 from recjax.manifest import check_manifest, size_and_digest, write_manifest
@@ -120,7 +120,7 @@ def prepared_rows(folder: str | Path, policy: Policy) -> Rows:
     """The rows of a store, checked, with tokens of the policy's vocabulary.
 
     Raises:
-        ValueError: a store that cannot be read or tokenised, or a cache that cannot be written.
+        ValueError: a store that cannot be read or tokenized, or a cache that cannot be written.
     """
     parts = existing_parts(folder)
     if sum(part.stat().st_size for part in parts) > SMALL:
@@ -213,12 +213,12 @@ def _write_piece(file: pa.ipc.RecordBatchFileWriter, waiting: list[pa.Table]) ->
 
 
 def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
-    """The rows with tokens in every one of them; see `tokenised`."""
+    """The rows with tokens in every one of them; see `tokenized`."""
     named = set(table["tokenizer"].unique().to_pylist())
     lacking = table["prompt_tokens"].null_count or table["completion_tokens"].null_count
     if named <= {name} and not lacking and _highest_token(table) < policy.vocabulary:
         return table
-    rows = tokenised(list(to_rows(table)), policy)
+    rows = tokenized(list(to_rows(table)), policy)
     for column in ("tokenizer", "prompt_tokens", "completion_tokens", "completion_mask"):
         values = pa.array([getattr(row, column) for row in rows], SCHEMA.field(column).type)
         table = table.set_column(SCHEMA.get_field_index(column), SCHEMA.field(column), values)

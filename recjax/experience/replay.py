@@ -18,7 +18,7 @@ PRIORITIES: dict[str, Callable[[Group], float]] = {
 
 
 class Entry(NamedTuple):
-    """A group, the optimiser step at which it became ready, and how often it was trained on."""
+    """A group, the optimizer step at which it became ready, and how often it was trained on."""
 
     group: Group
     added: int
@@ -41,7 +41,7 @@ class Judge(NamedTuple):
         """The group as the update sees it; `recjax.experience.batch.to_learn_from` does the same to a batch."""
         if self.task.truncated == "mask":
             return group._replace(completions=tuple(one for one in group.completions if not one.truncated))
-        if self.task.truncated == "penalise":
+        if self.task.truncated == "penalize":
             completions = (
                 one._replace(grade=one.grade._replace(reward=self.task.truncated_reward)) if one.truncated else one
                 for one in group.completions
@@ -90,7 +90,7 @@ def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Ent
 def sampled(entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig) -> list[int]:
     """Places of up to `count` different entries to train on at `step`, rising; they follow from (entries, seed, step).
 
-    The chance of a group is in proportion to priority · 2^(−age / half_life), its age being in optimiser steps since it
+    The chance of a group is in proportion to priority · 2^(−age / half_life), its age being in optimizer steps since it
     became ready; groups of priority 0 come when there is no other. Sampling is without replacement.
     """
     keys = np.array([_log_chance(entry, step, limits) for entry in entries])

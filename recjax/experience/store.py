@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.list_(pa.int32())),
         ("completion_tokens", pa.list_(pa.int32())),
         ("completion_mask", pa.list_(pa.bool_())),
-        ("behaviour_logprobs", pa.list_(pa.float32())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
         ("reward_parts", pa.list_(_PART)),
         ("accurate", pa.bool_()),
@@ -67,10 +67,10 @@ class Experience(NamedTuple):
     """One completion: a row of a store, its fields the columns. None is null: not known, or not there yet.
 
     Exactly one of `prompt` (text) and `messages` (a chat) is given. `tokenizer` names the vocabulary that the tokens
-    are of. completion_mask is True at tokens that the behaviour policy chose; behaviour_logprobs are under the
+    are of. completion_mask is True at tokens that the behavior policy chose; behavior_logprobs are under the
     distribution that sampled them, which temperature, top_k, top_p and min_p describe. A row without a reward is
     pending.
-    policy_version counts the optimiser updates of the weights that sampled the row; None: of another model.
+    policy_version counts the optimizer updates of the weights that sampled the row; None: of another model.
     trajectory: of an agent's rows the id of the first one, whose prompt_tokens are each row's own; else None.
     metadata: a JSON object of what else is known, such as who asked; nothing here reads it.
     """
@@ -87,7 +87,7 @@ class Experience(NamedTuple):
     prompt_tokens: np.ndarray | None = None
     completion_tokens: np.ndarray | None = None
     completion_mask: np.ndarray | None = None
-    behaviour_logprobs: np.ndarray | None = None
+    behavior_logprobs: np.ndarray | None = None
     reward: float | None = None
     reward_parts: dict[str, float] | None = None
     accurate: bool | None = None
@@ -107,7 +107,7 @@ class Experience(NamedTuple):
         return None if None in found else found
 
 
-_ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behaviour_logprobs")
+_ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs")
 _MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError)
 _PLACE = "rows to append: row {}".format
 

@@ -88,9 +88,9 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
 
     Args:
         gguf_path: a GGUF of architecture `llama` with the byte-level tokenizer of SmolLM; tensors of any type that
-            the package `gguf` can dequantise.
+            the package `gguf` can dequantize.
         folder: where to write; must not exist yet.
-        credit: whose model it is and under which licence, added to what NOTICE says from the file's own metadata.
+        credit: whose model it is and under which license, added to what NOTICE says from the file's own metadata.
     Raises:
         ValueError: `gguf` is not installed, the folder exists, or the file holds what this does not convert.
     """
@@ -125,7 +125,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
         write_base(partial, config, tokenizer, tokenizer.eos_token_id, fields["llama.context_length"])
         (partial / "NOTICE").write_text(_notice(fields, Path(gguf_path)) + credit, encoding="utf-8")
         tensors = {}
-        with progress_bar("dequantise", len(reader.tensors), unit="tensor") as bar:
+        with progress_bar("dequantize", len(reader.tensors), unit="tensor") as bar:
             for tensor in reader.tensors:
                 name = names[tensor.name]
                 values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -139,7 +139,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
 def half_rotated(kernel: np.ndarray, head_dim: int) -> np.ndarray:
     """Undoes llama.cpp's order of query and key rows.
 
-    llama.cpp rotates neighbours (2i, 2i + 1) of a head, Hugging Face rotates (i, i + head_dim/2); row 2i + j of each
+    llama.cpp rotates neighbors (2i, 2i + 1) of a head, Hugging Face rotates (i, i + head_dim/2); row 2i + j of each
     head goes back to row j·head_dim/2 + i.
 
     Args:
@@ -195,15 +195,15 @@ def _config(fields: dict, tied: bool) -> DecoderConfig:
 
 
 def _notice(fields: dict, file: Path) -> str:
-    name, maker, licence = (
+    name, maker, license = (
         fields.get(f"general.{field}", "not stated in the file") for field in ("name", "organization", "license")
     )
     return f"""Model: {name}
 By: {maker}
-Licence: {licence}
+License: {license}
 
 Changed: converted from {file.name}.
-The weights are that file's values, dequantised to float32, with query and key
+The weights are that file's values, dequantized to float32, with query and key
 rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.
 """
 

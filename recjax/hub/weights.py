@@ -47,7 +47,7 @@ MODULES = {
     "head": "lm_head",
 }
 _EMBEDDING, _HEAD = (f"{MODULES[name]}.weight" for name in ("embedding", "head"))
-# Where outputs are normalised too, what elsewhere names the MLP's norm names the norm of attention's output.
+# Where outputs are normalized too, what elsewhere names the MLP's norm names the norm of attention's output.
 POST_NORM_MODULES = {
     "layers/attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
     "layers/mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm",

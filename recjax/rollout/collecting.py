@@ -41,7 +41,7 @@ def sample_groups(
         params: all parameters, in the dtype that they compute in.
         name: of this batch, given to no other; ids of its groups and completions begin with it.
         source: who samples.
-        version: of `params`, in optimiser updates.
+        version: of `params`, in optimizer updates.
         newer: gives, between rounds of tokens, weights that have come since; None: there will be none.
         (others): as those of `sample_completions`.
     """
@@ -58,7 +58,7 @@ def sample_groups(
             text=text,
             tokens=one.tokens,
             mask=np.ones(len(one.tokens), bool),
-            behaviour_logprobs=one.logprobs,
+            behavior_logprobs=one.logprobs,
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,
@@ -92,7 +92,7 @@ def sample_completions(
         max_tokens: limit on a completion's length, end-of-sequence token included.
         sampling: the distribution.
         newer: as of `sample_groups`.
-    Reference: arXiv 2509.24203 §2 (behaviour policy μ).
+    Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
     prefixes = _prefixes(prompts, prompt_mask)
     requests = [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]

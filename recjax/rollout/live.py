@@ -67,7 +67,7 @@ class LiveEngine:
         del self._engine  # agents that have ended refer to this in circles, and must not hold weights and cache
 
     async def sample(self, request: Request) -> Sampled:
-        """The completion of a request. Who is cancelled while it waits frees its slot and leaves others as they are.
+        """The completion of a request. Who is canceled while it waits frees its slot and leaves others as they are.
 
         Raises:
             ValueError: a request that cannot be sampled.

@@ -57,7 +57,7 @@ class Weights(NamedTuple):
 
     Attributes:
         params: all parameters, stacked by layer, in the dtype that they compute in.
-        version: optimiser updates that they have had.
+        version: optimizer updates that they have had.
         run: the id of the run that made these; None: it has none.
     """
 

@@ -17,7 +17,7 @@ class Versions:
     """The weights that an engine has, and newer ones; an asynchronous context, in which these are looked for.
 
     Attributes:
-        version: optimiser updates of the weights that tokens are sampled with.
+        version: optimizer updates of the weights that tokens are sampled with.
         run: the id of the run that these are of, if it has one.
     """
 

@@ -6,7 +6,7 @@ file test.jsonl (500 rows) with `problem`, `solution`, `answer`, `subject`, `lev
 Prompt: the problem as the user's message, after the system prompt below.
 Answer: the column `answer`, text or a number, where it is given; otherwise what the solution's last \boxed holds.
 Difficulty: the level. Columns: subject.
-Reward: `math`, 1 where the completion's last \boxed equals the answer after normalisation, 0 otherwise.
+Reward: `math`, 1 where the completion's last \boxed equals the answer after normalization, 0 otherwise.
 """
 
 import re

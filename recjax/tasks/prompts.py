@@ -64,7 +64,7 @@ def encode_problems(
     max_tokens: int | None,
     vocabulary: int | None = None,
 ) -> Prompts:
-    """Renders, tokenises and pads prompts; of several processes each does its share of many, and all call it.
+    """Renders, tokenizes and pads prompts; of several processes each does its share of many, and all call it.
 
     Args:
         max_tokens: padded length in tokens; None takes the longest prompt's.

@@ -26,7 +26,7 @@ from recjax.training.update import TrainState
 
 LAYOUT = 4  # of checkpoints; 3 and 2 always had the sampler's weights, 2 no manifest, 1 several queues
 READS = (2, 3, 4)
-COPY = "behaviour_params"  # the sampler's, in a checkpoint of whose state it is not a part
+COPY = "behavior_params"  # the sampler's, in a checkpoint of whose state it is not a part
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "rows": len(rows)}),
     }
-    if state.behaviour_params is not None:
-        items[COPY] = ocp.args.StandardSave(state.behaviour_params)
+    if state.behavior_params is not None:
+        items[COPY] = ocp.args.StandardSave(state.behavior_params)
     if rows:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
     folder = Path(manager.directory)
@@ -84,11 +84,11 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         manager.delete(step)
 
 
-def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_params: dict) -> State:
+def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params: dict) -> State:
     """The newest checkpoint.
 
     Args:
-        trained, behaviour_params: shapes, dtypes and shardings, which may be others than those that were saved; of
+        trained, behavior_params: shapes, dtypes and shardings, which may be others than those that were saved; of
             the sampler's copy, if there is one.
     Raises:
         ValueError: a checkpoint of an earlier layout, or one that cannot be read.
@@ -104,7 +104,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     copied = (Path(manager.directory) / str(step) / COPY).exists()
     items = {
         "state": ocp.args.StandardRestore(trained),
-        **({COPY: ocp.args.StandardRestore(behaviour_params)} if copied else {}),
+        **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
         **({"groups": ocp.args.StandardRestore()} if plain["rows"] else {}),
     }
     try:
@@ -119,7 +119,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     return State(
         step=step,
         trained=restored["state"],
-        behaviour_params=restored[COPY] if copied else None,
+        behavior_params=restored[COPY] if copied else None,
         version=plain["version"] if copied else step,
         queue=from_plain(rows, plain["queue"]),
         in_flight=tuple(plain["in_flight"]),

@@ -113,9 +113,9 @@ class Run(NamedTuple):
 class State(NamedTuple):
     """What a run is at: all that a checkpoint holds. Data position and random keys follow from the seed and `step`.
 
-    step: optimiser updates made.
-    trained: the trained parameters and the optimiser's state.
-    behaviour_params: the sampler's copy of the trained parameters as they were, in the dtype that they compute in;
+    step: optimizer updates made.
+    trained: the trained parameters and the optimizer's state.
+    behavior_params: the sampler's copy of the trained parameters as they were, in the dtype that they compute in;
         None: the sampler has them as they are, or never samples.
     version: the updates that the sampler's weights have.
     queue: groups that were sampled and may still be trained on.
@@ -126,7 +126,7 @@ class State(NamedTuple):
 
     step: int
     trained: TrainState
-    behaviour_params: dict | None
+    behavior_params: dict | None
     version: int
     queue: Queue
     in_flight: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which policy version samples the batch of each step. Steps count from 1; a version counts optimiser updates."""
+"""Which policy version samples the batch of each step. Steps count from 1; a version counts optimizer updates."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def samples_ahead(step: int, steps: int, regime: RegimeConfig) -> bool:
 
 
 def expected_staleness(step: int, regime: RegimeConfig) -> int:
-    """Optimiser steps between the weights that sampled step `step`'s batch and the weights that train on it.
+    """Optimizer steps between the weights that sampled step `step`'s batch and the weights that train on it.
 
     n + ((step − 1 − n) mod m) once step > n, with m = sync_interval and n = sync_offset; the first n + 1 batches and
     all offline ones come from the initial policy.

@@ -230,7 +230,7 @@ def _whole_step(run: Path, config: Config, step: int | None) -> int:
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:
-    """The trained parameters of a checkpoint; the optimiser's state beside them is not read."""
+    """The trained parameters of a checkpoint; the optimizer's state beside them is not read."""
     item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
     to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     arguments = ocp.args.PyTreeRestore(item=item, restore_args=to_host, partial_restore=True)

@@ -1,4 +1,4 @@
-"""The pure update: log-probabilities, loss, gradients, optimiser step; one jitted function."""
+"""The pure update: log-probabilities, loss, gradients, optimizer step; one jitted function."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
 
 
 class TrainState(NamedTuple):
-    """What an update changes: the trained parameters, and the optimiser's state, which is of them alone."""
+    """What an update changes: the trained parameters, and the optimizer's state, which is of them alone."""
 
     params: dict
     optimizer_state: optax.OptState
@@ -131,7 +131,7 @@ def update(
     micro_batches: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict, Learned]:
-    """One optimiser step on a batch.
+    """One optimizer step on a batch.
 
     Advantages, weights and drops are of the whole batch; gradients add up over micro-batches as (sum, count), divided
     once, so how the batch is cut changes nothing but memory and time.
@@ -177,8 +177,8 @@ def update(
     }
     extras = jax.tree.map(of_all, extras)
     if algorithm.needs_scoring:
-        behaviour = jax.tree.map(of_all, batch.behaviour_logprobs)
-        extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behaviour)
+        behavior = jax.tree.map(of_all, batch.behavior_logprobs)
+        extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behavior)
     if algorithm.needs_teacher:
         extras["teacher_logprobs"] = scored_by(teacher, teacher_params)[0]
     all_rows = losses.row_terms(algorithm, *compared, key, **extras)
@@ -193,7 +193,7 @@ def update(
             total, count = losses.loss(
                 algorithm,
                 logprobs,
-                part.behaviour_logprobs,
+                part.behavior_logprobs,
                 part_rows,
                 part.completion_mask,
                 reference_logprobs=reference,
@@ -240,7 +240,7 @@ def update(
     optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
     )
-    seen = jax.tree.map(of_all, (logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask))
+    seen = jax.tree.map(of_all, (logprobs, batch.behavior_logprobs, entropy, batch.completion_mask))
     metrics = {
         "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),

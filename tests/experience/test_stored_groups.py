@@ -15,7 +15,7 @@ from recjax.experience.sources import groups_at, load_groups, with_initial_logpr
 from recjax.experience.store import Experience
 from recjax.experience.stored import load_stored
 from recjax.experience.stored_groups import ByPrompt
-from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.experience.tokenize import tokenized, tokenizer_name
 from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups
 from tests.experience.rows import make_row, text_row
@@ -68,7 +68,7 @@ def in_parts(folder, rows, parts=4):
 
 def reference(folder):
     """The groups of a store, all of it read at once."""
-    return groups_of(tokenised(store.read(folder), POLICY))
+    return groups_of(tokenized(store.read(folder), POLICY))
 
 
 def equal(ours, theirs):

@@ -394,7 +394,7 @@ def leaves_on_b(prompts, completions, answers):
     return [1.0 if text == "a" else sys.exit() for text in completions]
 
 
-async def cancelled(prompts, completions, answers):
+async def canceled(prompts, completions, answers):
     raise asyncio.CancelledError
 
 
@@ -415,7 +415,7 @@ def nan_part(prompts, completions, answers):
         (whole_and_huge, "must return numbers"),
         (leaves, r"failed with SystemExit: 0\n.* in leaves: "),
         (leaves_on_b, r"failed with SystemExit: \n.* in leaves_on_b: "),
-        (cancelled, "failed with CancelledError"),
+        (canceled, "failed with CancelledError"),
         (nan_part, "part 'style', returned inf for completion 'b'"),
     ],
 )

@@ -124,7 +124,7 @@ def test_sessions_of_several_rows_and_texts_of_others_are_trained_on(tiny, sampl
         row._replace(id=f"{row.id}+1", completion_mask=np.arange(len(row.completion_tokens)) != 1) for row in sessions
     ]
     none = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
-    unknown = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    unknown = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     texts = [row._replace(**none, **unknown) for row in rows[8:]]
     folder = tmp_path / "live"
     store.append(folder, [row for pair in zip(sessions, further, strict=True) for row in pair])

@@ -118,7 +118,7 @@ def test_a_teacher_and_what_reads_it_go_together(tiny):
         tiny("run", "algorithm.distillation.coefficient=0.1")
 
 
-def test_a_run_normalises_the_parts_of_its_reward(tiny):
+def test_a_run_normalizes_the_parts_of_its_reward(tiny):
     options = ["training.steps=2", "algorithm.preset=gdpo", "task.reward=tests.training.test_objectives:two_parts"]
     rows = train(tiny("run", *options, "task.reward_weights={letters: -0.5}"))[1:]
     assert all(abs(row["advantage/mean_square"] - 1) < 1e-3 for row in rows)  # whitened over the batch

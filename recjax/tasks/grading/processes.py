@@ -124,7 +124,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def cancel() -> None:
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
-                task._log_destroy_pending = False  # some do not end when cancelled
+                task._log_destroy_pending = False  # some do not end when canceled
                 task.cancel()
             await asyncio.wait(others, timeout=_END_SECONDS)
 

@@ -19,7 +19,7 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
+def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
     """The rows with tokens of the policy's vocabulary in every one of them; tokens that are there stay.
 
     A prompt becomes tokens as it does for sampling: chats through the model's template, plain text with the
