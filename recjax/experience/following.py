@@ -140,7 +140,7 @@ class Follower:
         return Found(candidates, unusable, tuple(unrewarded), without_reward, frozenset(late), tuple(waiting))
 
     def compacted(self, followed: Followed) -> Followed:
-        """Makes the record of taken completions smaller and removes them from the cache."""
+        """Makes the record of taken completions smaller and removes taken completions from the cache."""
         followed = followed.compacted({part.first: part.ids for part in self._parts.values()})
         for path, part in self._parts.items():
             kept = {name: one for name, one in part.completions.items() if not followed.has(part.first, name)}

@@ -1,7 +1,7 @@
 """The ledger of a store: size and checksum of every part file, to detect lost and damaged parts.
 
 A writer enters a part in the ledger before it writes the part, and confirms the entry afterwards. A writer that is
-killed between the two leaves an entry with two states; the part is in one or the other.
+killed in between leaves an entry with the states before and after; the part is in either state.
 """
 
 import contextlib

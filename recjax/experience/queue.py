@@ -3,7 +3,7 @@
 A group enters once, with or without its rewards, and leaves once. Time is measured in rounds. Each round adds the batch
 that is due and delivers the rewards that are due; then a step takes groups and trains on them. After the first rounds,
 every round is a step. Every regime is a setting of the queue: `sync_offset` and late rewards delay rewards, a deadline
-releases groups without some rewards, replay limits the number of uses, and asynchronous sampling changes the order.
+releases groups with missing rewards, replay allows several uses, and asynchronous sampling changes the order.
 """
 
 import dataclasses

@@ -94,8 +94,8 @@ def sampled(entries: Sequence[Entry], count: int, step: int, seed: int, limits: 
     the group became ready; priority 0 is chosen last. A pure function of its arguments.
     """
     keys = np.array([_log_chance(entry, step, limits) for entry in entries])
-    # The Gumbel-top-k trick: noise plus the largest keys samples without replacement, in proportion to probability.
-    # Among entries with probability 0, the latest comes first.
+    # The Gumbel-top-k trick: adding noise and taking the largest keys samples without replacement, in proportion to
+    # probability. Among entries with probability 0, the latest comes first.
     noise = np.random.default_rng([seed, 5, step]).gumbel(size=len(keys))
     order = np.lexsort((np.arange(len(keys)), keys + noise))[::-1][:count]
     return sorted(order.tolist())

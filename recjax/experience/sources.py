@@ -47,7 +47,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         sampling: distribution under which the trainer computes log π; ratios to any other would be meaningless.
         missing: value of `experience.missing_logprobs`: the replacement for missing log-probs.
     Raises:
-        ValueError: `missing` does not allow these rows; the message contains the source and a remedy.
+        ValueError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
     """
     if missing == "unneeded":
         if algorithm.needs_behaviour_logprobs:

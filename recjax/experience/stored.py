@@ -37,7 +37,7 @@ def stored_per_batch(config: Config) -> int:
 
 
 def load_stored(config: Config, policy: Policy) -> Stored:
-    """Loads the whole groups of `experience.store` or `experience.mix.store` and checks that they can be trained on.
+    """Loads the groups of `experience.store` or `experience.mix.store` with all their rewards, and checks them.
 
     With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
 
@@ -207,7 +207,7 @@ def as_trained(row: Completion, success: float, version: int | None) -> Completi
 
 
 class _Worth(NamedTuple):
-    """The fields of a completion that the digest covers, and its source."""
+    """The fields of a completion that the digest covers, and the completion's source."""
 
     id: str
     group_id: str
