@@ -164,7 +164,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             # --- Checkpoint.
             asked_to_stop = stop_requests.any_says(bool(stopping))  # of several processes: in the step before
             saves = step == last or step % config.training.checkpoint_every == 0 or asked_to_stop
-            # What is sampled into a record stays there, and must not be sampled by weights that are not finite.
+            # Recorded completions stay in the record, so weights that are not finite must not sample them.
             if saves or evaluates or run.record:
                 metrics.settle()
             if saves:
@@ -257,7 +257,7 @@ def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) 
 
 
 def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
-    """What an evaluation of the trained policy logs; its completions become the run's samples of that name."""
+    """Evaluates the trained policy and returns its metrics; saves its completions in samples/`name`.jsonl."""
     initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
     with run.phases.phase("evaluate"):
         params = combine(state.trained.params, run.frozen)
@@ -286,7 +286,7 @@ def _left_out(run: Run) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """The signals that came: SIGTERM of a cloud, SIGHUP of a terminal that closes, Ctrl-C, whose second one ends."""
+    """Received signals: SIGTERM of a cloud, SIGHUP of a closed terminal, Ctrl-C; a second Ctrl-C ends at once."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's

@@ -1,4 +1,4 @@
-"""What a round does before the update: the sampler's weights, the batch that is due, what is taken from the queue."""
+"""Everything before the update: sync the sampler, sample a batch, take groups from the queue."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
 
 
 def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
-    """Whether the next batch is sampled early, for the next round; None where none is sampled now."""
+    """True if the next batch is sampled early, for the next round; None if no batch is sampled now."""
     config, settings = run.config, run.settings
     if run.own[0] == 0:
         return None
@@ -141,7 +141,7 @@ def sample_batch(
 
 
 def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
-    """From which the completions of a batch have their random numbers; batches count from 1."""
+    """The random key for the completions of a batch; batches count from 1."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
 
 
@@ -221,7 +221,7 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
 
 
 def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict:
-    """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
+    """Metrics of the step's groups and the queue, and counts of ungraded completions by reason."""
     config = run.config
     logged = {}
     if run.follower:
@@ -247,7 +247,7 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dic
 
 
 def require_some(run: Run, queue: Queue, step: int) -> None:
-    """Refuses to sample for ever where nothing is left to train on.
+    """Raises if sampling goes through too many rounds without enough groups to train on.
 
     Raises:
         RuntimeError: too many rounds have gone by without a step.
@@ -293,7 +293,7 @@ def _number(row: str) -> int:
 def sampler(
     config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
-    """What a generator runs: from a batch's number, policy version and weights to its groups and their grades.
+    """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.
 
     One batch is sampled at a time, while that before it is graded. Weights that come meanwhile are taken between two
     rounds of tokens.

@@ -1,4 +1,4 @@
-"""The two holders of a run: what never changes while it lasts, and what a checkpoint holds."""
+"""The two data structures of a run: its constants (`Run`) and the content of a checkpoint (`State`)."""
 
 import dataclasses
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What never changes while a run lasts.
+    """The constant parts of a run.
 
     train, held_out: prompts to train on, and to evaluate on.
     grading: of completions; open while the run lasts.
@@ -80,7 +80,7 @@ class Run(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Of the run's batches."""
+        """The shape of the batches."""
         return batch_shape(self.config, self.train, self.stored)
 
     @property
@@ -92,12 +92,12 @@ class Run(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the policy samples any of what it is trained on."""
+        """True if the policy samples any of its training data."""
         return self.own[0] > 0 and not self.follower
 
     @property
     def settings(self) -> Settings:
-        """Of the queue."""
+        """The settings of the queue."""
         return settings_of(self.config)._replace(judge=self.judge)
 
     @property
@@ -226,7 +226,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
 
 
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
-    """Of batches into which the policy's own groups fit and those of the store, where either is trained on."""
+    """The batch shape that fits both sampled and stored groups."""
     experience = config.experience
     if experience and experience.store and not experience.follow:
         return stored.shape

@@ -1,4 +1,4 @@
-"""Where a run begins: before its first step, or at its newest checkpoint."""
+"""Starts a run before its first step, or resumes it at its newest checkpoint."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
         return _with_follower(run, state), state, manager
     sampled = in_compute_dtype(decoder, params, copy=False)
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, sampled))
-    # What is restored needs their place.
+    # Free their memory for the restored arrays.
     del params, sampled, initial, state
     state = checkpoint.restore(manager, *like)
     if state.totals["store"] != totals["store"]:
@@ -71,7 +71,7 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
 
 
 def _with_follower(run: Run, state: State) -> Run:
-    """The run with what reads the store that it follows, if it does."""
+    """The run with a reader of the store that it follows, if it follows one."""
     if not run.config.follows:
         return run
     if jax.process_count() > 1:
