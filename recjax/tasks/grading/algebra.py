@@ -22,7 +22,7 @@ _MOST_PARTS = 80  # of an equation to factor or an inequality to solve
 
 
 def pairs(relation: Node) -> list[tuple[str, Node, Node]]:
-    """Splits a chain such as a < b < c into its single statements; > and similar operators are turned to < and so on."""
+    """Splits a chain such as a < b < c into single statements; > and similar operators are turned to < and so on."""
     operators, sides = relation.args
     triples = zip(operators, sides, sides[1:], strict=False)
     return [(_TURNED[mark], b, a) if mark in _TURNED else (mark, a, b) for mark, a, b in triples]

@@ -31,14 +31,14 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
     the completion without a reward. The function may be `async def`; recjax then awaits it once for the batch.
 
     Returns:
-The values of each part; NaN stands for None.
+        The values of each part; NaN stands for None.
     Raises:
         ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
             value. The message names the function and, for an invalid value, the row and the completion.
     """
     try:
         result = _call(reward, rows)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # SystemExit and CancelledError would end more than the batch
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
         raise ValueError(f"reward function {reward.name} failed with {described(error)}") from error
     parts = result if isinstance(result, Mapping) else {SCORE: result}
     return {part: _checked(reward, part, values, rows) for part, values in parts.items()}
