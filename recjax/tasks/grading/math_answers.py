@@ -96,7 +96,7 @@ def boxed(completion: str) -> str | None:
 
 
 def tagged(completion: str) -> str | None:
-    r"""The content of the last `<answer>…</answer>`, without a \boxed around it; else of the last \boxed or `#### …`."""
+    r"""The content of the last `<answer>…</answer>`, without a \boxed around it; else the last \boxed or `#### …`."""
     text = after_thoughts(completion)
     answers = _ANSWER.findall(text)
     if answers:
