@@ -4,7 +4,7 @@ Data: `openai/gsm8k` on the hub, subset `main`: splits train (7,473 rows) and te
 columns `question` and `answer`, a worked solution whose last line is "#### 72".
 Prompt: the question as the user's message, after the system prompt below.
 Answer: the number after the last "####", without thousands separators.
-Reward: `gsm8k`, 1 for an equal answer and 0 otherwise, plus 0.1 if the completion has the requested form, else minus 0.1.
+Reward: `gsm8k`, 1 for an equal answer, else 0; plus 0.1 if the completion has the requested form, else minus 0.1.
 """
 
 import re

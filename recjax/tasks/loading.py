@@ -38,7 +38,7 @@ def load_task(config: Config) -> Task:
     name = config.task.reward_name()
     weights = config.task.reward_weights
     if config.task.agent:
-        # The other weights belong to rewards that the agent returns and to its turns. These belong to a named task.reward.
+        # These weights belong to a named task.reward, the other ones to the agent's own rewards and to its turns.
         weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
     reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):

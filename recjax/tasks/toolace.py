@@ -116,7 +116,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
         key, equals, value = piece.partition("=")
         key = key.strip()
         try:
-            with warnings.catch_warnings(action="ignore"):  # about escapes such as \/, which JSON allows and Python does not
+            with warnings.catch_warnings(action="ignore"):  # escapes such as \/ are JSON only
                 parsed = _literal(ast.parse(_one_line(value.strip()), mode="eval").body)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return None
