@@ -1,7 +1,6 @@
 """What the inspection says is what is there."""
 
-from rich.console import Console
-
+from recjax.console import plain_console
 from recjax.experience import store
 from recjax.experience.rows import groups_of
 from recjax.inspect_experience import sampled, show, summary
@@ -57,7 +56,7 @@ def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
     for number, rows in enumerate((ROWS, [chat], ROWS[3:4])):
         store.append(tmp_path / str(number), rows)
         rows = store.read(tmp_path / str(number))
-        console = Console(record=True, width=200)
+        console = plain_console(record=True, width=200)
         show(rows, rows, console)
         text = console.export_text()
         for row in rows:

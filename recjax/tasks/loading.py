@@ -45,25 +45,23 @@ def load_task(config: Config) -> Task:
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
-    kept, evaluation = load_problems(config)
+    kept, evaluation = load_problems(config, reward)
     if weights and not reward.per_row:
         check_weights(reward, (str(kept[0].prompt), "", kept[0].answer, kept[0].columns))
     return Task(kept, evaluation, reward)
 
 
-def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Loads the train and held-out problems of `load_task`, without the reward.
+def load_problems(config: Config, reward: Reward | None = None) -> tuple[list[Problem], list[Problem]]:
+    """Loads the train and held-out problems of `load_task`.
 
+    Args:
+        reward: reward that must be able to read the answers; None accepts any answer.
     Raises:
         ValueError: the data is invalid, or there are too few problems.
     """
     train, evaluation = _problems(config)
-    if reward.name in ("math", "guru_math", "math_dapo"):
-        check = imported("recjax.tasks.grading.math_answers:check_answer")
-        for problem in (*train, *evaluation):
-            check(problem.answer)
-    if reward.function.__module__ == rewards.__name__ and config.task.agent is None:
-        _check_answers(reward, [*train, *evaluation])
+    if reward is not None:
+        _check_answers(reward, [*train, *evaluation], by_agent=config.task.agent is not None)
     held_out = set().union(*map(_origins, evaluation))
     evaluation = evaluation[: config.evaluation.problems]
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
@@ -77,14 +75,19 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     return kept, evaluation
 
 
-def _check_answers(reward: Reward, problems: Sequence[Problem]) -> None:
-    """Refuses answers that a reward of `recjax.tasks.rewards` cannot read, before the run samples anything."""
-    answers = [problem.answer for problem in problems]
-    try:
-        reward.function([""] * len(answers), answers, answers)
-    except ValueError as error:
-        remedy = "correct the answer, or name another task.reward"
-        raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
+def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
+    """Refuses answers that no completion can match, before the run samples anything."""
+    if reward.name in ("math", "guru_math", "math_dapo"):
+        check = imported("recjax.tasks.grading.math_answers:check_answer")
+        for problem in problems:
+            check(problem.answer)
+    if reward.function.__module__ == rewards.__name__ and not by_agent:
+        answers = [problem.answer for problem in problems]
+        try:
+            reward.function([""] * len(answers), answers, answers)
+        except ValueError as error:
+            remedy = "correct the answer, or name another task.reward"
+            raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:

@@ -133,7 +133,8 @@ def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
     batch = pad(RAGGED, shape_of(RAGGED, 4), logprobs=False)
     with_them = pad(RAGGED, shape_of(RAGGED, 4))
     (without, metrics), (read, _) = step(batch, "red_weight"), step(with_them, "red_weight")
-    chex.assert_trees_all_close(without, read, rtol=1e-6, atol=1e-8)
+    # Two programs, whose sums XLA rounds in other orders.
+    chex.assert_trees_all_close(without, read, rtol=1e-6, atol=1e-7)
     assert "effective_sample_size" not in metrics
 
 

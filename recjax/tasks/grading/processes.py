@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from pebble import ProcessPool
 
-from recjax.console import outlast_readers
+from recjax.streams import outlast_readers
 
 _WORKER_MEMORY_BYTES = 4 * 2**30
 _END_SECONDS = 1.0  # for coroutines that are told to end
