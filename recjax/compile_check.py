@@ -125,7 +125,7 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
             continue  # the config or the model does not allow this change
         lasting = bytes_on_device(planned.held | planned.sampler) + planned.sampling_plan.moved + _cache(planned)
         if lasting > planned.target.memory:
-            continue  # resident data and the sampling cache already exceed the memory
+            continue  # the resident data, and sampling's weights and cache, exceed the memory
         if tries == 0:
             return None
         tries -= 1

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from recjax.streams import outlast_readers
 
 logger = logging.getLogger(__name__)
-flags.disclaim_key_flags()  # --help lists the flags defined here under the command that defines them
+flags.disclaim_key_flags()  # these flags belong to the command that defines them, also in --help
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota exceeded, file too large
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"

@@ -114,9 +114,9 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
 
 
 def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
-    """The prompt date of an interrupted evaluation, if the resumed evaluation needs another date than it has.
+    """The date in the prompts of an interrupted evaluation; None if the prompts of the resumed one need no change.
 
-    None for runs, which have their own date, for configs that set a date, and if the dates agree.
+    A run's prompts have the run's date, and a config may set a date.
     """
     ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
     if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
@@ -229,7 +229,7 @@ def _write_whole(rows: pd.DataFrame, file: Path) -> None:
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     """Counts the problems that a run trains on; None if the run's task is no longer readable.
 
-    The count is above 0 if the evaluation's task holds out problems that the run's own config does not hold out.
+    A run holds out problems by its own config, so it may have trained on problems that this evaluation uses.
     """
     try:
         known = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
