@@ -2,8 +2,8 @@
 
     python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
 
-Nothing runs, and no weights are read: the model's config.json is enough. Neither a TPU nor a GPU is needed; their
-compilers come with pip install -e ".[tpu]" and ".[cuda]". `--topology host` compiles for this machine's own GPUs or CPU
+The check runs no program and reads no weights, only the model's config.json. It needs no TPU or GPU; install their
+compilers with pip install -e ".[tpu]" and ".[cuda]". `--topology host` compiles for this machine's own GPUs or CPU
 devices. The exit status is 0 if both programs fit, 1 if not, and 2 for an invalid config or topology. If a program does
 not fit, it is compiled again with changes of the config, the cheapest first, until one fits or `--tries` changes have
 been tried.

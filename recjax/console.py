@@ -77,7 +77,7 @@ def plain_console(**options: Any) -> "rich.console.Console":
 
 
 def _end(message: str) -> NoReturn:
-    """Ends the command with status 1; nothing is logged after the message, not even by threads of libraries."""
+    """Ends the command with status 1; disables logging, so no library thread writes after the message."""
     logging.getLogger("recjax").debug("", exc_info=True)
     logging.disable()
     sys.exit(f"error: {message}")
@@ -122,7 +122,7 @@ def under_way(what: str, shown: bool = True) -> Iterator[None]:
 
     Args:
         what: description of the work, such as "evaluating the initial policy: 64 problems".
-        shown: flag; False logs nothing.
+        shown: flag; False disables the messages.
     """
     started = time.monotonic()
     if shown:
@@ -140,7 +140,7 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
         total: number of units.
         initial: number of units already done.
         unit: name of a unit, in the singular.
-        shown: flag; False makes a bar that shows nothing.
+        shown: flag; False hides the bar.
     """
     state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
     lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}

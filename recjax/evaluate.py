@@ -2,9 +2,9 @@
 
     python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--output FOLDER]
 
-checkpoint is a training run's folder (its newest checkpoint), one of its checkpoints (runs/NAME/checkpoints/80), or a
-Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. Questions
-and settings come from the config: task, evaluation, rollout.max_completion_tokens, rollout.stop and
+checkpoint is a training run's folder (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
+Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. The
+config has the questions and settings: task, evaluation, rollout.max_completion_tokens, rollout.stop and
 rollout.prompts_per_step (number of problems sampled at a time). The same command resumes an interrupted evaluation.
 Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
@@ -116,7 +116,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
 def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
     """The date in the prompts of an interrupted evaluation; None if the prompts of the resumed one need no change.
 
-    A run's prompts have the run's date, and a config may set a date.
+    The prompts of a run keep that run's date, and a config may set a date.
     """
     ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
     if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
@@ -227,7 +227,7 @@ def _write_whole(rows: pd.DataFrame, file: Path) -> None:
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
-    """Counts the problems that a run trains on; None if the run's task is no longer readable.
+    """Counts the problems that a run trains on; None if the task of the run is no longer readable.
 
     A run holds out problems by its own config, so it may have trained on problems that this evaluation uses.
     """

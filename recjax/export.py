@@ -32,7 +32,7 @@ _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its li
 
 @command
 def main(argv: list[str]) -> None:
-    """Exports the model and prints what the folder contains."""
+    """Exports the model and prints a description of it."""
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
     source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)

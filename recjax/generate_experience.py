@@ -62,7 +62,7 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
         config: config of the prompts, sampling and rewards, and of the policy if `run` is None.
         run: folder of a training run whose checkpoint is the policy.
         step: step of the checkpoint; None: the newest.
-        source: name of these rows in the store.
+        source: name of the new rows in the store.
     Returns:
         Number of batches that this call sampled.
     Raises:
@@ -102,7 +102,7 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
     """Like `generate`, but a server samples the completions.
 
     Args:
-        source: name of these rows in the store; None: the name of the server's model.
+        source: name of the new rows in the store; None: the name of the server's model.
     Raises:
         ValueError: the server refuses or does not answer, or the task or the store cannot be read.
     """
@@ -196,7 +196,7 @@ def _prompt_of(row: Experience, text: str, policy: Policy) -> str:
 
 
 def _length(row: Experience, policy: Policy) -> int:
-    """Number of tokens of a completion: sampled tokens if known, otherwise tokens of its text, or its characters."""
+    """Number of tokens of a completion: sampled tokens if known, otherwise tokens (or else characters) of the text."""
     if row.completion_tokens is not None:
         return len(row.completion_tokens)
     try:
@@ -234,7 +234,7 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
 def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str | None]:
     """The config with a date for its chat template, and a name for its rows, which ends with that date.
 
-    The date comes from rows in the store, or is today. If the config sets a date or needs none, the name is None.
+    The date is that of rows in the store, or today's. If the config sets a date or needs none, the name is None.
     """
     model, digest = config.model, _name(config, None, 0)
     if not model.path or model.chat_date or not reads_clock(model.path):
@@ -261,7 +261,7 @@ def _name(config: Config, run: str | None, version: int) -> str:
 
 
 def read_flags(config: str | None, run: str | None, step: int | None, overrides: list[str]) -> tuple[Config, str]:
-    """The config, and the default source name of its rows.
+    """The config, and the default source name for the rows.
 
     Raises:
         ValueError: the flags contradict each other, or the config is invalid.

@@ -17,7 +17,7 @@ TUNABLES = {
     "glibc.malloc.hugetlb": 1,
 }
 LEAST_GAP = 8192  # bytes; smaller gaps of the heap stay available to small arrays
-SETTLING_STEPS = 2  # training steps after which gaps are closed, as each leaves permanent allocations
+SETTLING_STEPS = 2  # first training steps, which leave permanent allocations: call `close_gaps` after each
 
 
 def prepare_host_memory() -> None:
@@ -40,7 +40,7 @@ def prepare_host_memory() -> None:
 
 
 def with_tunables(given: str) -> str:
-    """The value of GLIBC_TUNABLES with our settings added to those in `given`."""
+    """The value of GLIBC_TUNABLES with our settings added to `given`."""
     ours = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in given]
     return ":".join(filter(None, [given, *ours]))
 
@@ -67,7 +67,7 @@ def close_gaps() -> int:
     while size >= LEAST_GAP:
         start = libc.malloc(ctypes.c_size_t(size))
         if start == 0 or start + size > top:
-            # There is no gap of this size: malloc used the free memory at the end of the heap.
+            # No gap has this size: malloc used the free memory at the end of the heap.
             libc.free(ctypes.c_void_p(start))
             size //= 2
             continue

@@ -37,7 +37,7 @@ def import_files(
     tokenizer: str | None = None,
     sampling: Sampling | None = None,
 ) -> Imported:
-    """Appends the rows of files to a store, all of them or none.
+    """Appends the rows of files to a store: all rows, or none if one is invalid.
 
     Args:
         columns, source, sampling: arguments of `foreign.imported`.

@@ -23,7 +23,7 @@ FLAGS = flags.FLAGS
 
 
 def summary(rows: Sequence[Experience]) -> dict[str, str]:
-    """Summary numbers of the rows, by name; a group consists of its members among `rows`."""
+    """Summary numbers of the rows, by name; a group has only members among `rows`."""
     groups, scored = groups_of(rows), [row.reward for row in rows if row.reward is not None]
     sizes = [len(group.completions) for group in groups]
     whole = [group for group in groups if is_whole(group)]

@@ -41,10 +41,10 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def write_page(run: Path, output: Path) -> int:
-    """Writes the page and returns the number of its completions.
+    """Writes the page and returns the number of completions on it.
 
     Raises:
-        ValueError: `run` is not a run's folder or has no kept completions, or the page cannot be written.
+        ValueError: `run` is not a training run or has no kept completions, or the page cannot be written.
     """
     config, rows = run_config(run), kept_rows(run)
     steps = len({row["step"] for row in rows})

@@ -42,7 +42,7 @@ class _Lasting:
 
 
 def outlast_readers() -> None:
-    """Lets the program continue after the reader of its standard output or error is gone, as with `| head`."""
+    """Lets the program continue after the reader of standard output or error is gone, as with `| head`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed before the program started

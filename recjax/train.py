@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
 
 
 def show_result(output: Path, summary: dict) -> None:
-    """Prints accuracy, and completions of a few problems, before and after training, and the run's costs."""
+    """Prints accuracy, and completions of a few problems, before and after training, and the costs."""
     console = plain_console()
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))

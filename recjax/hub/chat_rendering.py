@@ -67,7 +67,7 @@ class ChatRenderer:
             chats: lists of {"role": …, "content": …} messages. Arguments of tool calls may be objects or JSON text; the
                 template gets the form that it reads.
             tools: JSON schemas of functions that the template shows to the model.
-            variables: template variables for each chat, `tools` included; they override those of `set_template_kwargs`.
+            variables: template variables for each chat, `tools` included; they override `set_template_kwargs`.
             asks: flag; if False, the text ends with the last message.
         Raises:
             ValueError: the tokenizer has no template, or the template refuses messages or exceeds a limit.
@@ -276,7 +276,7 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """A copy of the message with `form` applied to the arguments of its tool calls."""
+    """Copies the message and applies `form` to the arguments of tool calls."""
 
     def changed(call: Any) -> Any:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -296,7 +296,7 @@ def _write(pipe: int, content: bytes) -> None:
 
 
 def _read(pipe: int, deadline: float | None) -> bytes | None:
-    """Reads one message from the pipe; None if the other side is gone or the deadline passes."""
+    """Reads one message from the pipe; None if the writer is gone or the deadline passes."""
     size = _exactly(pipe, 8, deadline)
     return None if size is None else _exactly(pipe, int.from_bytes(size, "big"), deadline)
 

@@ -33,10 +33,10 @@ def model_card(
         config: config of the run.
         step: step of the checkpoint.
         summary: summary of the run, or {} if the run is unfinished.
-        made_with: newest entry of the run's environment.json, or {}.
-        base: base model's folder; the license comes from the metadata of its README.md, if any.
-        figure: name of the run's figure in the folder, or "".
-        adapters: flag for a folder with only the run's adapters, not merged into the model.
+        made_with: newest entry of environment.json, or {}.
+        base: folder of the base model, whose README.md may name the license in the metadata.
+        figure: name of the training figure in the folder, or "".
+        adapters: flag for a folder with only adapters, not merged into the model.
     """
     task, rollout, path = config.task.chosen(), config.rollout, config.model.path
     data = ModelCardData(

@@ -152,8 +152,7 @@ def half_rotated(kernel: np.ndarray, head_dim: int) -> np.ndarray:
 def rebuilt_tokenizer(fields: dict) -> PreTrainedTokenizerFast:
     """Rebuilds SmolLM2's tokenizer from a GGUF's tokens, merges and token types.
 
-    The tokenizer splits off single digits and applies byte-level BPE. The GGUF does not contain these rules, only their
-    name (`tokenizer.ggml.pre` = smollm).
+    The tokenizer splits off single digits, then applies byte-level BPE. The GGUF only names this rule (`smollm`).
 
     Args:
         fields: metadata of the GGUF.

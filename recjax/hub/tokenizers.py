@@ -123,7 +123,7 @@ def _check_readable(folder: Path) -> None:
 
 
 def check_no_code(folder: Path) -> None:
-    """Refuses a model folder that needs its own Python code: one of its JSON files has `auto_map`.
+    """Refuses a model folder that needs its own Python code: a JSON file in it has `auto_map`.
 
     Raises:
         ValueError: a file has `auto_map`; the message quotes it.
@@ -151,7 +151,7 @@ def stop_token_ids(
         folder: model folder or hub name. Its generation_config.json (or, if missing, config.json) may list more
             end-of-sequence ids, which many chat models have. None reads no file.
     Raises:
-        ValueError: a stop string is not exactly one token, the file is damaged, or there is no stop id.
+        ValueError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else _listed_eos(model_folder(folder))
@@ -213,7 +213,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[in
     try:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:
-        # The Rust tokenizer raises a bare Exception for unknown text if there is no unknown token.
+        # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MOST_LAYERS = 1000
 _COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
 
-# Decoder module → Hugging Face module. No decoder has all of them. Hugging Face stores kernels transposed: [out, in].
+# Decoder module → Hugging Face module. Each decoder has only some. Hugging Face stores kernels transposed: [out, in].
 MODULES = {
     "embedding": "model.embed_tokens",
     "layers/attention_norm": "model.layers.{layer}.input_layernorm",
@@ -135,7 +135,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def _has_own_head(folder: Path) -> bool:
-    """True if the weights hold both embedding and head, with different values; False if there are no weights."""
+    """True if the weights hold both embedding and head, with different values; False without weights."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         files = {_EMBEDDING: single, _HEAD: single}

@@ -76,7 +76,7 @@ def _slips(a: int, b: int) -> tuple[str, ...]:
 
 def _check_template(template: str) -> None:
     try:
-        # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} add nothing to {a}.
+        # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
         for _, field, width, conversion in string.Formatter().parse(template):
             if field is not None and (field not in ("a", "op", "b") or width or conversion):
                 raise ValueError(f"{{{field}}} with a width, a conversion or another name is not supported")

@@ -29,7 +29,7 @@ _HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, 
 def load_task(config: Config) -> Task:
     """Loads the train problems, the first `evaluation.problems` held-out problems, and the reward.
 
-    If the task has no evaluation set, recjax holds out a third of its problems, at most 1,024. The choice depends only
+    If the task has no evaluation set, recjax holds out a third of the problems, at most 1,024. The choice depends only
     on the seed, so the train problems do not depend on `evaluation.problems`.
 
     Raises:
@@ -38,7 +38,7 @@ def load_task(config: Config) -> Task:
     name = config.task.reward_name()
     weights = config.task.reward_weights
     if config.task.agent:
-        # These weights belong to a named task.reward, the other ones to the agent's own rewards and to its turns.
+        # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
         weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
     reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
@@ -98,7 +98,7 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         return _hold_out(arithmetic_problems(task, config.seed), asked)
     if name == "reasoning_gym":
         system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third of these
+        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
         return _hold_out(gym.gym_problems(task, count, config.seed, system_prompt), asked)
     if name == "file":
         train = file_problems(task.train, task, system_prompt)

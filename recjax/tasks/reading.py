@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def as_text(value: Any) -> str | None:
-    """Text as it is, or a number in digits that keep its value: 1e-7 is "0.0000001", and 72.0 is "72".
+    """Text unchanged, or a number in digits that keep its value: 1e-7 is "0.0000001", and 72.0 is "72".
 
     Returns:
         The text; None for other values, which include NaN, infinities and booleans.
@@ -150,7 +150,7 @@ def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
         split: name of the split, "train" or "test".
         key: config key, for error messages.
     Raises:
-        ValueError: there are no files, the hub cannot be reached, or a file is damaged.
+        ValueError: the files are missing, the hub cannot be reached, or a file is damaged.
     """
     place = Path(where)
     if (ENDING.search(where) and not place.is_dir()) or place.is_file():

@@ -34,7 +34,7 @@ SYSTEM_PROMPT = (
     '<think>your thoughts</think>\n[{"name": "function name", "arguments": {"parameter": "value"}}]'
 )
 
-CONVERSATION = "toolace_conversation"  # column with the conversation that a problem comes from
+CONVERSATION = "toolace_conversation"  # column with the conversation that contains the problem
 
 _SPEAKERS = ("user", "assistant", "tool")
 _QUOTED = r"""(["'])(?:\\.|(?!\1)[^\\])*\1"""
@@ -84,7 +84,7 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def _functions(system: str) -> str:
-    """A system text up to the end of its JSON list of functions; the whole text if it has no such list."""
+    """A system text up to the end of the JSON list of functions; the whole text if there is no list."""
     for match in re.finditer(r"\[\s*\{", system):
         try:
             functions, end = json.JSONDecoder(strict=False).raw_decode(system, match.start())
