@@ -121,7 +121,7 @@ def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
     ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
     if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
         return None
-    theirs = (yaml.safe_load(stored.read_text(encoding="utf-8")) or {}).get(CHAT_DATE)
+    theirs = (read_yaml_file(stored) or {}).get(CHAT_DATE)
     return theirs if theirs != ours else None
 
 
