@@ -170,7 +170,8 @@ class Book:
             unit.lines += [line] if line else []
         else:
             self.stored[row] = given
-            if line and self.late.get(row, (given, b""))[0] == given:  # otherwise the store has this reward, and a different one waits
+            # Otherwise the store has this reward, and a different one waits.
+            if line and self.late.get(row, (given, b""))[0] == given:
                 self.late[row] = given, line
 
     def take_back(self, row: str) -> None:

@@ -1,7 +1,7 @@
 """An append-only file whose entries are on disk before any client hears of them.
 
-Each line is an entry: a checksum and the entry's JSON. Entries that arrive during a sync to disk are written together in
-the next one. A writer killed at any time leaves at most an incomplete last line, which counts as not written.
+Each line is an entry: a checksum and the entry's JSON. Entries that arrive during a sync to disk are written together
+in the next one. A writer killed at any time leaves at most an incomplete last line, which counts as not written.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Records completions: in a journal at once, and in an experience store once they have rewards or have waited long enough.
+"""Records completions: in a journal at once, in an experience store once they have rewards or have waited long enough.
 
 A store's row is best written once: a session's row grows with its turns, and most rewards arrive soon. Until then the
 journal holds the row, and a restarted recorder reads it from there.
@@ -105,7 +105,7 @@ class Recorder:
         return next(iter(self._failures.values()), refused and refused + next(iter(self.refused.values())))
 
     def waiting(self) -> dict[str, Any]:
-        """The number of rewards in the journal that are not in the store, and reasons for rewards that the store refuses."""
+        """The number of rewards that are only in the journal, and the reasons for those that the store refuses."""
         refused = dict(itertools.islice(self.refused.items(), _MOST_SHOWN))
         late = {"late_rewards": len(self.book.late)} if self.book.late else {}
         return late | ({"refused_rewards": refused} if refused else {})
