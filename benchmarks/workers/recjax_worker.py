@@ -24,7 +24,6 @@ from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grad
 from recjax.training import checkpoint
 from recjax.training.layout import packed_batch
 from recjax.training.mesh import make_mesh
-from recjax.training.rounds import behaviour_params
 from recjax.training.start import begin
 from recjax.training.update import recipe_of, update
 
@@ -85,7 +84,7 @@ def prepare(inputs: Inputs) -> System:
         return trained, {name: float(value) for name, value in on_host(metrics).items()}
 
     def sampler_params():
-        return behaviour_params(run, held["state"])
+        return run.learner.sampler_params(run, held["state"])
 
     def sampled(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
         keys = row_keys(jax.random.fold_in(jax.random.key(config.seed), number), len(prompts.texts) * group_size)

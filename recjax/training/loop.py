@@ -5,16 +5,13 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
-from jax.typing import ArrayLike
 
 from recjax import hosts
 from recjax.algorithms.algorithm import Algorithm
@@ -27,14 +24,13 @@ from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
 from recjax.host_memory import SETTLING_STEPS, close_gaps
-from recjax.models.placement import on_host, put_rows, row_shards
-from recjax.models.trainable import combine
+from recjax.models.placement import on_host, row_shards
 from recjax.plots.training import draw_experience, draw_training
 from recjax.training import checkpoint, following, kept_samples, rounds, run_lock
 from recjax.training.deferred_metrics import DeferredMetrics
-from recjax.training.evaluation import evaluate, samples_as_markdown, write_samples
+from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
-from recjax.training.layout import packed_batch
+from recjax.training.learner import Learner
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
 from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
@@ -43,7 +39,7 @@ from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
-from recjax.training.update import Learned, learning_rate_schedule, recipe_of, update
+from recjax.training.update import Learned
 from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
@@ -60,11 +56,16 @@ class Preempted(Exception):
         self.signal = number
 
 
-def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
+def train(
+    config: Config, overwrite: bool = False, *, sources: Callable | None = None, learner: Learner | None = None
+) -> dict[str, Any]:
     """Trains to the last step and returns the summary; goes on from the newest checkpoint in the run's folder, if any.
 
     Args:
         overwrite: delete what another run left in the folder.
+        sources: samples a batch, with the first four arguments and the results of `rounds.sample_batch`; None: the
+            policy samples.
+        learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
         RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
@@ -77,13 +78,9 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     output, last = Path(config.output), config.training.steps
     trackers = contextlib.closing(Tracking(config))
     with trackers as tracking, run_lock.held(output) as lock, contextlib.ExitStack() as stack:
-        run, state, manager = begin(config, overwrite)
+        run, state, manager = begin(config, overwrite, sources, learner)
         resumed = manager.latest_step() is not None
-        teacher = run.teacher and run.teacher.decoder
-        recipe = recipe_of(config, run.policy.decoder, teacher)
-        learning_rates = learning_rate_schedule(config.optimizer, last)(np.arange(last))
-        learning_rates = np.broadcast_to(jax.device_get(learning_rates), last)
-        drop_key = rounds.drop_key(config.seed)
+        algorithm = config.algorithm.build()
         # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)
@@ -117,26 +114,19 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 raise Preempted(state.step, next(iter(stopping)))
 
             # --- Pad.
-            batch, micro_batches = _padded(run, state, recipe.algorithm, groups, step)
+            batch, micro_batches = _padded(run, state, algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
             state = rounds.set_apart(run, state, step)
 
             # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
             # along only where the algorithm reads them.
-            weights = run.part_weights if recipe.algorithm.reads("reward_parts") else None
+            weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                packed = packed_batch(config, recipe, learned, micro_batches)
-                trained, measured, of_tokens = update(
-                    state.trained,
-                    run.frozen,
-                    run.initial if recipe.algorithm.needs_reference else None,
-                    put_rows(with_part_weights(learned, weights)),
-                    jax.random.fold_in(drop_key, step),
-                    packed,
-                    run.teacher and run.teacher.params,
-                    recipe=recipe,
-                    micro_batches=None if packed else micro_batches,
+                packed = run.learner.packed(run, learned, micro_batches)
+                weighted = with_part_weights(learned, weights)
+                trained, measured, of_tokens = run.learner.update(
+                    run, state.trained, weighted, packed, micro_batches, step
                 )
             tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
@@ -149,7 +139,6 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups, step),
-                "learning_rate": _rate_of(learning_rates, trained.optimizer_state),
                 "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
@@ -180,13 +169,6 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
             _finish(run, tracking)
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
-
-
-@jax.jit
-def _rate_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> jax.Array:
-    """The learning rate of the latest update; steps without data made none, so their number does not say which."""
-    counts = optax.tree.get_all_with_path(optimizer_state, "count")
-    return jnp.asarray(learning_rates)[jnp.maximum(counts[0][1] - 1, 0)]
 
 
 def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
@@ -258,10 +240,8 @@ def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) 
 
 def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
     """Evaluates the trained policy and returns its metrics; saves its completions in samples/`name`.jsonl."""
-    initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
     with run.phases.phase("evaluate"):
-        params = combine(state.trained.params, run.frozen)
-        result = evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents)
+        result = run.learner.evaluate(run, state)
         if hosts.is_first():
             write_samples(Path(run.config.output) / "samples" / f"{name}.jsonl", result)
             writer.write_text(state.step, "samples", samples_as_markdown(result))

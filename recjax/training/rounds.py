@@ -24,7 +24,7 @@ from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
 from recjax.experience.tokenise import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
-from recjax.models.trainable import combine, in_compute_dtype
+from recjax.models.trainable import combine
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
@@ -46,27 +46,14 @@ def synced(run: Run, state: State, step: int) -> State:
         return state
     state = state._replace(behaviour_params=None, version=step - 1)
     if run.generators:
-        run.generators.publish(state.version, params_on_host(behaviour_params(run, state)))
+        run.generators.publish(state.version, params_on_host(run.learner.sampler_params(run, state)))
     return state
-
-
-def behaviour_params(run: Run, state: State, copy: bool = False) -> dict:
-    """The sampler's weights, in the dtype that they compute in: of the trained parameters, or the state's copy.
-
-    Args:
-        copy: give no array of the trained parameters.
-    """
-    if state.behaviour_params is not None:
-        return state.behaviour_params
-    if copy and state.version == 0 and run.initial is not None:
-        return run.initial
-    return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
 
 
 def set_apart(run: Run, state: State, step: int) -> State:
     """The state before the step's update, whose sampler has a copy if it goes on with the weights from before."""
     goes_on = run.samples and not schedule.is_sync(step + 1, run.config.regime)
-    return state._replace(behaviour_params=behaviour_params(run, state, copy=True) if goes_on else None)
+    return state._replace(behaviour_params=run.learner.sampler_params(run, state, copy=True) if goes_on else None)
 
 
 def sampled(run: Run, state: State, step: int, wait: bool) -> State:
@@ -83,7 +70,7 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
         return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
     while (early := _is_due(run, queue, step)) is not None:
         number = queue.added + 1
-        groups, grades = sample_batch(run, behaviour_params(run, state), state.version, number)
+        groups, grades = run.sample(run, run.learner.sampler_params(run, state), state.version, number)
         groups = _joined(run, state, groups, number)
         queue = queues.add(queue, groups, grades, number, run.config.seed, run.settings, early)
     return state._replace(queue=queue)
@@ -276,7 +263,7 @@ def start_generators(run: Run, state: State) -> None:
     """
     generators = run.generators
     generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, params_on_host(run.frozen))
-    generators.publish(state.version, params_on_host(behaviour_params(run, state)))
+    generators.publish(state.version, params_on_host(run.learner.sampler_params(run, state)))
     issued = state.queue.added + len(state.in_flight)
     if run.record and hosts.is_first():
         store.keep_parts(run.record, lambda row: _number(row) <= issued and _number(row) not in state.in_flight)

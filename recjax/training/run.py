@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class Run(NamedTuple):
     teacher: the model that `model.teacher` names.
     agents: those that talk to the policy, where there are any; open while the run lasts.
     follower: the reader of the store that is followed, where one is.
+    learner: the `Learner`.
+    sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
     judge: how the run's updates read the rewards of a group.
     """
 
@@ -70,6 +72,8 @@ class Run(NamedTuple):
     teacher: Teacher | None = None
     agents: Agents | None = None
     follower: Follower | None = None
+    learner: Any = None
+    sample: Callable | None = None
     judge: Judge = Judge()
 
     @property
@@ -130,9 +134,29 @@ class State(NamedTuple):
     totals: dict[str, Any]
 
 
-def prepare(config: Config) -> tuple[Run, dict]:
+def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
+    """The policy with its adapters, and all of its parameters before the first step, in float32.
+
+    Args:
+        policy: of `policy_alone`.
+        train: what a warm start is made of; None where the config has none.
+    """
+    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+        params = load_params(config, policy.decoder.config)
+    if config.warm_start:
+        params = warm_start(config, policy, params, train)
+    if config.model.lora:
+        key = jax.random.fold_in(jax.random.key(config.seed), 4)
+        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
+        policy = policy._replace(decoder=decoder)
+    return policy, params
+
+
+def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run, dict]:
     """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
 
+    Args:
+        make_policy: `initial_policy`, or a function with its arguments and results.
     Returns:
         The run, without what follows from the parameters, and all of the initial policy's parameters in float32.
     Raises:
@@ -155,7 +179,7 @@ def prepare(config: Config) -> tuple[Run, dict]:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
         split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
-    policy, params = initial_policy(config, policy, train)
+    policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
     generators = generators_of(config.regime) if config.regime.mode == "async" else None
@@ -178,24 +202,6 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
     everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     train = everything.take(np.arange(len(task.train)))
     return train, everything.take(np.arange(len(task.train), len(problems)))
-
-
-def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tuple[Policy, dict]:
-    """The policy with its adapters, and all of its parameters before the first step, in float32.
-
-    Args:
-        policy: of `policy_alone`.
-        train: what a warm start is made of; None where the config has none.
-    """
-    with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
-        params = load_params(config, policy.decoder.config)
-    if config.warm_start:
-        params = warm_start(config, policy, params, train)
-    if config.model.lora:
-        key = jax.random.fold_in(jax.random.key(config.seed), 4)
-        decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
-        policy = policy._replace(decoder=decoder)
-    return policy, params
 
 
 def untrained(config: Config) -> Config:

@@ -1,38 +1,39 @@
 """Starts a run before its first step, or resumes it at its newest checkpoint."""
 
 import dataclasses
-import functools
 import logging
 import uuid
+from collections.abc import Callable
 
 import jax
-import optax
 import orbax.checkpoint as ocp
 
 from recjax.config import Config
 from recjax.experience.following import Follower
 from recjax.experience.queue import Queue
-from recjax.hub.policy import load_teacher
-from recjax.models.placement import constrain_params
-from recjax.models.trainable import in_compute_dtype, split
-from recjax.training import checkpoint
+from recjax.training import checkpoint, rounds
+from recjax.training.learner import Learner
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, State, prepare
 from recjax.training.run_folder import open_run_folder
-from recjax.training.update import TrainState, recipe_of
 
 logger = logging.getLogger(__name__)
 
 
-def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointManager]:
+def begin(
+    config: Config, overwrite: bool, sources: Callable | None = None, learner: Learner | None = None
+) -> tuple[Run, State, ocp.CheckpointManager]:
     """The run, where it stands, and its checkpoints, on the mesh in context, whatever mesh an earlier part was on.
 
     Args:
         overwrite: delete what another run left in the folder.
+        sources, learner: as of `train`.
     Raises:
         ValueError: a task, model, store or folder that cannot be used, or a store that has changed since.
     """
-    run, params = prepare(config)
+    learner = learner or Learner()
+    run, params = prepare(config, learner.initial_policy)
+    run = run._replace(learner=learner, sample=sources or rounds.sample_batch)
     regrades = config.experience is not None and config.experience.regrade
     known = known_problems(run) if regrades else {}
     output = open_run_folder(config, overwrite)
@@ -40,23 +41,17 @@ def begin(config: Config, overwrite: bool) -> tuple[Run, State, ocp.CheckpointMa
         run = regraded(run, known)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
-    decoder, recipe = run.policy.decoder, recipe_of(config, run.policy.decoder)
-    params, frozen = split(params, config.model)
-    reads_initial = recipe.algorithm.needs_reference or config.evaluation.initial_kl
-    frozen = in_compute_dtype(decoder, frozen, copy=False)
-    initial = in_compute_dtype(decoder, params, copy=True) if reads_initial else None
-    teacher = load_teacher(config, run.policy.tokenizer)
-    run = run._replace(frozen=frozen, initial=initial, teacher=teacher)
+    run, trained = learner.begin(run, params)
+    del params
     totals = {"seconds": {}, "wall_seconds": 0.0, "tokens": 0, "store": run.stored and run.stored.digest}
     totals |= {"config": dataclasses.asdict(config), "metrics": None}
     totals |= {"run": uuid.uuid4().hex} if config.follows else {}
-    state = State(0, first_state(recipe.optimizer, params), None, 0, Queue(), (), totals)
+    state = State(0, trained, None, 0, Queue(), (), totals)
     if manager.latest_step() is None:
         return _with_follower(run, state), state, manager
-    sampled = in_compute_dtype(decoder, params, copy=False)
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, sampled))
-    # Free their memory for the restored arrays.
-    del params, sampled, initial, state
+    like = (state.trained, learner.sampler_params(run, state))
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    del trained, state  # the restored arrays need their memory
     state = checkpoint.restore(manager, *like)
     if state.totals["store"] != totals["store"]:
         place = config.experience.store or config.experience.mix.store
@@ -79,13 +74,3 @@ def _with_follower(run: Run, state: State) -> Run:
             f"experience.follow = true: one process follows a store, and this run has {jax.process_count()}; start one"
         )
     return run._replace(follower=Follower(run.config, run.policy, state.totals["run"]))
-
-
-def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
-    """The state before the first step, of which the parameters themselves are a part."""
-    return TrainState(params, _initial(optimizer, params))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
-    return constrain_params(optimizer.init(params))

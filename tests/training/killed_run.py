@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from recjax.config_loading import load_config
-from recjax.training import loop
+from recjax.training import learner, loop
 from recjax.training.metrics import MetricsWriter
 from tests.training.tiny_run import train
 
@@ -63,7 +63,7 @@ def trained(config: str, overrides: list[str], compiled: str, kill_at: int | Non
         write(writer, row)
 
     write, MetricsWriter.write = MetricsWriter.write, half_a_row
-    loop.update, loop.next_groups = watched(loop.update, "update"), watched(loop.next_groups, "batch")
+    learner.update, loop.next_groups = watched(learner.update, "update"), watched(loop.next_groups, "batch")
     sys.addaudithook(file_change)
     train(load_config(config, overrides))
     Path(output, "events.json").write_text(json.dumps(seen))

@@ -23,9 +23,9 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.placement import on_host, put_rows, row_shards
 from recjax.models.trainable import flatten
+from recjax.training.learner import first_state
 from recjax.training.mesh import make_mesh
 from recjax.training.packing import RowShape, pack
-from recjax.training.start import first_state
 from recjax.training.update import Learned, Recipe, TrainState, update
 from tests.rollout.padded import engine_completions
 

@@ -14,7 +14,7 @@ from recjax import manifest
 from recjax.config_loading import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
-from recjax.training import loop, run_folder
+from recjax.training import learner, loop, run_folder
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import run_config, run_params
 from tests.training.tiny_run import TINY, train, without_times
@@ -252,13 +252,13 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
 
 def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run, monkeypatch):
     config, folder = run
-    update = loop.update
+    update = learner.update
 
     def deletes(*args, **named):
         shutil.rmtree(folder)
         return update(*args, **named)
 
-    monkeypatch.setattr(loop, "update", deletes)
+    monkeypatch.setattr(learner, "update", deletes)
     with pytest.raises(ValueError, match="was deleted while the run was going on"):
         train(config)
     assert not folder.exists()

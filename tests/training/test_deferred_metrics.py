@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recjax.experience import store
-from recjax.training import loop
+from recjax.training import learner, loop
 from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.metrics import read_metrics
 from tests.training.tiny_run import train, without_times
@@ -20,7 +20,7 @@ def poisoned(monkeypatch):
     """A function that makes the parameters not finite before update number `at`."""
 
     def poison(at: int) -> None:
-        update, calls = loop.update, []
+        update, calls = learner.update, []
 
         def sometimes(state, *args, **options):
             calls.append(1)
@@ -28,7 +28,7 @@ def poisoned(monkeypatch):
                 state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
             return update(state, *args, **options)
 
-        monkeypatch.setattr(loop, "update", sometimes)
+        monkeypatch.setattr(learner, "update", sometimes)
 
     return poison
 
@@ -59,8 +59,8 @@ def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_i
 
         return calls
 
-    monkeypatch.setattr(loop, "update", watched("U", loop.update))
-    monkeypatch.setattr(loop, "evaluate", watched("E", loop.evaluate))
+    monkeypatch.setattr(learner, "update", watched("U", learner.update))
+    monkeypatch.setattr(learner, "evaluate", watched("E", learner.evaluate))
     monkeypatch.setattr(loop.checkpoint, "save", watched("S", loop.checkpoint.save))
     monkeypatch.setattr(jax, "device_get", watched("R", jax.device_get, are_metrics))
     rows = train(tiny("run", *options))
@@ -146,14 +146,14 @@ def test_tokens_of_probability_zero_end_the_run_or_are_counted(tiny, monkeypatch
 
 def test_an_update_that_is_refused_draws_nothing_into_a_record(tiny, monkeypatch):
     config = tiny("run", *ALONE, "experience={record: true}")
-    update = loop.update
+    update = learner.update
 
     # Weights so large need not draw numbers that the store would refuse.
     def overflows(*args, **options):
         state, metrics, learned = update(*args, **options)
         return state, metrics | {"update_norm": metrics["update_norm"] + np.inf}, learned
 
-    monkeypatch.setattr(loop, "update", overflows)
+    monkeypatch.setattr(learner, "update", overflows)
     with pytest.raises(FloatingPointError, match="step 1: update_norm = inf"):
         train(config)
     assert {row.policy_version for row in store.read(Path(config.output) / "experience")} == {0}

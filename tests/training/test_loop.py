@@ -16,12 +16,13 @@ import pytest
 from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import loop, rounds
+from recjax.training import learner, loop, rounds
 from recjax.training.evaluation import evaluate
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
+from tests.training.counting import Interrupted, count
 from tests.training.tiny_run import train, train_until_killed, without_times
 
 REGIMES = {
@@ -79,12 +80,15 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_kill_and_resume_equals_straight_through(tiny, monkeypatch, regime):
-    straight = train(tiny("straight", *REGIMES[regime]))
-    config = tiny("stopped", *REGIMES[regime])
-    for row in straight[1:]:
-        assert row["staleness"] == expected_staleness(row["step"], config.regime)
+def test_the_staleness_of_each_regime_is_the_papers(tiny, regime):
+    config = tiny("run", *REGIMES[regime])
+    rows = count(config)
+    assert [row["staleness"] for row in rows[1:]] == [expected_staleness(step, config.regime) for step in range(1, 8)]
 
+
+def test_kill_and_resume_equals_straight_through(tiny):
+    """With real weights, once; test_resume.py has every source and every moment of a kill."""
+    straight, config = train(tiny("straight", *REGIMES["both"])), tiny("stopped", *REGIMES["both"])
     train_until_killed(config)
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4  # past the checkpoint of step 3
     assert without_times(train(config)) == without_times(straight)
@@ -100,30 +104,20 @@ def at_a_terminal():
 
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, monkeypatch, number):
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
-    update, calls = loop.update, []
-
-    def is_asked_at_step_five(*args, **named):
-        calls.append(1)
-        if len(calls) == 5:
-            signal.raise_signal(number)
-        return update(*args, **named)
-
-    monkeypatch.setattr(loop, "update", is_asked_at_step_five)
+    raises = Interrupted(5, lambda: signal.raise_signal(number))
     with pytest.raises(loop.Preempted, match="stopped after step 5, as asked") as stopped:
-        train(tiny("stopped", *options))
+        count(tiny("stopped", *options), raises)
     assert stopped.value.signal == number
-    monkeypatch.setattr(loop, "update", update)
     assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()
-    assert without_times(train(tiny("stopped", *options))) == without_times(train(tiny("straight", *options)))
+    assert without_times(count(tiny("stopped", *options))) == without_times(count(tiny("straight", *options)))
 
 
 @pytest.mark.usefixtures("at_a_terminal")
-def test_a_second_ctrl_c_ends_at_once(tiny, monkeypatch):
-    monkeypatch.setattr(loop, "update", lambda *_, **__: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+def test_a_second_ctrl_c_ends_at_once(tiny):
     with pytest.raises(KeyboardInterrupt):
-        train(tiny("stopped"))
+        count(tiny("stopped"), Interrupted(1, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)]))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -191,13 +185,13 @@ def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_p
 
 
 def test_a_finished_run_goes_on_when_given_more_steps(tiny):
-    train(tiny("longer", "training.steps=3"))
-    assert without_times(train(tiny("longer"))) == without_times(train(tiny("straight")))
+    count(tiny("longer", "training.steps=3"))
+    assert without_times(count(tiny("longer"))) == without_times(count(tiny("straight")))
 
 
 def test_a_finished_or_other_run_is_not_touched(tiny):
     config = tiny("run", "training.steps=1")
-    train(config)
+    count(config)
     with pytest.raises(ValueError, match="finished run of 1 steps"):
         open_run_folder(config, overwrite=False)
     with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 0.5 now"):
@@ -219,7 +213,7 @@ def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
     config = tiny("run")
-    update, calls = loop.update, []
+    update, calls = learner.update, []
 
     def poisoned_at_step_five(state, *args, **options):
         calls.append(1)
@@ -227,10 +221,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
             state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
         return update(state, *args, **options)
 
-    monkeypatch.setattr(loop, "update", poisoned_at_step_five)
+    monkeypatch.setattr(learner, "update", poisoned_at_step_five)
     with pytest.raises(FloatingPointError, match=r"step 5: .*gradient_norm = nan.*checkpoint is of step 3"):
         train(config)
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(learner, "update", update)
     assert without_times(train(config)) == without_times(train(tiny("straight")))
 
 
@@ -242,7 +236,7 @@ def test_an_update_that_overflows_stops_the_run(tiny):
         train(config)
 
 
-def test_the_run_folder_holds_what_the_readme_says(tiny):
+def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     config = tiny("run")
     summary = loop.train(config)
     output = Path(config.output)
@@ -313,13 +307,13 @@ def test_reference_kl_is_zero_at_the_start_and_read_later(tiny, name):
 
 
 def test_jit_compiles_the_update_once(tiny):
-    loop.update.clear_cache()
+    learner.update.clear_cache()
     train(tiny("run", "regime.sync_interval=3"))
-    assert loop.update._cache_size() == 1
+    assert learner.update._cache_size() == 1
 
 
 def test_nothing_is_compiled_once_a_run_is_under_way(tiny, monkeypatch):
-    compiled, update = [], loop.update
+    compiled, update = [], learner.update
 
     def counted(event: str, duration: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
@@ -332,7 +326,7 @@ def test_nothing_is_compiled_once_a_run_is_under_way(tiny, monkeypatch):
         counts.append(len(compiled))
         return result
 
-    monkeypatch.setattr(loop, "update", watched)
+    monkeypatch.setattr(learner, "update", watched)
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(counted)
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recjax.training import loop
+from recjax.training import learner, loop
 from recjax.training.metrics import read_metrics
 
 TINY = """
@@ -33,7 +33,7 @@ def train(config) -> list[dict]:
 
 def train_until_killed(config, at: int = 5) -> None:
     """Trains until update `at` of this call, in whose place a KeyboardInterrupt is raised."""
-    update, calls = loop.update, itertools.count(1)
+    update, calls = learner.update, itertools.count(1)
 
     def dies(*args, **named):
         if next(calls) == at:
@@ -41,7 +41,7 @@ def train_until_killed(config, at: int = 5) -> None:
         return update(*args, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "update", dies)
+        patched.setattr(learner, "update", dies)
         with pytest.raises(KeyboardInterrupt):
             train(config)
 

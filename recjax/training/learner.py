@@ -1,0 +1,102 @@
+"""The computations of a run on its devices: initial parameters, the sampler's parameters, updates and evaluation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from recjax.experience.batch import Batch
+from recjax.hub.policy import load_teacher
+from recjax.models.placement import constrain_params, put_rows
+from recjax.models.trainable import combine, in_compute_dtype, split
+from recjax.training import rounds
+from recjax.training.evaluation import Evaluation, evaluate
+from recjax.training.layout import packed_batch
+from recjax.training.packing import Packed
+from recjax.training.run import Run, State, initial_policy
+from recjax.training.update import Learned, TrainState, learning_rate_schedule, recipe_of, update
+
+
+class Learner:
+    """Computes with JAX. Tests of the loop give `train` a subclass that only counts."""
+
+    initial_policy = staticmethod(initial_policy)
+
+    def begin(self, run: Run, params: dict) -> tuple[Run, TrainState]:
+        """The run with its frozen, initial and teacher parameters, and the state before the first step.
+
+        Args:
+            params: all of the policy's parameters in float32.
+        """
+        config, decoder = run.config, run.policy.decoder
+        params, frozen = split(params, config.model)
+        teacher = load_teacher(config, run.policy.tokenizer)
+        self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
+        steps = config.training.steps
+        rates = learning_rate_schedule(config.optimizer, steps)(np.arange(steps))
+        self._rates = np.broadcast_to(jax.device_get(rates), steps)
+        self._drop_key = rounds.drop_key(config.seed)
+        reads_initial = self._recipe.algorithm.needs_reference or config.evaluation.initial_kl
+        frozen = in_compute_dtype(decoder, frozen, copy=False)
+        initial = in_compute_dtype(decoder, params, copy=True) if reads_initial else None
+        run = run._replace(frozen=frozen, initial=initial, teacher=teacher)
+        return run, first_state(self._recipe.optimizer, params)
+
+    def sampler_params(self, run: Run, state: State, copy: bool = False) -> dict:
+        """The sampler's parameters, in the dtype of the computation: the trained parameters, or the state's copy.
+
+        Args:
+            copy: return no array of the trained parameters.
+        """
+        if state.behaviour_params is not None:
+            return state.behaviour_params
+        if copy and state.version == 0 and run.initial is not None:
+            return run.initial
+        return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)
+
+    def packed(self, run: Run, batch: Batch, micro_batches: int) -> Packed | None:
+        """The batch in packed rows, or None to train on the padded rows; see `layout.packed_batch`."""
+        return packed_batch(run.config, self._recipe, batch, micro_batches)
+
+    def update(
+        self, run: Run, trained: TrainState, batch: Batch, packed: Packed | None, micro_batches: int, step: int
+    ) -> tuple[TrainState, dict, Learned]:
+        """One optimizer step; see `update.update`. The device may still compute it after the call returns."""
+        trained, metrics, learned = update(
+            trained,
+            run.frozen,
+            run.initial if self._recipe.algorithm.needs_reference else None,
+            put_rows(batch),
+            jax.random.fold_in(self._drop_key, step),
+            packed,
+            run.teacher and run.teacher.params,
+            recipe=self._recipe,
+            micro_batches=None if packed else micro_batches,
+        )
+        return trained, metrics | {"learning_rate": _rate_of(self._rates, trained.optimizer_state)}, learned
+
+    def evaluate(self, run: Run, state: State) -> Evaluation:
+        """Samples and grades answers of the trained policy to the held-out problems."""
+        initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
+        params = combine(state.trained.params, run.frozen)
+        return evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents)
+
+
+def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:
+    """The state before the first step, which holds the parameters themselves and not a copy."""
+    return TrainState(params, _initial(optimizer, params))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
+    return constrain_params(optimizer.init(params))
+
+
+@jax.jit
+def _rate_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> jax.Array:
+    """The learning rate of the latest update; steps without data made none, so their number does not say which."""
+    counts = optax.tree.get_all_with_path(optimizer_state, "count")
+    return jnp.asarray(learning_rates)[jnp.maximum(counts[0][1] - 1, 0)]

@@ -1,0 +1,111 @@
+"""A learner and a source without compiled programs, for tests of the loop: order, lateness, replay, resume, damage."""
+
+import itertools
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from recjax.experience.group import Completion, Grade, Group
+from recjax.tasks.prompts import batch_indices
+from recjax.training import loop
+from recjax.training.evaluation import Evaluation
+from recjax.training.learner import Learner
+from recjax.training.metrics import read_metrics
+from recjax.training.update import TrainState
+
+
+class CountingLearner(Learner):
+    """Its only parameter is a checksum of all batches in order, so that other batches give other metrics."""
+
+    def __init__(self):
+        self.batches = []
+
+    def initial_policy(self, config, policy, train):
+        return policy, {"checksum": np.zeros(1, np.float32)}
+
+    def begin(self, run, params):
+        return run._replace(frozen={}), TrainState(params, ())
+
+    def sampler_params(self, run, state, copy=False):
+        return state.trained.params if state.behaviour_params is None else state.behaviour_params
+
+    def packed(self, run, batch, micro_batches):
+        return None
+
+    def update(self, run, trained, batch, packed, micro_batches, step):
+        self.batches.append(batch)
+        seen = (batch.rewards, batch.group_ids, batch.completions, batch.completion_mask, batch.policy_version)
+        state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
+        checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
+        params = {"checksum": np.full(1, checksum, np.float32)}
+        return (
+            TrainState(params, ()),
+            {"loss": float(checksum), "gradient_norm": 1.0, "update_norm": 1.0} | {"learning_rate": 0.1},
+            None,
+        )
+
+    def evaluate(self, run, state):
+        accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100
+        sample = {"prompt": "1+1=", "question": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}
+        return Evaluation(accuracy, accuracy, None, [sample])
+
+
+class Grades:
+    """Grades that are there."""
+
+    def __init__(self, grades):
+        self._grades = grades
+
+    def result(self):
+        return self._grades
+
+
+def prepared_batch(run, weights, version, number, prefix=""):
+    """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades."""
+    count, group_size = run.own
+    seed = (run.config.seed, number, int(np.asarray(weights["checksum"])[0]))
+    random = np.random.default_rng(seed)
+    longest = run.config.rollout.max_completion_tokens
+    prompts = run.train.take(batch_indices(len(run.train.texts), count, number, run.config.seed))
+    groups, grades = [], []
+    for place in range(count):
+        completions = []
+        for row in range(place * group_size, (place + 1) * group_size):
+            tokens = random.integers(1, 5, random.integers(1, longest + 1)).astype(np.int32)
+            mask, logprobs = np.ones(len(tokens), bool), random.normal(-1, 0.1, len(tokens)).astype(np.float32)
+            name, sampling = f"{prefix}{number:06d}/{row:05d}", run.config.rollout.sampling()
+            completions.append(Completion(name, "policy", "x", tokens, mask, logprobs, sampling, version, False))
+            grades.append(Grade(float(random.random() < 0.5), {"score": 1.0}, None))
+        prompt, answer = prompts.tokens[place][prompts.mask[place]], prompts.problems[place].answer
+        groups.append(Group(f"{prefix}{number:06d}/{place:05d}", prompt, tuple(completions), answer))
+    return groups, Grades(grades)
+
+
+class Interrupted(CountingLearner):
+    """Calls `act` before its update number `at`."""
+
+    def __init__(self, at: int, act: Callable[[], object]):
+        super().__init__()
+        self._at, self._act, self._calls = at, act, itertools.count(1)
+
+    def update(self, *arguments):
+        if next(self._calls) == self._at:
+            self._act()
+        return super().update(*arguments)
+
+
+def killed(at: int) -> Interrupted:
+    """A learner that raises KeyboardInterrupt in place of its update number `at`."""
+
+    def act():
+        raise KeyboardInterrupt
+
+    return Interrupted(at, act)
+
+
+def count(config, learner=None, sources=prepared_batch) -> list[dict]:
+    """The rows of metrics.jsonl after a whole run with a `CountingLearner`."""
+    loop.train(config, learner=learner or CountingLearner(), sources=sources)
+    return read_metrics(Path(config.output) / "metrics.jsonl")

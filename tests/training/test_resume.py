@@ -1,0 +1,99 @@
+"""Kill and resume equals straight through: one table of every way that groups arrive and every moment of a kill."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from recjax.training import loop
+from tests.training.counting import CountingLearner, count, killed, prepared_batch
+from tests.training.tiny_run import without_times
+
+LATE = "experience.late={shortest: 0, longest: 3, deadline: 2}"
+REPLAY = "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spread}"
+MIX = ["experience.mix.store={store}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
+FEEDS = {
+    "on policy": [],
+    "interval": ["regime.sync_interval=4"],
+    "offset": ["regime.sync_offset=2"],
+    "interval and offset": ["regime.sync_interval=3", "regime.sync_offset=2"],
+    "offline": ["regime.offline=true"],
+    "late": [LATE],
+    "replay": [REPLAY],
+    "replay, keeping groups without signal": ["experience.replay={max_reuse: 2, draw_every: 2, keep_no_signal: true}"],
+    "refill": ["experience.refill={}"],
+    "record": ["experience.record=true"],
+    "store": ["experience.store={store}"],
+    "mix of rows": [*MIX],
+    "mix of groups": [*MIX, "experience.mix.of=batch"],
+    "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """The store that a run of seven steps records."""
+    from recjax.config_loading import load_config
+    from tests.training.tiny_run import TINY
+
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "tiny.yaml").write_text(TINY)
+    config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true"])
+    count(config, sources=functools.partial(prepared_batch, prefix="recorded-"))
+    return folder / "run" / "experience"
+
+
+def killed_in_batch(at: int):
+    """A source that raises KeyboardInterrupt in place of its batch number `at`."""
+    calls = []
+
+    def sample(*arguments):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return prepared_batch(*arguments)
+
+    return sample
+
+
+@pytest.mark.parametrize("feed", FEEDS)
+def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch):
+    options = [option.replace("{store}", str(store)) for option in FEEDS[feed]]
+    straight = count(tiny("straight", *options))
+    assert [row["step"] for row in straight] == list(range(8))
+    assert len({row["loss"] for row in straight[1:]}) == 7
+
+    config, save = tiny("stopped", *options), loop.checkpoint.save
+    with pytest.raises(KeyboardInterrupt):  # in an update, before the first checkpoint after that of step 0
+        count(config, killed(at=2))
+    if feed != "store":
+        with pytest.raises(KeyboardInterrupt):
+            count(config, sources=killed_in_batch(at=2))
+
+    def killed_before(manager, state, keep):
+        if state.step == 3:
+            raise KeyboardInterrupt
+        save(manager, state, keep)
+
+    def killed_after(manager, state, keep):
+        save(manager, state, keep)
+        if state.step == 6:
+            raise KeyboardInterrupt
+
+    for saved in (killed_before, killed_after):
+        monkeypatch.setattr(loop.checkpoint, "save", saved)
+        with pytest.raises(KeyboardInterrupt):
+            count(config)
+    monkeypatch.setattr(loop.checkpoint, "save", save)
+    with pytest.raises(KeyboardInterrupt):  # after the checkpoint of step 6
+        count(config, killed(at=1))
+    assert without_times(count(config)) == without_times(straight)
+    summaries = [(Path(tiny(name, *options).output) / "summary.json").is_file() for name in ("straight", "stopped")]
+    assert summaries == [True, True]
+
+
+def test_another_order_of_batches_gives_other_metrics(tiny):
+    first, second = CountingLearner(), CountingLearner()
+    rows = count(tiny("run"), first)
+    count(tiny("other", "seed=1"), second)
+    assert len(first.batches) == 7 and rows[1]["loss"] != count(tiny("third", "seed=2"))[1]["loss"]
