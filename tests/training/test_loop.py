@@ -280,7 +280,7 @@ def test_behaviour_weights_are_a_copy_of_their_own(tiny):
 
 
 def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
-    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, loop.update
+    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, learner.update
 
     def watched_sampling(policy, params, prompts, keys, *args, **named):
         sampled.extend(map(tuple, keys.tolist()))
@@ -291,7 +291,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
         return update(*args, **named)
 
     monkeypatch.setattr(rounds, "sample_groups", watched_sampling)
-    monkeypatch.setattr(loop, "update", watched_update)
+    monkeypatch.setattr(learner, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)
     # One key for each completion of two runs of two steps, and one for each update.
