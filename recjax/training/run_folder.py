@@ -207,9 +207,9 @@ def _stored_config(output: Path) -> dict[str, Any]:
     path = output / "config.yaml"
     try:
         values = read_yaml_file(path)
-        if isinstance(values, dict):
+        if isinstance(values, dict) and "output" in values:
             return values
-        reason = f"it holds {'nothing' if values is None else 'no keys and values'}"
+        reason = "it holds nothing" if values is None else "it lacks keys that recjax writes, such as output"
     except ValueError as error:
         reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
