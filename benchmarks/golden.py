@@ -35,7 +35,10 @@ BASE = "74abc26"
 # Names that have changed since BASE. A checkout whose docs/configuration.md lacks the new key gets the old one.
 OLDER_KEYS: dict[str, str] = {}  # new key: old key
 RENAMED_METRICS: dict[str, str | None] = {}  # old metric: new metric, or None where the metric no longer exists
-ADDED_METRICS: set[str] = set()  # metrics that older commits do not write
+# Metrics that older commits do not write.
+ADDED_METRICS = {
+    f"impossible_tokens/{policy}" for policy in ("policy", "behaviour", "reference", "teacher", "proximal", "anchor")
+}
 
 # Metrics of the clock.
 NOT_COMPARED = {"wall_seconds", "tokens_per_second", "generators/waited_seconds", "follow/waited_seconds"}
