@@ -22,7 +22,7 @@ from absl import app, flags
 from benchmarks.run import machine
 from benchmarks.tables import show
 from recjax.console import progress_bar
-from recjax.plots.style import COLOURS, finish, new_figure
+from recjax.plots.style import COLORS, finish, new_figure
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "quickstart.yaml"
 TENTHS = 10
@@ -37,7 +37,7 @@ LABELS = {
 
 def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
-    flags.DEFINE_integer("steps", 10_000, "Optimiser steps.", lower_bound=2 * TENTHS)
+    flags.DEFINE_integer("steps", 10_000, "Optimizer steps.", lower_bound=2 * TENTHS)
     flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
     flags.DEFINE_string("figure", None, "PNG to draw; default: none.")
 
@@ -107,8 +107,8 @@ def draw(seconds: pd.Series, looks: pd.DataFrame, path: str) -> None:
     medians = seconds.groupby(seconds.index // width * width).median()
     for axes, (name, label) in zip(figure.subplots(1, len(LABELS)), LABELS.items(), strict=True):
         shown = medians if name == "step_seconds" else looks[looks["step"] > 0].set_index("step")[name]
-        axes.plot(shown.index, shown.to_numpy(), color=COLOURS[0])
-        axes.set(xlabel="optimiser step", ylabel=label, ylim=(0, 1.2 * shown.max()))
+        axes.plot(shown.index, shown.to_numpy(), color=COLORS[0])
+        axes.set(xlabel="optimizer step", ylabel=label, ylim=(0, 1.2 * shown.max()))
     finish(figure).savefig(path, dpi=100)
 
 

@@ -112,7 +112,7 @@ def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, text: str, shape: Shape) -> np.ndarray:
-    """Stretches of the text that have `prompt_tokens` tokens and are tokenised by themselves as they are within it."""
+    """Stretches of the text that have `prompt_tokens` tokens and are tokenized by themselves as they are within it."""
     ids, length = tokenizer.encode(text, add_special_tokens=False), shape.prompt_tokens
     stretches = [ids[start : start + length] for start in range(0, len(ids) - length, length)]
     kept = [part for part in stretches if tokenizer.encode(tokenizer.decode(part), add_special_tokens=False) == part]

@@ -30,7 +30,7 @@ from recjax.experience.batch import pad
 from recjax.experience.sources import groups_at
 from recjax.experience.store import Experience
 from recjax.experience.stored import load_stored
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy, policy_alone
 
@@ -81,7 +81,7 @@ def make_store(folder: Path, rows: int, logprobs: bool = True) -> None:
                 prompt_tokens=np.array(policy.tokenizer.encode(prompt), np.int32),
                 completion_tokens=generator.integers(1, 13, length, np.int32),
                 completion_mask=np.ones(length, bool),
-                behaviour_logprobs=-generator.random(length, np.float32) if logprobs else None,
+                behavior_logprobs=-generator.random(length, np.float32) if logprobs else None,
                 reward=float(generator.integers(2)),
                 policy_version=0,
                 **config.rollout.sampling()._asdict(),

@@ -58,7 +58,7 @@ def make_batch(shape: flags.FlagValues, random: np.random.Generator) -> Batch:
         prompt_mask=np.arange(shape.prompt_tokens) < lengths(shape.prompt_median, shape.prompt_tokens, len(prompts)),
         completions=random.integers(0, CONFIG.vocab_size, (rows, time)).astype(np.int32),
         completion_mask=np.arange(time) < lengths(shape.median, time, rows),
-        behaviour_logprobs=np.full((rows, time), -8.0, np.float32),
+        behavior_logprobs=np.full((rows, time), -8.0, np.float32),
         rewards=random.integers(0, 2, rows).astype(np.float32),
         group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group_size),
         policy_version=zeros,

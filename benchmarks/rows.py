@@ -64,7 +64,7 @@ def _phases(answers: Mapping[str, Mapping[int, Mapping]]) -> dict[str, dict[int,
                 inside[answer["rest"]] = answer["seconds"] - sum(inside.values())
             if phase == "drawing":
                 cost = inside.pop("with_logprobs") - inside.pop("without_logprobs")
-                inside["behaviour_logprobs"] = cost
+                inside["behavior_logprobs"] = cost
             for part, seconds in inside.items():
                 counted = {"tokens": answer["tokens"]} if part in ("generate", "update") and "tokens" in answer else {}
                 found.setdefault(part, {})[number] = {"seconds": seconds, **counted}

@@ -159,10 +159,10 @@ def compare(workers: dict[str, Worker], folder: Path) -> dict[str, dict]:
     if files:
         first = np.load(next(iter(files.values())))
         with np.load(folder / "batch.npz") as batch:
-            np.save(folder / "behaviour.npy", (first + batch["noise"]).astype(np.float32))
+            np.save(folder / "behavior.npy", (first + batch["noise"]).astype(np.float32))
         for label, file in files.items():
             found[label]["logprobs"] = {"largest_difference": float(np.abs(np.load(file) - first).max())}
-        each("loss", file=folder / "behaviour.npy")
+        each("loss", file=folder / "behavior.npy")
     tokens = [found[label]["greedy"] for label in found if isinstance(found[label].get("greedy"), list)]
     for answers in found.values():
         if isinstance(answers.get("greedy"), list):

@@ -92,7 +92,7 @@ def prepare(size: Size) -> dict[str, Callable[[int], None]]:
             prompt_mask=mask,
             completions=held["tokens"],
             completion_mask=np.ones(held["tokens"].shape, bool),
-            behaviour_logprobs=held["logprobs"],
+            behavior_logprobs=held["logprobs"],
             rewards=random.integers(0, 2, rows).astype(np.float32),
             group_ids=np.repeat(np.arange(size.prompts, dtype=np.int32), size.group_size),
             policy_version=zeros,

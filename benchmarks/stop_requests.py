@@ -33,7 +33,7 @@ ROWS = 10_000
 
 def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
-    flags.DEFINE_integer("steps", 400, "Optimiser steps of each run.", lower_bound=20)
+    flags.DEFINE_integer("steps", 400, "Optimizer steps of each run.", lower_bound=20)
     flags.DEFINE_integer("rounds", 3, "Runs of each way.", lower_bound=1)
 
 

@@ -18,7 +18,7 @@ PHASES = {
     "generate": "generation",
     "prefill": "prefill",
     "decode": "decode",
-    "behaviour_logprobs": "behaviour log-probs",
+    "behavior_logprobs": "behavior log-probs",
     "rescore": "forward pass of log-probs",
     "grade": "grading",
     "update": "update",

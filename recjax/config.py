@@ -47,7 +47,7 @@ class AlgorithmConfig:
     clip: dict[str, Any] = dataclasses.field(default_factory=dict)
     mask: dict[str, Any] = dataclasses.field(default_factory=dict)  # which other tokens or completions get no gradient
     weight: dict[str, Any] = dataclasses.field(default_factory=dict)  # weight of each token's gradient
-    # Weight for the difference between anchor and behaviour policy.
+    # Weight for the difference between anchor and behavior policy.
     correction: dict[str, Any] = dataclasses.field(default_factory=dict)
     regularizer: dict[str, Any] = dataclasses.field(default_factory=dict)  # a term added to the loss
     reduction: dict[str, Any] = dataclasses.field(default_factory=dict)  # how token losses become one loss
@@ -98,7 +98,7 @@ class OptimizerConfig:
     learning_rate: float = number(1e-6, low=0, high=1)  # learning rate of AdamW after the warm-up
     # Schedule of the learning rate; linear and cosine decay to zero over training.steps.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = at_least(0, 0)  # optimiser steps in which the learning rate rises from zero
+    warmup_steps: int = at_least(0, 0)  # optimizer steps in which the learning rate rises from zero
     clip_norm: float = number(1.0, above=0, high=math.inf)  # global norm that gradients are cut to; .inf: no clipping
     weight_decay: float = number(0.0, low=0, high=1)  # decoupled weight decay, as in AdamW
     beta1: float = number(0.9, low=0, below=1)  # decay of the mean of gradients
@@ -115,13 +115,13 @@ class OptimizerConfig:
 class TrainingConfig:
     """Length of the run and how it is stored."""
 
-    steps: int = at_least(1, 100)  # optimiser steps
+    steps: int = at_least(1, 100)  # optimizer steps
     # Prompts, with their groups, in a micro-batch; null: as few as have some 4,000 tokens on each device.
     micro_batch_prompts: int | None = at_least(1, None)
     # In place of micro_batch_prompts: completions are packed into micro-batches of so many tokens; null: they are
     # packed where that is much less work.
     tokens_per_micro_batch: int | None = at_least(1, None)
-    checkpoint_every: int = at_least(1, 50)  # optimiser steps
+    checkpoint_every: int = at_least(1, 50)  # optimizer steps
     keep_checkpoints: int = at_least(1, 2)  # the newest ones; older ones are deleted
     # Tokens to which a policy gives probability 0, log-probability −inf: error: they end the run; drop: they leave the
     # loss and are counted.
@@ -145,7 +145,7 @@ class TrainingConfig:
 class EvaluationConfig:
     """Sampled accuracy on held-out problems."""
 
-    every: int = at_least(0, 50)  # optimiser steps between evaluations; 0: before and after training only
+    every: int = at_least(0, 50)  # optimizer steps between evaluations; 0: before and after training only
     problems: int = at_least(1, 256)  # number of held-out problems that are asked
     samples: int = at_least(1, 1)  # completions of each problem
     initial_kl: bool = False  # also log the KL to the initial policy, which costs one more forward pass
@@ -313,11 +313,11 @@ def _check_algorithm(config: Config) -> None:
     remedy = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
     require(teacher is not None or not algorithm.needs_teacher, "algorithm.distillation", "on", remedy)
     remedy = "replaces rewards, and this algorithm's advantage is of their parts; take train or mask"
-    penalises = config.task.truncated == "penalise"
-    require(not (penalises and algorithm.reads("reward_parts")), "task.truncated", config.task.truncated, remedy)
+    penalizes = config.task.truncated == "penalize"
+    require(not (penalizes and algorithm.reads("reward_parts")), "task.truncated", config.task.truncated, remedy)
     of_turns, name = algorithm.reads("turn_rewards", "token_turns"), config.algorithm.advantage.get("name")
     remedy = "replaces rewards of whole trajectories, and this algorithm's advantage is of turns; take train or mask"
-    require(not (penalises and of_turns), "task.truncated", config.task.truncated, remedy)
+    require(not (penalizes and of_turns), "task.truncated", config.task.truncated, remedy)
     remedy = "is of the turns of agents, which nothing else records; set task.agent, or take another"
     require(config.task.agent is not None or not of_turns, "algorithm.advantage", name, remedy)
     from_store = config.experience is not None and config.experience.store is not None

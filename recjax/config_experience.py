@@ -9,7 +9,7 @@ from recjax.algorithms.options import require
 from recjax.config_fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, at_least, number, require_defaults
 from recjax.models.sampling import Sampling
 
-# What stands for behaviour log-probs that a store lacks: nothing, so that they are refused; nothing, as the algorithm
+# What stands for behavior log-probs that a store lacks: nothing, so that they are refused; nothing, as the algorithm
 # reads none; those of the initial policy; or those of the policy that is trained, as it is when the rows arrive.
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
@@ -65,7 +65,7 @@ class MixConfig:
 
 
 # A round samples a batch where one is due, and trains one step where enough groups have all their rewards: after the
-# first rounds of a run, rounds are optimiser steps.
+# first rounds of a run, rounds are optimizer steps.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +84,10 @@ class ReplayConfig:
 
     draw_every: int = at_least(1, 1)  # the policy samples a batch every Nth round
     capacity: int = at_least(1, 512)  # groups that the buffer holds; the oldest is replaced
-    # Optimiser steps that a group may be behind the trainer; null: no limit.
+    # Optimizer steps that a group may be behind the trainer; null: no limit.
     max_staleness: int | None = at_least(0, None)
     max_reuse: int = at_least(1, 4)  # how often a group is trained on at most
-    half_life: float | None = number(None, above=0)  # optimiser steps after which a group's chance halves; null: never
+    half_life: float | None = number(None, above=0)  # optimizer steps after which a group's chance halves; null: never
     priority: Priority = "none"  # a group's chance is proportional to this
     keep_no_signal: bool = False  # keep groups whose rewards are all equal
 
@@ -110,11 +110,11 @@ class RefillConfig:
 class RegimeConfig:
     """How far behind the trainer the sampler is."""
 
-    sync_interval: int = at_least(1, 1)  # optimiser steps from one copy of the weights to the next
+    sync_interval: int = at_least(1, 1)  # optimizer steps from one copy of the weights to the next
     sync_offset: int = at_least(0, 0)  # batches sampled ahead of the one being trained on
     offline: bool = False  # every batch comes from the initial policy
     mode: Literal["sync", "async"] = "sync"  # async: other processes sample while the trainer trains, on Ray
-    # Async, or with experience.follow: optimiser steps that experience may be behind the trainer.
+    # Async, or with experience.follow: optimizer steps that experience may be behind the trainer.
     max_staleness: int | None = at_least(0, None)
     generators: int = at_least(1, 1)  # async: processes that sample
     # Async: completions under way go on with new weights as these come; false: each batch has those that it began with.
@@ -138,7 +138,7 @@ class RegimeConfig:
         require(not self.offline, "regime.offline", self.offline, remedy)
         remedy = "is not read with regime.mode = async, where regime.max_staleness bounds what is sampled ahead;"
         require_defaults("regime", self, ("sync_offset",), f"{remedy} remove it")
-        remedy = "is needed with regime.mode = async: optimiser steps that experience may be behind the trainer, from 0"
+        remedy = "is needed with regime.mode = async: optimizer steps that experience may be behind the trainer, from 0"
         require(self.max_staleness is not None, "regime.max_staleness", None, remedy)
         least, why = self.sync_interval - 1, f"regime.sync_interval = {self.sync_interval}"
         if replay:
@@ -156,7 +156,7 @@ class ExperienceConfig:
     late: LateConfig | None = None
     replay: ReplayConfig | None = None
     refill: RefillConfig | None = None
-    missing_logprobs: MissingLogprobs = "error"  # what replaces behaviour log-probs that a store lacks
+    missing_logprobs: MissingLogprobs = "error"  # what replaces behavior log-probs that a store lacks
     regrade: bool = False  # grade a store's completions by this run's reward, in place of their own rewards
     record: bool = False  # keep what the policy samples in the run's folder, as a store
     follow: bool = False  # wait for the store's groups, and train on each once, when it has its rewards

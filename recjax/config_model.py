@@ -94,7 +94,7 @@ class ModelConfig:
 class WarmStartConfig:
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
-    steps: int = at_least(1, 400)  # optimiser steps
+    steps: int = at_least(1, 400)  # optimizer steps
     batch_size: int = at_least(1, 128)  # answers in each step
     learning_rate: float = number(2e-3, low=0, high=1)  # peak learning rate of Adam
     wrong_fraction: float = number(0.5, low=0, high=1)  # share of the answers that hold a mistake
@@ -105,7 +105,7 @@ class MeshConfig:
     """How devices are arranged; the three sizes multiply to their number, and -1, once at most, takes the rest."""
 
     data: int = -1  # devices that split the rows of a batch; each has all parameters
-    fsdp: int = 1  # devices that split rows, parameters and the optimiser's state
+    fsdp: int = 1  # devices that split rows, parameters and the optimizer's state
     tensor: int = 1  # devices that split heads, MLP units and vocabulary; keep them within one host
 
     def check(self) -> None:

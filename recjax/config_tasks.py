@@ -107,8 +107,8 @@ class TaskConfig:
     reward_retries: int = at_least(0, 0)  # how often an async reward is asked again if it fails on a batch
     # A completion is accurate if its reward is at least this; a reward with an accuracy part does not read it.
     success: float = 1.0
-    truncated: Literal["train", "mask", "penalise"] = "train"  # what happens to completions cut at the token limit
-    truncated_reward: float = 0.0  # reward of cut completions with task.truncated: penalise
+    truncated: Literal["train", "mask", "penalize"] = "train"  # what happens to completions cut at the token limit
+    truncated_reward: float = 0.0  # reward of cut completions with task.truncated: penalize
     # Tokens before the limit, over which the reward's part `overlong` falls from 0 to -1; null: there is no such part.
     overlong_tokens: int | None = at_least(1, None)
     # Who talks to the policy: null, one prompt and one completion; module:function, your own async def agent(problem,
@@ -150,8 +150,8 @@ class TaskConfig:
         for part, weight in self.reward_weights.items():
             remedy = f"the weight of {part} must be a finite number"
             require(math.isfinite(weight), "task.reward_weights", self.reward_weights, remedy)
-        remedy = "is read with task.truncated = penalise alone; set that, or remove it"
-        read = self.truncated == "penalise" or self.truncated_reward == 0
+        remedy = "is read with task.truncated = penalize alone; set that, or remove it"
+        read = self.truncated == "penalize" or self.truncated_reward == 0
         require(read, "task.truncated_reward", self.truncated_reward, remedy)
 
     def _check_agent(self) -> None:

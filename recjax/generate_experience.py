@@ -33,7 +33,7 @@ from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
 from recjax.experience.store import CHAT_TEMPLATE, Experience
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
@@ -163,7 +163,7 @@ def _remote_rows(
                     prompt_tokens=np.array(answer.prompt, np.int32),
                     completion_tokens=np.array(answer.tokens, np.int32),
                     completion_mask=np.ones(len(answer.tokens), bool),
-                    behaviour_logprobs=answer.logprobs and np.array(answer.logprobs, np.float32),
+                    behavior_logprobs=answer.logprobs and np.array(answer.logprobs, np.float32),
                 )
             rows.append(row)
     return rows

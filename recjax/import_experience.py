@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.console import command
 from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, imported
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
 

@@ -42,8 +42,8 @@ def summary(rows: Sequence[Experience]) -> dict[str, str]:
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
         "policy versions": _span(versions) if versions else "none",
         "rows of other models": str(len(rows) - len(versions)),
-        "with behaviour log-probs": str(sum(row.behaviour_logprobs is not None for row in rows)),
-        "tokenised": str(len(lengths)),
+        "with behavior log-probs": str(sum(row.behavior_logprobs is not None for row in rows)),
+        "tokenized": str(len(lengths)),
         "completion tokens": f"{np.mean(lengths):.1f} ({_span(lengths)})" if lengths else "not known",
         "truncated": f"{np.mean([row.truncated for row in rows]):.3f}",
     }

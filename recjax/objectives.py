@@ -8,7 +8,7 @@ from pathlib import Path
 from absl import app, flags
 from rich.table import Table
 
-from recjax.algorithms.catalogue import PAPER, changes_of
+from recjax.algorithms.catalog import PAPER, changes_of
 from recjax.algorithms.field import FIELD
 from recjax.console import command, plain_console
 from recjax.plots.objectives import draw_coefficients

@@ -57,7 +57,7 @@ def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered,
     monkeypatch.setattr(compile_check, "compiled", remembered)
     assert compile_check.check(file, "host", LARGE) == 0
     printed = capsys.readouterr().out
-    for said in ("data 1 × fsdp 4 × tensor 1", "optimiser's state", "keys and values", "activations", "fits host"):
+    for said in ("data 1 × fsdp 4 × tensor 1", "optimizer's state", "keys and values", "activations", "fits host"):
         assert said in printed
     for kind in ("all-gather", "all-reduce"):
         assert f"│ update  │ {kind}" in printed
@@ -156,7 +156,7 @@ def test_held_bytes_are_those_of_arrays_that_lie_there(planned, options):
     if options:
         assert own < sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     scalars = sum(4 for leaf in jax.tree.leaves(moments) if leaf.ndim == 0)
-    assert sizes["optimiser's state"] == 2 * sizes["trained parameters"] + scalars
+    assert sizes["optimizer's state"] == 2 * sizes["trained parameters"] + scalars
     told = {item.name: item.bytes for item in dry_run(made.config).memory}
     cached = cache_bytes(made.config, made.model.decoder, made.sampling_plan)
     assert cached * 4 == told["keys and values"]  # every device has the weights whole, and samples rows of its own

@@ -165,13 +165,13 @@ def test_a_card_says_what_was_trained(finished, tmp_path):
     assert card.data.library_name == "transformers" and config.algorithm.preset in card.data.tags
     summary = json.loads((run / "summary.json").read_text())
     assert f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}" in card.text
-    assert "2 optimiser steps of 4 prompts × 4 completions" in card.text and "![Training](training.png)" in card.text
+    assert "2 optimizer steps of 4 prompts × 4 completions" in card.text and "![Training](training.png)" in card.text
     assert (tmp_path / "out" / "training.png").read_bytes() == (run / "figures" / "training.png").read_bytes()
     export(str(run), None, str(tmp_path / "first"), 1, "float32")
     assert "→" not in ModelCard.load(tmp_path / "first" / "README.md").text.partition("| setting")[0]
 
 
-def test_a_licence_of_the_base_is_passed_on(tmp_path):
+def test_a_license_of_the_base_is_passed_on(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     (tmp_path / "tiny.yaml").write_text(TINY)
     config = load_config(tmp_path / "tiny.yaml")

@@ -14,7 +14,7 @@ import pytest
 from recjax import generate_experience
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.tokenise import tokenised
+from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.run import prepare
@@ -72,24 +72,24 @@ def test_recorded_log_probs_are_those_of_the_policy(tiny, generated):
     prepared, params = tiny[2:]
     for row in generated[:3]:
         logprobs = recomputed(prepared.policy, params, row, Sampling(0.7, 6, min_p=0.05))
-        np.testing.assert_allclose(logprobs, row.behaviour_logprobs, atol=1e-5)
+        np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)
 
 
 def test_texts_alone_become_the_same_tokens(tiny, generated):
     prepared = tiny[2]
     bare = [
         row._replace(
-            tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None, behaviour_logprobs=None
+            tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None, behavior_logprobs=None
         )
         for row in generated
         if row.completion or not row.truncated
     ]
-    again = tokenised(bare, prepared.policy)
+    again = tokenized(bare, prepared.policy)
     kept = [row for row in generated if row.completion or not row.truncated]
     assert {row.truncated for row in kept} == {True, False}
     for ours, theirs in zip(again, kept, strict=True):
-        assert same(ours, theirs._replace(behaviour_logprobs=None))
-    untouched = tokenised(kept, prepared.policy)
+        assert same(ours, theirs._replace(behavior_logprobs=None))
+    untouched = tokenized(kept, prepared.policy)
     assert all(map(same, untouched, kept))
 
 
@@ -97,11 +97,11 @@ def test_rows_of_another_vocabulary_are_refused(tiny, generated):
     with pytest.raises(
         ValueError, match=r"row '.*/00001' of source 'initial' has tokens of another vocabulary \(other\)"
     ):
-        tokenised([generated[0], generated[1]._replace(tokenizer="other")], tiny[2].policy)
+        tokenized([generated[0], generated[1]._replace(tokenizer="other")], tiny[2].policy)
     with pytest.raises(ValueError, match="outside the policy's vocabulary"):
-        tokenised([generated[0]._replace(completion="ж", completion_tokens=None)], tiny[2].policy)
+        tokenized([generated[0]._replace(completion="ж", completion_tokens=None)], tiny[2].policy)
     with pytest.raises(ValueError, match="of source 'initial': prompt 0, 'ж'.*outside the tokenizer's vocabulary"):
-        tokenised([generated[0]._replace(prompt="ж", prompt_tokens=None)], tiny[2].policy)
+        tokenized([generated[0]._replace(prompt="ж", prompt_tokens=None)], tiny[2].policy)
 
 
 def test_a_larger_number_of_steps_goes_on(tiny, generated, tmp_path):
@@ -148,7 +148,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
         _, policy, params = run_params(tmp_path / "run", config, version)
         row = max(rows, key=lambda row: len(row.completion_tokens))
         logprobs = recomputed(policy, jax.tree.map(jnp.asarray, params), row, Sampling())
-        np.testing.assert_allclose(logprobs, row.behaviour_logprobs, atol=1e-5)
+        np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)
 
 
 def test_flags_that_contradict_each_other_are_refused(tiny, tmp_path):

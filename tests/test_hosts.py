@@ -111,7 +111,7 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     assert len(rows[0]) == 3 * 5 * config.rollout.group_size
     for ours, theirs in zip(*rows, strict=True):
         assert (ours.id, ours.completion, ours.reward) == (theirs.id, theirs.completion, theirs.reward)
-        np.testing.assert_allclose(ours.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
 
 
 # Exchanges things in every way, and prints what came of it.

@@ -12,7 +12,7 @@ import pytest
 
 from recjax.experience import store
 from recjax.experience.foreign import Columns, imported
-from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -51,7 +51,7 @@ def test_every_format_says_the_same(tmp_path, ending):
     for row, given in zip(rows, PLAIN, strict=True):
         said = {"prompt": row.prompt, "completion": row.completion, "reward": row.reward, "answer": row.answer}
         assert said | {"truncated": row.truncated} == given
-        assert (row.source, row.policy_version, row.completion_tokens, row.behaviour_logprobs) == (
+        assert (row.source, row.policy_version, row.completion_tokens, row.behavior_logprobs) == (
             "gpt",
             None,
             None,
@@ -120,7 +120,7 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7, min_p=0.2))
     (stored,) = store.read(tmp_path / "s")
     assert stored.completion_tokens.tolist() == [3, 0] and stored.completion_mask.all()
-    assert stored.behaviour_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
+    assert stored.behavior_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
     assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
     assert stored.sampling == Sampling(0.7, 0, 1.0, 0.2)
     with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
@@ -160,8 +160,8 @@ BAD = {
     "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
     "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
     "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "logprobs: .*need the ids"),
-    "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behaviour_logprobs: .*as long as"),
-    "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behaviour_logprobs: .*at most 0"),
+    "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behavior_logprobs: .*as long as"),
+    "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behavior_logprobs: .*at most 0"),
     "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
     "no tokens": ({**PLAIN[0], "tokens": []}, "completion_tokens: .*no token"),
     "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "beyond the vocabulary"),
@@ -231,10 +231,10 @@ def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
     )
     policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (0,))
     store.append(tmp_path / "s", found.rows)
-    texts = [tokenizer.decode(row.prompt_tokens) for row in tokenised(store.read(tmp_path / "s"), policy)]
+    texts = [tokenizer.decode(row.prompt_tokens) for row in tokenized(store.read(tmp_path / "s"), policy)]
     assert texts == ["hi:", "add hi:", "brief hi:", "add hi:"]
     set_template_kwargs(tokenizer, {"brief": True})
-    assert tokenizer.decode(tokenised(found.rows, policy)[1].prompt_tokens) == "add brief hi:"
+    assert tokenizer.decode(tokenized(found.rows, policy)[1].prompt_tokens) == "add brief hi:"
 
 
 @pytest.mark.parametrize("size", [131_073, 3_000_000])

@@ -30,15 +30,15 @@ def test_numbers_of_a_store_done_by_hand():
         "accurate": "0.500",
         "policy versions": "0 to 7",
         "rows of other models": "1",
-        "with behaviour log-probs": "8",
-        "tokenised": "8",
+        "with behavior log-probs": "8",
+        "tokenized": "8",
         "completion tokens": "3.0 (1 to 5)",
         "truncated": "0.111",
     }
 
 
 def test_parts_of_a_store_add_up():
-    for name in ("rows", "pending rows", "with behaviour log-probs", "tokenised", "rows of other models"):
+    for name in ("rows", "pending rows", "with behavior log-probs", "tokenized", "rows of other models"):
         assert sum(int(summary(rows)[name]) for rows in by_source(ROWS).values()) == int(summary(ROWS)[name])
     assert sum(len(group.completions) for group in groups_of(ROWS)) == len(ROWS)
     assert summary([ROWS[7]])["reward"] == "none yet"

@@ -12,7 +12,7 @@ import pytest
 from recjax import generate_experience
 from recjax.config_loading import load_config
 from recjax.experience import store
-from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
 from recjax.rollout import remote
@@ -85,7 +85,7 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
     rows = store.read(tmp_path / "store")
     assert len(rows) == 18 and {row.source for row in rows} == {"sums"} and len({row.group_id for row in rows}) == 9
     assert all(row.completion == row.answer and row.reward > 0 and row.completion_tokens is None for row in rows)
-    assert all(len(row.completion_tokens) for row in tokenised(rows, policy_of(config)))
+    assert all(len(row.completion_tokens) for row in tokenized(rows, policy_of(config)))
     assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 and "min_p" not in body for body in asked)
     cut = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, min_p=0.2))
     with fake(answer) as url:
@@ -118,7 +118,7 @@ def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_pa
         assert (row.completion_tokens is not None) == (row in known)
     for row in known:
         assert row.tokenizer == tokenizer_name(tokenizer) and row.completion_tokens[-1] == end
-        np.testing.assert_array_equal(row.behaviour_logprobs, np.full(len(row.completion_tokens), -0.5, np.float32))
+        np.testing.assert_array_equal(row.behavior_logprobs, np.full(len(row.completion_tokens), -0.5, np.float32))
 
 
 def test_chats_are_asked_as_chats(config):

@@ -86,9 +86,9 @@ def prepare(inputs: Inputs) -> System:
     def sampler_params():
         return run.learner.sampler_params(run, held["state"])
 
-    def sampled(number: int, behaviour: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
+    def sampled(number: int, behavior: dict, max_tokens: int, sampling: Sampling, group_size: int) -> list[Group]:
         keys = row_keys(jax.random.fold_in(jax.random.key(config.seed), number), len(prompts.texts) * group_size)
-        params, about = combine(behaviour, run.frozen), {"name": f"{number}", "source": "policy", "version": number}
+        params, about = combine(behavior, run.frozen), {"name": f"{number}", "source": "policy", "version": number}
         return sample_groups(policy, params, prompts, keys, group_size, max_tokens, sampling, **about)
 
     def step(number: int) -> dict:
@@ -109,9 +109,9 @@ def prepare(inputs: Inputs) -> System:
 
     def prefill(number: int) -> dict:
         started = time.perf_counter()
-        behaviour = jax.block_until_ready(sampler_params())
+        behavior = jax.block_until_ready(sampler_params())
         copied = time.perf_counter() - started
-        sampled(number, behaviour, 1, sampling, group_size)
+        sampled(number, behavior, 1, sampling, group_size)
         return {"inside": {"weight_copy": copied}}
 
     def write_checkpoint(number: int) -> dict:
@@ -119,7 +119,7 @@ def prepare(inputs: Inputs) -> System:
         checkpoint.save(manager, held["state"], keep=1)
         return {}
 
-    # --- Behaviour log-probs: what storing them adds to drawing, and the forward pass that it saves.
+    # --- Behavior log-probs: what storing them adds to drawing, and the forward pass that it saves.
     scores = jax.random.normal(jax.random.key(1), (inputs.shape["vocabulary"],))
     rows = len(inputs.completions)
 
@@ -157,7 +157,7 @@ def prepare(inputs: Inputs) -> System:
             prompt_mask=prompts.mask,
             completions=inputs.completions,
             completion_mask=mask,
-            behaviour_logprobs=np.load(file),
+            behavior_logprobs=np.load(file),
             rewards=inputs.rewards,
             group_ids=np.repeat(np.arange(len(prompts.texts), dtype=np.int32), config.rollout.group_size),
             policy_version=np.zeros(rows, np.int32),

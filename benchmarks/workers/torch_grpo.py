@@ -41,7 +41,7 @@ def prompt_tokens(inputs: Inputs) -> Tensor:
 def drawn_tokens(scores: Tensor, greedy: bool = False) -> tuple[Tensor, Tensor]:
     """One token a row from softmax(scores), and its log-probability; the most likely one where greedy.
 
-    argmax p/e with exponential e draws from p; it has no host synchronisation, unlike torch.multinomial.
+    argmax p/e with exponential e draws from p; it has no host synchronization, unlike torch.multinomial.
     """
     scores = scores.float()
     probabilities = scores.softmax(-1)
@@ -69,21 +69,21 @@ def token_logprobs(score: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Te
 def advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Rewards in standard deviations over their group's mean."""
     grouped = rewards.view(-1, group_size)
-    centred = grouped - grouped.mean(1, keepdim=True)
-    return (centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-6)).flatten()
+    centered = grouped - grouped.mean(1, keepdim=True)
+    return (centered / (centered.square().mean(1, keepdim=True).sqrt() + 1e-6)).flatten()
 
 
-def grpo_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+def grpo_loss(logprobs: Tensor, behavior: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     """Sum over tokens of the clipped surrogate; the caller divides by the batch's number of tokens."""
-    ratio = (logprobs - behaviour).exp()
+    ratio = (logprobs - behavior).exp()
     clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
     gains = torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
     return -(gains * mask).sum()
 
 
-def weighted_log_likelihood(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+def weighted_log_likelihood(logprobs: Tensor, behavior: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     """recjax's form of it, of the same gradient: log-probabilities weighted by ratio and advantage, none clipped."""
-    ratio = (logprobs - behaviour).exp().detach()
+    ratio = (logprobs - behavior).exp().detach()
     rising = advantage[:, None] >= 0
     kept = torch.where(rising, ratio <= 1 + CLIP_RANGE, ratio >= 1 - CLIP_RANGE)
     return -(logprobs * ratio * advantage[:, None] * kept * mask).sum()
@@ -100,7 +100,7 @@ def accumulate(
     prompts: Tensor,
     completions: Tensor,
     mask: Tensor,
-    behaviour: Tensor | None,
+    behavior: Tensor | None,
     rewards: Tensor,
     loss_of: Callable = grpo_loss,
 ) -> Tensor:
@@ -108,15 +108,15 @@ def accumulate(
 
     Args:
         logprobs_of: (prompts, completions) of a micro-batch → log-probabilities.
-        behaviour: None: the policy that is trained drew the batch, whose log-probabilities then are the same ones.
+        behavior: None: the policy that is trained drew the batch, whose log-probabilities then are the same ones.
         loss_of: of the loss's forms.
     """
     parts, group_size = inputs.shape["micro_batches"], inputs.shape["group_size"]
     advantage, count, total = advantages(rewards, group_size), mask.sum(), 0.0
-    columns = [completions, mask, advantage, *([] if behaviour is None else [behaviour])]
+    columns = [completions, mask, advantage, *([] if behavior is None else [behavior])]
     for part in zip(prompts.chunk(parts), *(column.chunk(parts) for column in columns), strict=True):
         logprobs = logprobs_of(part[0], part[1])
-        old = logprobs.detach() if behaviour is None else part[4]
+        old = logprobs.detach() if behavior is None else part[4]
         loss = loss_of(logprobs, old, part[3], part[2]) / count
         loss.backward()
         total += loss.detach()
@@ -124,7 +124,7 @@ def accumulate(
 
 
 def apply(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> Tensor:
-    """One optimiser step; returns the gradient's norm before clipping."""
+    """One optimizer step; returns the gradient's norm before clipping."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -169,7 +169,7 @@ def graded(inputs: Inputs, tokenizer: Any, tokens: Tensor, mask: Tensor) -> Tens
 
 
 def write_checkpoint(inputs: Inputs, state: dict, optimizer: torch.optim.Optimizer) -> dict:
-    """Weights and the optimiser's state in one file."""
+    """Weights and the optimizer's state in one file."""
     torch.save({"model": state, "optimizer": optimizer.state_dict()}, inputs.scratch / "checkpoint.pt")
     return {}
 

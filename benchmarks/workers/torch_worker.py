@@ -24,7 +24,7 @@ def prepare(inputs: Inputs) -> System:
     optimizer = grpo.optimizer_of(parameters)
     tokenizer = AutoTokenizer.from_pretrained(inputs.folder / "model")
     prompts = grpo.prompt_tokens(inputs)
-    run, notes = {"behaviour": None}, {"device": _device_name()}
+    run, notes = {"behavior": None}, {"device": _device_name()}
 
     def logprobs_of(some: torch.Tensor, completions: torch.Tensor, block=llama.block) -> torch.Tensor:
         used = llama.cast(weights, dtype)

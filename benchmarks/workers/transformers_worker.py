@@ -77,7 +77,7 @@ def prepare(inputs: Inputs) -> System:
         },
         peak_device_bytes=grpo.peak_device_bytes,
         packages=("torch", "transformers"),
-        notes={"behaviour log-probs": "none: those of the update, without gradient"},
+        notes={"behavior log-probs": "none: those of the update, without gradient"},
     )
 
 

@@ -28,7 +28,7 @@ class OneStepAtATime(TrainerCallback):
         self.asked.get()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Says that the optimiser has stepped."""
+        """Says that the optimizer has stepped."""
         grpo.synchronize()
         self.done.put(None)
 

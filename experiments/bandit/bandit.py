@@ -1,8 +1,8 @@
-"""The paper's counter-example: three arms, and data from a behaviour policy that prefers the second best.
+"""The paper's counter-example: three arms, and data from a behavior policy that prefers the second best.
 
     python experiments/bandit/bandit.py [--output experiments/bandit] [--steps 5000] [--learning_rate 0.2] [--seeds 16]
 
-A completion is one arm, the policy a softmax over three logits. Groups of GROUP_SIZE arms drawn from a behaviour
+A completion is one arm, the policy a softmax over three logits. Groups of GROUP_SIZE arms drawn from a behavior
 policy go through the library's own `row_terms` and `loss`, and gradient descent follows. No loss looks at the order of
 a group, so there are only 45 different groups of eight. The loss of a batch is then
 
@@ -45,16 +45,16 @@ LOG_ORDERINGS = np.array([math.lgamma(GROUP_SIZE + 1) - sum(math.lgamma(n + 1) f
 EXACT, SAMPLED = (tuple(f"{kind}_{x}" for x in ("p1", "p2", "p3", "reward")) for kind in ("exact", "sampled"))
 POINTS = 200  # of a path that are kept for the figures, once evenly and once geometrically spaced
 BLACK, GREY, LIGHT, BLUE, SKY = "#000000", "#808080", "#B8B8B8", "#0072B2", "#56B4E9"
-ORANGE, RED, GREEN, PINK = "#E69F00", "#D55E00", "#009E73", "#CC79A7"  # told apart by colour-blind readers
+ORANGE, RED, GREEN, PINK = "#E69F00", "#D55E00", "#009E73", "#CC79A7"  # told apart by color-blind readers
 
 
-class Behaviour(NamedTuple):
+class Behavior(NamedTuple):
     """Who draws the arms: the initial policy, for ever or until it is refreshed."""
 
     label: str
     initial: tuple[float, float, float]
-    refresh: int | None  # every so many steps, the behaviour policy becomes the policy; None: never
-    colour: str
+    refresh: int | None  # every so many steps, the behavior policy becomes the policy; None: never
+    color: str
 
 
 class Method(NamedTuple):
@@ -63,18 +63,18 @@ class Method(NamedTuple):
     label: str
     preset: str
     overrides: Mapping[str, Mapping[str, float]]
-    colour: str
+    color: str
     line: str = "-"
     width: float = 1.7
     rate: float = 1.0  # times the learning rate
 
 
-BEHAVIOURS = (
-    Behaviour("fixed: the paper's (0.3, 0.6, 0.1)", (0.3, 0.6, 0.1), None, BLUE),
-    Behaviour("fixed: uniform", (1 / 3, 1 / 3, 1 / 3), None, SKY),
-    Behaviour("fixed: near-optimal (0.1, 0.2, 0.7)", (0.1, 0.2, 0.7), None, GREEN),
-    Behaviour("refreshed every 500 steps: from (0.3, 0.6, 0.1)", (0.3, 0.6, 0.1), 500, ORANGE),
-    Behaviour("on-policy: from (0.3, 0.6, 0.1)", (0.3, 0.6, 0.1), 1, BLACK),
+BEHAVIORS = (
+    Behavior("fixed: the paper's (0.3, 0.6, 0.1)", (0.3, 0.6, 0.1), None, BLUE),
+    Behavior("fixed: uniform", (1 / 3, 1 / 3, 1 / 3), None, SKY),
+    Behavior("fixed: near-optimal (0.1, 0.2, 0.7)", (0.1, 0.2, 0.7), None, GREEN),
+    Behavior("refreshed every 500 steps: from (0.3, 0.6, 0.1)", (0.3, 0.6, 0.1), 500, ORANGE),
+    Behavior("on-policy: from (0.3, 0.6, 0.1)", (0.3, 0.6, 0.1), 1, BLACK),
 )
 NARROW = {"clip": {"epsilon_low": 0.2, "epsilon_high": 0.2}}
 WIDE = {"clip": {"epsilon_low": 0.6, "epsilon_high": 2.0}}
@@ -96,28 +96,28 @@ METHODS = (
     Method("Consistency, τ = 0.1", "pairwise_consistency", {"objective": {"tau": 0.1}}, GREY, "--", rate=5.0),
 )
 Points = Int[np.ndarray, " points"]  # steps
-Paths = Float[np.ndarray, "behaviours runs points 3"]  # run 0 is exact
+Paths = Float[np.ndarray, "behaviors runs points 3"]  # run 0 is exact
 Results = Mapping[str, Paths]  # by the methods' labels
 
 
-def group_probabilities(behaviour_logprobs: Float[Array, "3"]) -> Float[Array, " groups"]:
+def group_probabilities(behavior_logprobs: Float[Array, "3"]) -> Float[Array, " groups"]:
     """The multinomial probability of each of GROUPS."""
-    return jnp.exp(ARM_COUNTS @ behaviour_logprobs + LOG_ORDERINGS)
+    return jnp.exp(ARM_COUNTS @ behavior_logprobs + LOG_ORDERINGS)
 
 
 def batch_loss(algorithm: Algorithm) -> Callable[..., Float[Array, ""]]:
-    """The loss as a function of logits, behaviour log-probabilities and how often the batch has each of GROUPS."""
+    """The loss as a function of logits, behavior log-probabilities and how often the batch has each of GROUPS."""
     group_ids, mask = jnp.repeat(jnp.arange(len(GROUPS)), GROUP_SIZE), jnp.ones((GROUP_SIZE, 1), bool)
     rewards = jnp.asarray(REWARDS[GROUPS.ravel()], jnp.float32)
     terms = losses.row_terms(algorithm, rewards, group_ids, jnp.ones(GROUPS.size, bool), jax.random.key(0))
     terms = jax.tree.map(lambda x: x.reshape(GROUPS.shape), terms)
 
-    def of(logits, behaviour_logprobs, group_weights):
+    def of(logits, behavior_logprobs, group_weights):
         logprobs = jax.nn.log_softmax(logits)
 
         def sum_and_count(arms, group_terms):
             arms = arms[:, None]
-            return losses.loss(algorithm, logprobs[arms], behaviour_logprobs[arms], group_terms, mask)
+            return losses.loss(algorithm, logprobs[arms], behavior_logprobs[arms], group_terms, mask)
 
         sums, counts = jax.vmap(sum_and_count)(jnp.asarray(GROUPS), terms)
         return group_weights @ sums / (group_weights @ counts)
@@ -126,44 +126,44 @@ def batch_loss(algorithm: Algorithm) -> Callable[..., Float[Array, ""]]:
 
 
 def paths(method: Method, learning_rate: float, steps: int, seeds: int) -> tuple[Points, Paths]:
-    """Gradient descent under every behaviour policy: the steps that are kept, and the arms' probabilities then."""
+    """Gradient descent under every behavior policy: the steps that are kept, and the arms' probabilities then."""
     gradient = jax.grad(batch_loss(build_algorithm(method.preset, method.overrides)))
 
     def path(start, refresh, run):
         def step(state, number):
-            logits, behaviour = state
-            behaviour = jnp.where(number % refresh == 0, jax.nn.log_softmax(logits), behaviour)
-            probabilities = group_probabilities(behaviour)
+            logits, behavior = state
+            behavior = jnp.where(number % refresh == 0, jax.nn.log_softmax(logits), behavior)
+            probabilities = group_probabilities(behavior)
             weights = probabilities
             if seeds:
                 key = jax.random.fold_in(jax.random.key(run), number)
                 sampled = jax.random.choice(key, len(GROUPS), (GROUPS_PER_STEP,), p=probabilities)
                 weights = jnp.where(run == 0, probabilities, jnp.bincount(sampled, length=len(GROUPS)))
-            after = logits - learning_rate * method.rate * gradient(logits, behaviour, weights)
-            return (after, behaviour), after
+            after = logits - learning_rate * method.rate * gradient(logits, behavior, weights)
+            return (after, behavior), after
 
         return jnp.vstack([start, jax.lax.scan(step, (start, start), jnp.arange(steps))[1]])
 
     kept = np.unique(np.round([np.linspace(0, steps, POINTS), np.geomspace(1, steps, POINTS)]).astype(int))
     every = jax.vmap(jax.vmap(path, (None, None, 0)), (0, 0, None))
-    starts = jnp.log(jnp.array([behaviour.initial for behaviour in BEHAVIOURS]))
-    refreshes = jnp.array([behaviour.refresh or steps for behaviour in BEHAVIOURS])
+    starts = jnp.log(jnp.array([behavior.initial for behavior in BEHAVIORS]))
+    refreshes = jnp.array([behavior.refresh or steps for behavior in BEHAVIORS])
     logits = jax.jit(lambda *x: every(*x)[:, :, kept])(starts, refreshes, jnp.arange(seeds + 1))
     return kept, np.asarray(jax.nn.softmax(logits))
 
 
 def table_rows(results: Results) -> Iterator[dict[str, str]]:
-    """Where each method ends under each behaviour policy; rewards are expected under the last policy."""
-    for number, behaviour in enumerate(BEHAVIOURS):
+    """Where each method ends under each behavior policy; rewards are expected under the last policy."""
+    for number, behavior in enumerate(BEHAVIORS):
         for label, probabilities in results.items():
             exact, sampled = probabilities[number, 0, -1], probabilities[number, 1:, -1]
             numbers = [*exact, exact @ REWARDS, *sampled.mean(0), sampled.mean(0) @ REWARDS, (sampled @ REWARDS).std()]
             columns = zip([*EXACT, *SAMPLED, "sampled_reward_std"], numbers, strict=True)
-            yield {"behaviour": behaviour.label, "method": label, **{name: f"{x:.3f}" for name, x in columns}}
+            yield {"behavior": behavior.label, "method": label, **{name: f"{x:.3f}" for name, x in columns}}
 
 
 def write_tables(rows: list[dict[str, str]], output: Path, caption: str) -> None:
-    """The rows as table.csv, and as table.md with a section for each behaviour policy."""
+    """The rows as table.csv, and as table.md with a section for each behavior policy."""
     output.mkdir(parents=True, exist_ok=True)
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -171,8 +171,8 @@ def write_tables(rows: list[dict[str, str]], output: Path, caption: str) -> None
         writer.writerows(rows)
     lines = [caption]
     header = ["method", "exact p₁, p₂, p₃", "exact reward", "sampled p₁, p₂, p₃", "sampled reward"]
-    for label, section in itertools.groupby(rows, lambda row: row["behaviour"]):
-        lines += ["", f"**Behaviour policy {label}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for label, section in itertools.groupby(rows, lambda row: row["behavior"]):
+        lines += ["", f"**Behavior policy {label}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
         for row in section:
             exact, sampled = (f"{', '.join(row[x] for x in kind[:3])} | {row[kind[3]]}" for kind in (EXACT, SAMPLED))
             lines.append(f"| {row['method']} | {exact} | {sampled} ± {row['sampled_reward_std']} |")
@@ -180,7 +180,7 @@ def write_tables(rows: list[dict[str, str]], output: Path, caption: str) -> None
 
 
 def draw_simplex(results: Results, path: Path) -> None:
-    """Each method's path through the probability simplex, one panel a behaviour policy."""
+    """Each method's path through the probability simplex, one panel a behavior policy."""
     corners = np.array([[0, 0], [1, 0], [0.5, math.sqrt(3) / 2]])
     places = [(-0.03, "right", "top"), (-0.03, "left", "top"), (0.03, "center", "bottom")]
     end = {"ls": "", "marker": "o", "ms": 7, "mec": "white", "mew": 0.7, "zorder": 3}
@@ -188,8 +188,8 @@ def draw_simplex(results: Results, path: Path) -> None:
     begin = {"ls": "", "marker": "*", "ms": 15, "mfc": "white", "mec": "black", "zorder": 4}
     figure = Figure(figsize=(13, 8.2), layout="constrained")
     panels = figure.subplot_mosaic("AABC;AADE").values()
-    for number, (axes, behaviour) in enumerate(zip(panels, BEHAVIOURS, strict=True)):
-        axes.set_title(behaviour.label.replace(": ", ":\n"), fontsize=14 if number == 0 else 11)
+    for number, (axes, behavior) in enumerate(zip(panels, BEHAVIORS, strict=True)):
+        axes.set_title(behavior.label.replace(": ", ":\n"), fontsize=14 if number == 0 else 11)
         axes.set(aspect="equal", xlim=(-0.1, 1.1), ylim=(-0.16, 1.04))
         axes.axis("off")
         axes.fill(*corners.T, facecolor="none", edgecolor="0.6", lw=1)
@@ -198,11 +198,11 @@ def draw_simplex(results: Results, path: Path) -> None:
             axes.text(corners[arm, 0], corners[arm, 1] + up, text, ha=horizontal, va=vertical)
         for method in METHODS:
             exact, ends = results[method.label][number, 0] @ corners, results[method.label][number, 1:, -1] @ corners
-            axes.plot(*exact.T, method.line, color=method.colour, lw=method.width)
-            axes.plot(*ends.T, color=method.colour, **draw)
-            axes.plot(*exact[-1], color=method.colour, **end)
-        axes.plot(*(np.array(behaviour.initial) @ corners), **begin)
-    handles = [Line2D([], [], color=x.colour, ls=x.line, lw=x.width, label=x.label) for x in METHODS]
+            axes.plot(*exact.T, method.line, color=method.color, lw=method.width)
+            axes.plot(*ends.T, color=method.color, **draw)
+            axes.plot(*exact[-1], color=method.color, **end)
+        axes.plot(*(np.array(behavior.initial) @ corners), **begin)
+    handles = [Line2D([], [], color=x.color, ls=x.line, lw=x.width, label=x.label) for x in METHODS]
     handles += [Line2D([], [], color="0.3", label="end, exact", **end), Line2D([], [], label="start", **begin)]
     handles += [Line2D([], [], color="0.3", label="ends, sampled", **draw)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=11)
@@ -215,10 +215,10 @@ def draw_best_arm(kept: Points, results: Results, path: Path) -> None:
     panels = figure.subplots(3, 5, sharex=True, sharey=True).flat
     for axes, (label, probabilities) in zip(panels, results.items(), strict=False):
         axes.set_title(label.replace(" (", "\n("), fontsize=11)
-        for (name, _, refresh, colour), runs in zip(BEHAVIOURS, probabilities[..., 2], strict=True):
+        for (name, _, refresh, color), runs in zip(BEHAVIORS, probabilities[..., 2], strict=True):
             line = {"lw": 1.8, "ls": "-" if refresh is None else "--", "label": name.replace(": ", ":\n")}
-            axes.plot(kept, runs[0], color=colour, **line)
-            axes.fill_between(kept, *np.quantile(runs[1:], (0.1, 0.9), axis=0), color=colour, alpha=0.25, lw=0)
+            axes.plot(kept, runs[0], color=color, **line)
+            axes.fill_between(kept, *np.quantile(runs[1:], (0.1, 0.9), axis=0), color=color, alpha=0.25, lw=0)
         axes.set(xscale="log", xlim=(1, kept[-1]), ylim=(-0.02, 1.02))
         axes.grid(alpha=0.3)
     for axes in figure.axes[len(results) :]:
@@ -247,5 +247,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("output", "experiments/bandit", "Folder to write tables and figures to.")
     flags.DEFINE_integer("steps", 5000, "Gradient steps.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 0.2, "Of gradient descent on the logits.", lower_bound=0.0)
-    flags.DEFINE_integer("seeds", 16, "Sampled runs of each method under each behaviour policy.", lower_bound=1)
+    flags.DEFINE_integer("seeds", 16, "Sampled runs of each method under each behavior policy.", lower_bound=1)
     app.run(main)

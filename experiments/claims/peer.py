@@ -85,7 +85,7 @@ def inputs_of(batch: Batch, algorithm: str, group_size: int) -> dict:
     }
     inputs["prompt_mask"] = torch.ones_like(inputs["prompt_ids"])
     if algorithm == "grpo":
-        inputs["old_per_token_logps"] = torch.tensor(np.asarray(batch.behaviour_logprobs))
+        inputs["old_per_token_logps"] = torch.tensor(np.asarray(batch.behavior_logprobs))
     return inputs
 
 
@@ -163,5 +163,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("steps", 300, "Optimiser steps of a run.", lower_bound=25)
+    flags.DEFINE_integer("steps", 300, "Optimizer steps of a run.", lower_bound=25)
     app.run(main)

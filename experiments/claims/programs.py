@@ -221,7 +221,7 @@ class Programs:
             prompt_mask=jnp.ones(prompts.shape, bool),
             completions=jnp.where(mask, tokens, 0),
             completion_mask=mask,
-            behaviour_logprobs=jnp.where(mask, logprobs, 0.0),
+            behavior_logprobs=jnp.where(mask, logprobs, 0.0),
             rewards=rewards,
             group_ids=jnp.repeat(jnp.arange(len(prompts)), group),
             policy_version=jnp.zeros(len(counts), jnp.int32),

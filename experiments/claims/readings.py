@@ -97,7 +97,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
             ],
         ),
         "C6": Claim(
-            "OPMD and AsymRE behave like REC: regularised REINFORCE.",
+            "OPMD and AsymRE behave like REC: regularized REINFORCE.",
             ("reinforce", NARROW, "opmd", "asymre"),
             [
                 compare(last, ends, name, other, expected, OFF_POLICY)

@@ -49,7 +49,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
             ],
         ),
         "C6": (
-            "OPMD behaves like REC: regularised REINFORCE.",
+            "OPMD behaves like REC: regularized REINFORCE.",
             ("reinforce", NARROW, "opmd"),
             lambda: [check(last, ends, "opmd", "reinforce", "higher"), check(last, ends, "opmd", NARROW, "alike")],
         ),

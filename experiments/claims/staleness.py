@@ -8,11 +8,11 @@ from scipy.stats import spearmanr
 from recjax.analysis.collect import axes_of
 from recjax.analysis.compare import final
 from recjax.plots.curves import STYLES
-from recjax.plots.style import COLOURS, LABELS, finish, new_figure, plain_ticks
+from recjax.plots.style import COLORS, LABELS, finish, new_figure, plain_ticks
 
 INTERVALS = {"on_policy": 1, "interval_5": 5, "interval_20": 20, "interval_50": 50, "interval_100": 100}
-EARLY = 50  # optimiser steps whose diagnostics are held against the end of the run
-PREDICTORS = ("effective_sample_size", "ratio/q99", "ratio/q01", "behaviour_kl/k3", "entropy")
+EARLY = 50  # optimizer steps whose diagnostics are held against the end of the run
+PREDICTORS = ("effective_sample_size", "ratio/q99", "ratio/q01", "behavior_kl/k3", "entropy")
 KEPT = 0.5  # an algorithm survives an interval if it keeps this share of its own on-policy gain
 
 
@@ -60,24 +60,24 @@ def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
     panels = figure.subplot_mosaic("AAAABBCC;AAAADDEE;AAAAFF..")
     places = np.arange(len(ends.columns) - 1)
     for index, (algorithm, values) in enumerate(ends.iterrows()):
-        line = {"color": COLOURS[index % len(COLOURS)], "ls": STYLES[index // len(COLOURS)], "marker": "o", "ms": 3}
+        line = {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS)], "marker": "o", "ms": 3}
         panels["A"].plot(places, values.drop(0), label=names.get(algorithm, algorithm), **line)
     panels["A"].axhline(ends[0].iloc[0], color="grey", lw=0.8, ls=":")
     panels["A"].annotate("before training", (0, ends[0].iloc[0]), fontsize=8, color="grey", va="bottom")
     panels["A"].set_xticks(places, [str(m) for m in ends.columns if m])
     panels["A"].set(
-        xlabel="sync_interval m (optimiser steps)", ylabel="final held-out accuracy (share)", ylim=(0, 1.02)
+        xlabel="sync_interval m (optimizer steps)", ylabel="final held-out accuracy (share)", ylim=(0, 1.02)
     )
     panels["A"].legend(frameon=False, fontsize=9, ncols=2, loc="lower left")
     for place, name in zip("BCDEF", PREDICTORS, strict=True):
         axes = panels[place]
         for shade, regime in enumerate(name for name in INTERVALS if name != "on_policy"):
             chosen = runs[runs.index.get_level_values("regime") == regime]
-            axes.scatter(chosen[name], chosen["gain"], s=9, color=COLOURS[shade], label=f"m = {INTERVALS[regime]}")
+            axes.scatter(chosen[name], chosen["gain"], s=9, color=COLORS[shade], label=f"m = {INTERVALS[regime]}")
         axes.axhline(0, color="grey", lw=0.8)
         axes.set(xlabel=LABELS[name].replace("\n", " "), ylabel="accuracy gained by the end")
         axes.set_title(f"rank correlation {correlations[name]:+.2f}", fontsize=10)
-        if name.startswith(("ratio", "behaviour")):
+        if name.startswith(("ratio", "behavior")):
             axes.set_xscale("log")
             plain_ticks(axes.xaxis)
     legend = panels["F"].get_legend_handles_labels()

@@ -130,7 +130,7 @@ def claims(table: pd.DataFrame) -> dict[str, Claim]:
             ],
         ),
         "C6": Claim(
-            "OPMD and AsymRE behave like REC: regularised REINFORCE.",
+            "OPMD and AsymRE behave like REC: regularized REINFORCE.",
             ("reinforce", NARROW, "opmd", "asymre"),
             [
                 *(

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from recjax.experience import store
-from recjax.plots.style import COLOURS, GREY, add_legend, finish, new_figure
+from recjax.plots.style import COLORS, GREY, add_legend, finish, new_figure
 
 BIN_SECONDS = 5.0
 
@@ -27,12 +27,12 @@ def main(folder: str, path: str) -> None:
     middles = (known + 0.5) * BIN_SECONDS
     figure = new_figure(7, 5, f"{len(rows)} served answers, learned from as their thumbs came")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    above.plot(middles, means, color=COLOURS[0], label=f"mean of {BIN_SECONDS:.0f} s, ± 2 standard errors")
-    above.fill_between(middles, means - 2 * errors, means + 2 * errors, color=COLOURS[0], alpha=0.2, linewidth=0)
+    above.plot(middles, means, color=COLORS[0], label=f"mean of {BIN_SECONDS:.0f} s, ± 2 standard errors")
+    above.fill_between(middles, means - 2 * errors, means + 2 * errors, color=COLORS[0], alpha=0.2, linewidth=0)
     above.set(ylabel="right answers (share)", ylim=(0, 1))
     add_legend(above, loc="lower right")
     below.plot(middles, [versions[bins == one].mean() for one in known], color=GREY)
-    below.set(xlabel="seconds since the first answer", ylabel="policy version\n(optimiser steps)", ylim=(0, None))
+    below.set(xlabel="seconds since the first answer", ylabel="policy version\n(optimizer steps)", ylim=(0, None))
     finish(figure).savefig(path, dpi=100)
 
 

@@ -13,7 +13,7 @@ from absl import app, flags
 
 from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
-from recjax.algorithms.catalogue import PAPER, Preset, changes_of
+from recjax.algorithms.catalog import PAPER, Preset, changes_of
 from recjax.algorithms.field import FIELD
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH

@@ -32,8 +32,8 @@ from recjax import algorithms
 algorithm = algorithms.build("gspo", {"clip": {"epsilon_high": 1e-3}})
 rows = algorithms.row_terms(algorithm, rewards, group_ids, mask.any(-1), jax.random.key(0), completion_mask=mask)
 logprobs_of = lambda logits: jax.numpy.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1)
-behaviour_logprobs = logprobs_of(logits)
-summed_loss = lambda logits: algorithms.loss(algorithm, logprobs_of(logits), behaviour_logprobs, rows, mask)
+behavior_logprobs = logprobs_of(logits)
+summed_loss = lambda logits: algorithms.loss(algorithm, logprobs_of(logits), behavior_logprobs, rows, mask)
 gradient, count = jax.grad(summed_loss, has_aux=True)(logits)
 logits -= 0.1 * gradient / count  # sums and counts of micro-batches and devices add up; divide once
 """

@@ -95,10 +95,10 @@ def group_normalized_advantages(
     """
     require(epsilon > 0, "epsilon", epsilon, "must be above 0, or a group of equal rewards divides by zero")
     index = group_index(group_ids)
-    centred = deviations(rewards, index, kept)
+    centered = deviations(rewards, index, kept)
     degrees = jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
-    standard_deviation = jnp.sqrt(group_sums(jnp.square(centred), index) / degrees)
-    return _with_singletons(centred / (standard_deviation + epsilon), rewards, index, kept, singleton)
+    standard_deviation = jnp.sqrt(group_sums(jnp.square(centered), index) / degrees)
+    return _with_singletons(centered / (standard_deviation + epsilon), rewards, index, kept, singleton)
 
 
 def leave_one_out_advantages(

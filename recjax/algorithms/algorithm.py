@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from recjax.algorithms.advantages import group_mean_advantages
-from recjax.algorithms.anchors import behaviour_anchor
+from recjax.algorithms.anchors import behavior_anchor
 from recjax.algorithms.clipping import no_clip
 from recjax.algorithms.masks import no_mask
 from recjax.algorithms.ratios import token_ratio
@@ -30,7 +30,7 @@ class Algorithm:
     objective: Callable | None = None
     selection: Callable = keep_all
     advantage: Callable = group_mean_advantages
-    anchor: Callable = behaviour_anchor
+    anchor: Callable = behavior_anchor
     ratio: Callable = token_ratio
     clip: Callable = no_clip
     mask: Callable = no_mask
@@ -52,7 +52,7 @@ class Algorithm:
         if RATIO & read or self.correction is not None:
             read |= {*names_read(self.anchor)}
         if RATIO & {*names_read(self.mask)}:
-            read.add("behaviour_logprobs")
+            read.add("behavior_logprobs")
         if "ratio" in read:
             read |= {*names_read(self.ratio)}
         return any(name in read for name in names)
@@ -63,10 +63,10 @@ class Algorithm:
         return self.reads(*RATIO) or self.correction is not None
 
     @property
-    def needs_behaviour_logprobs(self) -> bool:
+    def needs_behavior_logprobs(self) -> bool:
         """True if the loss depends on log-probs under the behavior policy."""
         needs = self.compares_completions or self.correction is not None
-        return needs or self.reads("behaviour_logprobs", "scored_log_ratio")
+        return needs or self.reads("behavior_logprobs", "scored_log_ratio")
 
     @property
     def needs_scoring(self) -> bool:

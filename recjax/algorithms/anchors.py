@@ -9,15 +9,15 @@ from jaxtyping import Array, Float
 from recjax.algorithms.options import require
 
 
-def behaviour_anchor(behaviour_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+def behavior_anchor(behavior_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
     """The behavior policy: log μ.
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> print(behaviour_anchor(jnp.array([[-1.0, -2.0]])))
+        >>> print(behavior_anchor(jnp.array([[-1.0, -2.0]])))
         [[-1. -2.]]
     """
-    return behaviour_logprobs
+    return behavior_logprobs
 
 
 def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
@@ -37,13 +37,13 @@ def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Arra
 
 
 def interpolated_anchor(
-    logprobs: Float[Array, "batch time"], behaviour_logprobs: Float[Array, "batch time"], *, share: float = 0.5
+    logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: float = 0.5
 ) -> Float[Array, "batch time"]:
     """Interpolates the log-probs of policy and behavior policy: α log μ + (1 − α) log π.  Needs no scoring pass.
 
     Args:
         logprobs: log π of each token.
-        behaviour_logprobs: log μ of each token.
+        behavior_logprobs: log μ of each token.
         share: share α of the behavior policy, from 0 to 1.
     Raises:
         ValueError: share is out of range.
@@ -55,4 +55,4 @@ def interpolated_anchor(
         [[-1.5 -2. ]]
     """
     require(0 <= share <= 1, "share", share, "must be from 0 to 1")
-    return share * behaviour_logprobs + (1 - share) * logprobs
+    return share * behavior_logprobs + (1 - share) * logprobs

@@ -48,7 +48,7 @@ ADVANTAGES = {
     "none": batch_advantages.no_advantages,
 }
 ANCHORS = {
-    "behaviour": anchors.behaviour_anchor,
+    "behavior": anchors.behavior_anchor,
     "proximal": anchors.proximal_anchor,
     "interpolated": anchors.interpolated_anchor,
 }
@@ -136,13 +136,13 @@ _OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]
 READABLE = {
     "selection": ["key", *_OF_ROWS],
     "advantage": [*_OF_ROWS, "scored_logprobs", "scored_log_ratio", "scored_entropy"],
-    "anchor": [*EVERYWHERE, "logprobs", "behaviour_logprobs", "proximal_logprobs"],
+    "anchor": [*EVERYWHERE, "logprobs", "behavior_logprobs", "proximal_logprobs"],
     "ratio": [*EVERYWHERE, *_OF_RATIO],
     "clip": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "mask": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "weight": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
     "correction": [*EVERYWHERE, *MICRO_BATCH],
-    "regularizer": [*(name for name in EVERYWHERE if name != "advantages"), "logprobs", "behaviour_logprobs"],
+    "regularizer": [*(name for name in EVERYWHERE if name != "advantages"), "logprobs", "behavior_logprobs"],
     "reduction": ["per_token", "completion_mask", "trajectories"],
 }
 

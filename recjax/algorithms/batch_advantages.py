@@ -27,9 +27,9 @@ def _whitened(values, kept, lengths, over, ddof, epsilon):
 
 def _normalized(values, kept, index, ddof, epsilon):
     """Values minus their group's mean, divided by the group's standard deviation."""
-    centred = deviations(values, index, kept)
-    variance = group_sums(jnp.square(centred), index) / jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
-    return centred / (jnp.sqrt(variance) + epsilon)
+    centered = deviations(values, index, kept)
+    variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
+    return centered / (jnp.sqrt(variance) + epsilon)
 
 
 def _require_epsilon(epsilon: float) -> None:
@@ -196,11 +196,11 @@ def signal_scaled_advantages(
         [ 1. -1.  0.  0.]
     """
     index = group_index(group_ids)
-    centred = deviations(rewards, index, kept)
+    centered = deviations(rewards, index, kept)
     # The shares of a group add up to 1, so that their sum counts groups.
     shares = jnp.where(kept, 1.0 / jnp.maximum(group_sizes(index, kept), 1.0), 0.0)
-    teaches = group_sums(jnp.abs(centred), index) > 0
-    return centred * jnp.sum(shares) / jnp.maximum(jnp.sum(jnp.where(teaches, shares, 0.0)), 1.0)
+    teaches = group_sums(jnp.abs(centered), index) > 0
+    return centered * jnp.sum(shares) / jnp.maximum(jnp.sum(jnp.where(teaches, shares, 0.0)), 1.0)
 
 
 def part_normalized_advantages(
@@ -240,7 +240,7 @@ def part_normalized_advantages(
         [1.0, -1.0]
     """
     _require_epsilon(epsilon)
-    require(bool(reward_parts), "reward_parts", dict(reward_parts), "the reward has no parts to normalise one by one")
+    require(bool(reward_parts), "reward_parts", dict(reward_parts), "the reward has no parts to normalize one by one")
     index = group_index(group_ids)
     total = jnp.zeros(kept.shape)
     for part, values in reward_parts.items():
@@ -317,5 +317,5 @@ def discounted_advantages(
     require(0 < discount <= 1, "discount", discount, "must be above 0 and at most 1")
     counts = completion_mask.astype(rewards.dtype)
     to_come = jnp.sum(counts, axis=-1, keepdims=True) - jnp.cumsum(counts, axis=-1)
-    centred = deviations(rewards, group_index(group_ids), kept)[:, None]
-    return jnp.where(completion_mask & kept[:, None], discount**to_come * centred, 0.0)
+    centered = deviations(rewards, group_index(group_ids), kept)[:, None]
+    return jnp.where(completion_mask & kept[:, None], discount**to_come * centered, 0.0)

@@ -193,7 +193,7 @@ def log_one_side_mask(
 
 def probability_difference_mask(
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
     delta: float = 0.2,
@@ -204,7 +204,7 @@ def probability_difference_mask(
 
     Args:
         logprobs: log π of each token.
-        behaviour_logprobs: log μ of each token.
+        behavior_logprobs: log μ of each token.
         advantages: advantage of each completion or token; only the sign is read.
         delta: largest difference δ of probabilities, 0 or more.
     Raises:
@@ -218,13 +218,13 @@ def probability_difference_mask(
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
-    moved = jnp.exp(logprobs) - jnp.exp(behaviour_logprobs)
+    moved = jnp.exp(logprobs) - jnp.exp(behavior_logprobs)
     return (up & (moved <= delta)) | (down & (moved >= -delta))
 
 
 def binary_kl_mask(
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
     *,
     delta: float = 0.05,
@@ -235,7 +235,7 @@ def binary_kl_mask(
 
     Args:
         logprobs: log π of each token.
-        behaviour_logprobs: log μ of each token.
+        behavior_logprobs: log μ of each token.
         advantages: advantage of each completion or token; only the sign is read.
         delta: largest KL δ, in nats, 0 or more.
     Raises:
@@ -251,11 +251,11 @@ def binary_kl_mask(
     up, down = _sides(advantages)
     # A token of probability 1 leaves 0 for all other tokens, whose logarithm must stay finite.
     tiny = jnp.finfo(logprobs.dtype).tiny
-    others, others_before = (jnp.log(jnp.maximum(-jnp.expm1(x), tiny)) for x in (logprobs, behaviour_logprobs))
-    before = jnp.exp(behaviour_logprobs)
-    kl = before * (behaviour_logprobs - logprobs) + (1 - before) * (others_before - others)
+    others, others_before = (jnp.log(jnp.maximum(-jnp.expm1(x), tiny)) for x in (logprobs, behavior_logprobs))
+    before = jnp.exp(behavior_logprobs)
+    kl = before * (behavior_logprobs - logprobs) + (1 - before) * (others_before - others)
     near = kl <= delta
-    return (up & (near | (logprobs <= behaviour_logprobs))) | (down & (near | (logprobs >= behaviour_logprobs)))
+    return (up & (near | (logprobs <= behavior_logprobs))) | (down & (near | (logprobs >= behavior_logprobs)))
 
 
 def balanced_mask(

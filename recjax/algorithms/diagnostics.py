@@ -58,7 +58,7 @@ def clip_fraction(
     return {name: token_average(clipped, mask) for name, mask in masks.items()}
 
 
-def behaviour_kl(
+def behavior_kl(
     log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, estimator: KLEstimator
 ) -> Float[Array, ""]:
     """KL(μ ‖ π) in nats per token, estimated on tokens that μ sampled.
@@ -70,7 +70,7 @@ def behaviour_kl(
     Examples:
         >>> log_ratio = jnp.log(jnp.array([[0.5, 1.0, 2.0]]))
         >>> mask = jnp.array([[True, True, False]])
-        >>> round(float(behaviour_kl(log_ratio, mask, estimator="k1")), 3)
+        >>> round(float(behavior_kl(log_ratio, mask, estimator="k1")), 3)
         0.347
     """
     return token_average(kl_estimate(jnp.where(completion_mask, log_ratio, 0.0), estimator), completion_mask)
@@ -120,7 +120,7 @@ def diagnose(
     algorithm: Algorithm,
     rows: RowTerms,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     entropy: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Float[Array, ""]]:
@@ -148,20 +148,20 @@ def diagnose(
         "weight/mean": _kept_mean(rows.weights, rows, completion_mask),
         "weight/max": jnp.max(jnp.where(rows.kept, rows.weights.reshape(len(rows.kept), -1).max(-1), 0.0)),
     }
-    found = impossible(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
-    for policy in ("policy", "behaviour", "teacher"):
+    found = impossible(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    for policy in ("policy", "behavior", "teacher"):
         if policy in found:
             scalars[f"impossible_tokens/{policy}"] = jnp.sum(found[policy], dtype=jnp.float32)
-    if behaviour_logprobs is None:
+    if behavior_logprobs is None:
         return scalars
-    completion_mask &= ~(jnp.isneginf(logprobs) | jnp.isneginf(behaviour_logprobs))
-    log_ratio = log_difference(logprobs, behaviour_logprobs, completion_mask)
-    terms = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    completion_mask &= ~(jnp.isneginf(logprobs) | jnp.isneginf(behavior_logprobs))
+    log_ratio = log_difference(logprobs, behavior_logprobs, completion_mask)
+    terms = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     clipped = clip_fraction(terms.clip, terms.advantages, completion_mask & rows.kept[:, None])
     scalars |= {f"ratio/{name}": value for name, value in ratio_quantiles(log_ratio, completion_mask).items()}
     scalars |= {f"clip_fraction/{name}": value for name, value in clipped.items()}
     for estimator in ("k1", "k2", "k3"):
-        scalars[f"behaviour_kl/{estimator}"] = behaviour_kl(log_ratio, completion_mask, estimator=estimator)
+        scalars[f"behavior_kl/{estimator}"] = behavior_kl(log_ratio, completion_mask, estimator=estimator)
     scalars["effective_sample_size"] = effective_sample_size(log_ratio, completion_mask, rows.trajectories)
     return jax.lax.stop_gradient(scalars)
 

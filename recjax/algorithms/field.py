@@ -1,6 +1,6 @@
 """Algorithms of other papers, composed from the axes. Options are the papers'; notes list differences and doubts."""
 
-from recjax.algorithms.catalogue import CLIPPED, IMPORTANCE, NORMALIZED, ONE_SIDE, Preset
+from recjax.algorithms.catalog import CLIPPED, IMPORTANCE, NORMALIZED, ONE_SIDE, Preset
 
 BY_SEQUENCE = {"name": "sequence_mean_token_mean"}
 GSPO = {

@@ -1,6 +1,6 @@
 """One equation, of which every algorithm in this package is a special case.
 
-    loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regulariser_t + c_KL · KL_t − c_H · H_t ]
+    loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t − c_H · H_t ]
 
 Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.algorithm import Algorithm
-from recjax.algorithms.anchors import behaviour_anchor
+from recjax.algorithms.anchors import behavior_anchor
 from recjax.algorithms.consistency import pairwise_consistency_loss
 from recjax.algorithms.options import require
 from recjax.algorithms.ratios import bounded_exp, impossible_tokens, log_difference, per_token, sequence_sum
@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 
     logprobs: Float[Array, "batch time"]
     entropy: Float[Array, "batch time"]
-    behaviour_logprobs: Float[Array, "batch time"] | None
+    behavior_logprobs: Float[Array, "batch time"] | None
 
 
 class RowTerms(NamedTuple):
@@ -73,7 +73,7 @@ class TokenTerms(NamedTuple):
 def impossible(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Bool[Array, "batch time"]]:
@@ -91,26 +91,26 @@ def impossible(
          [False False]]
     """
     read = {"policy": logprobs, "proximal": rows.proximal_logprobs, "teacher": rows.teacher_logprobs}
-    read["behaviour"] = behaviour_logprobs if algorithm.needs_behaviour_logprobs else None
+    read["behavior"] = behavior_logprobs if algorithm.needs_behavior_logprobs else None
     return impossible_tokens(read, completion_mask & rows.kept[:, None])
 
 
-def _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask):
+def _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask):
     """`completion_mask` in kept rows, without impossible tokens."""
     mask = completion_mask & rows.kept[:, None]
-    for tokens in impossible(algorithm, logprobs, behaviour_logprobs, rows, completion_mask).values():
+    for tokens in impossible(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():
         mask &= ~tokens
     return mask
 
 
-def _behaviour(algorithm: Algorithm, logprobs, behaviour_logprobs):
-    if algorithm.needs_behaviour_logprobs and behaviour_logprobs is None:
+def _behavior(algorithm: Algorithm, logprobs, behavior_logprobs):
+    if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
         raise ValueError(
-            "behaviour_logprobs = None: this algorithm reads them; record them with the completions, or choose one that"
+            "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose one that"
             " does without: no clip, no importance weights, no squared log-ratio, objective policy_gradient"
         )
     # An algorithm that does not need μ never reads this stand-in.
-    return jax.lax.stop_gradient(logprobs if behaviour_logprobs is None else behaviour_logprobs)
+    return jax.lax.stop_gradient(logprobs if behavior_logprobs is None else behavior_logprobs)
 
 
 def row_terms(
@@ -207,19 +207,19 @@ def row_terms(
 def _scored_values(algorithm: Algorithm, scored: Scored, mask):
     """Results of the scoring pass under the names in `reading`, 0 where masked, with the mask of valid tokens."""
     mask &= ~jnp.isneginf(scored.logprobs)
-    if scored.behaviour_logprobs is not None and algorithm.needs_behaviour_logprobs:
-        mask &= ~jnp.isneginf(scored.behaviour_logprobs)
+    if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
+        mask &= ~jnp.isneginf(scored.behavior_logprobs)
     values = {"completion_mask": mask, "scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
     values["scored_entropy"] = jnp.where(mask, scored.entropy, 0.0)
-    if scored.behaviour_logprobs is not None:
-        values["scored_log_ratio"] = log_difference(scored.logprobs, scored.behaviour_logprobs, mask)
+    if scored.behavior_logprobs is not None:
+        values["scored_log_ratio"] = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
     return values
 
 
 def token_terms(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
 ) -> TokenTerms:
@@ -240,27 +240,27 @@ def token_terms(
         [[ 0.5  0.5]
          [-0.5 -0.5]]
     """
-    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     logprobs = jax.lax.stop_gradient(jnp.where(mask, logprobs, 0.0))
-    behaviour_logprobs = jnp.where(mask, _behaviour(algorithm, logprobs, behaviour_logprobs), 0.0)
-    values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
+    behavior_logprobs = jnp.where(mask, _behavior(algorithm, logprobs, behavior_logprobs), 0.0)
+    values = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs, "completion_mask": mask}
     values |= {"foreign": rows.foreign, "advantages": per_token(rows.advantages), "trajectories": rows.trajectories}
     if rows.proximal_logprobs is not None:
         values["proximal_logprobs"] = jnp.where(mask, rows.proximal_logprobs, 0.0)
     if algorithm.distillation is not None:
         teacher = None if rows.teacher_logprobs is None else jnp.where(mask, rows.teacher_logprobs, 0.0)
         values["advantages"] += call(algorithm.distillation, values | {"teacher_logprobs": teacher})
-    anchor = call(algorithm.anchor, values) if algorithm.reads_ratio else behaviour_logprobs
+    anchor = call(algorithm.anchor, values) if algorithm.reads_ratio else behavior_logprobs
     values |= {"anchor_logprobs": anchor, "log_ratio": log_difference(logprobs, anchor, mask)}
     values["ratio"] = ratio = bounded_exp(call(algorithm.ratio, values))
     weights = per_token(rows.weights) * call(algorithm.token_weight, values) * values["advantages"]
-    mismatch = log_difference(anchor, behaviour_logprobs, mask)
+    mismatch = log_difference(anchor, behavior_logprobs, mask)
     of_anchor = values | {"log_ratio": mismatch, "ratio": bounded_exp(mismatch)}
     if algorithm.correction is not None:
         weights *= call(algorithm.correction, of_anchor)
     # A mask measures how far a batch is off-policy, so with another anchor than μ it reads anchor/μ.
     of_anchor["ratio"] = bounded_exp(call(algorithm.ratio, of_anchor))
-    masked_by = values if algorithm.anchor is behaviour_anchor else of_anchor
+    masked_by = values if algorithm.anchor is behavior_anchor else of_anchor
     clip = mask if rows.mask is None else rows.mask
     for function, read in ((algorithm.clip, values), (algorithm.mask, masked_by)):
         if not is_of_whole_batch(function):
@@ -272,7 +272,7 @@ def token_terms(
 def token_loss(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
     *,
@@ -281,11 +281,11 @@ def token_loss(
 ) -> Float[Array, "batch time"]:
     """The loss of each token, before any reduction.
 
-    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regulariser_t + c_KL · KL_t − c_H · H_t
+    −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t − c_H · H_t
 
     Args:
         logprobs: log π, differentiated; ignored where masked.
-        behaviour_logprobs: log μ, constant; None if the algorithm does not need it; ignored where masked.
+        behavior_logprobs: log μ, constant; None if the algorithm does not need it; ignored where masked.
         rows: result of `row_terms`, for the rows of this call.
         completion_mask: mask of the tokens that the behavior policy chose.
         reference_logprobs: log π_ref, constant; needed for a KL to a reference, else ignored.
@@ -306,11 +306,11 @@ def token_loss(
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
-    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
-    coefficients = token_terms(algorithm, logprobs, behaviour_logprobs, rows, completion_mask).coefficients
+    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    coefficients = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask).coefficients
     logprobs = jnp.where(mask, logprobs, 0.0)
-    behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    values = {"logprobs": logprobs, "behaviour_logprobs": behaviour_logprobs, "completion_mask": mask}
+    behavior_logprobs = _behavior(algorithm, logprobs, behavior_logprobs)
+    values = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs, "completion_mask": mask}
     values |= {"foreign": rows.foreign, "trajectories": rows.trajectories}
     terms = -coefficients * logprobs + call(algorithm.regularizer, values)
     if algorithm.needs_reference:
@@ -332,7 +332,7 @@ def token_loss(
 def policy_gradient(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
     reference_logprobs: Float[Array, "batch time"] | None,
@@ -353,13 +353,13 @@ def policy_gradient(
     of_tokens = token_loss(
         algorithm,
         logprobs,
-        behaviour_logprobs,
+        behavior_logprobs,
         rows,
         completion_mask,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
-    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
+    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     values = {"per_token": of_tokens, "completion_mask": mask, "trajectories": rows.trajectories}
     return call(algorithm.reduction, values)
 
@@ -367,7 +367,7 @@ def policy_gradient(
 def pairwise_consistency(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
     reference_logprobs: Float[Array, "batch time"] | None,
@@ -390,9 +390,9 @@ def pairwise_consistency(
         0.25 1.0
     """
     del reference_logprobs, entropy
-    behaviour_logprobs = _behaviour(algorithm, logprobs, behaviour_logprobs)
-    mask = _counted(algorithm, logprobs, behaviour_logprobs, rows, completion_mask)
-    policy, anchor = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in (logprobs, behaviour_logprobs))
+    behavior_logprobs = _behavior(algorithm, logprobs, behavior_logprobs)
+    mask = _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    policy, anchor = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in (logprobs, behavior_logprobs))
     kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
     return pairwise_consistency_loss(policy, anchor, rows.rewards, rows.weights, rows.group_ids, kept, tau=tau)
 
@@ -400,7 +400,7 @@ def pairwise_consistency(
 def loss(
     algorithm: Algorithm,
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"] | None,
+    behavior_logprobs: Float[Array, "batch time"] | None,
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
     *,
@@ -429,4 +429,4 @@ def loss(
         -1.0 4.0 -0.25
     """
     objective = algorithm.objective or policy_gradient
-    return objective(algorithm, logprobs, behaviour_logprobs, rows, completion_mask, reference_logprobs, entropy)
+    return objective(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy)

@@ -206,8 +206,8 @@ def covariance_mask(
     count = jnp.maximum(jnp.sum(completion_mask), 1)
     token_advantages = jnp.where(completion_mask, per_token(advantages), 0.0)
     logprobs = jnp.where(completion_mask, scored_logprobs, 0.0)
-    centred = (logprobs - jnp.sum(logprobs) / count) * (token_advantages - jnp.sum(token_advantages) / count)
-    return ~_highest(centred, completion_mask, share)
+    centered = (logprobs - jnp.sum(logprobs) / count) * (token_advantages - jnp.sum(token_advantages) / count)
+    return ~_highest(centered, completion_mask, share)
 
 
 def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: float):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import RATIO, Algorithm
 from recjax.algorithms.axes import ADDED_TERMS, AXES, WEIGHTS, function_of
-from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.field import FIELD
 from recjax.algorithms.options import did_you_mean, require, resolved_options
 from recjax.algorithms.reading import base, is_of_whole_batch, names_read
@@ -19,7 +19,7 @@ REINFORCE = {
     "objective": {"name": "policy_gradient"},
     "selection": {"name": "all"},
     "advantage": {"name": "group_mean"},
-    "anchor": {"name": "behaviour"},
+    "anchor": {"name": "behavior"},
     "ratio": {"name": "token"},
     "clip": {"name": "none"},
     "mask": {"name": "none"},
@@ -143,7 +143,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
 
     Examples:
         >>> algorithm = build_algorithm("gspo", {"clip": {"epsilon_high": 1e-3}})
-        >>> algorithm.needs_behaviour_logprobs
+        >>> algorithm.needs_behavior_logprobs
         True
     """
     chosen: dict[str, Any] = {}
@@ -186,11 +186,11 @@ def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool)
 def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Rejects a ratio, anchor or correction without effect, and a correction that would count twice."""
     if algorithm.correction is not None and algorithm.anchor is Algorithm().anchor:
-        remedy = "is of the anchor to the behaviour policy, and here they are the same; set anchor.name, or use weight"
+        remedy = "is of the anchor to the behavior policy, and here they are the same; set anchor.name, or use weight"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     if algorithm.correction is not None and "scored_log_ratio" in names_read(algorithm.row_weight):
         name = getattr(base(algorithm.row_weight), "__name__", "the weight")
-        remedy = f"{name} is a ratio to the behaviour policy as well, which would count twice; remove one of them"
+        remedy = f"{name} is a ratio to the behavior policy as well, which would count twice; remove one of them"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     for axis, names in (("anchor", RATIO), ("ratio", ("ratio",))):
         read = algorithm.reads(*names) or (axis == "anchor" and algorithm.correction is not None)

@@ -25,9 +25,9 @@ def log_difference(
     It is unbounded: `bounded_exp` applies bounds after any sum or mean over a completion.
 
     Examples:
-        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> logprobs, behavior_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
         >>> mask = jnp.array([[True, True, False]])
-        >>> print(log_difference(logprobs, behaviour_logprobs, mask))
+        >>> print(log_difference(logprobs, behavior_logprobs, mask))
         [[0.5 0.  0. ]]
     """
     return jnp.where(completion_mask, logprobs, 0.0) - jnp.where(completion_mask, other_logprobs, 0.0)

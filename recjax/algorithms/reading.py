@@ -13,7 +13,7 @@ from recjax.algorithms.options import did_you_mean
 # Available on the whole batch and on each micro-batch.
 EVERYWHERE = {
     "advantages": "A, [batch] or [batch, time]; inside the loss always the latter, or [batch, 1]",
-    "completion_mask": "[batch, time], True at tokens that count: sampled by the behaviour policy, in rows kept",
+    "completion_mask": "[batch, time], True at tokens that count: sampled by the behavior policy, in rows kept",
     "foreign": "[batch], True where the completion is another model's",
     "trajectories": "[batch], equal for rows of one completion; None where each row is one, so its default is None",
 }
@@ -23,7 +23,7 @@ MICRO_BATCH = {
     "log_ratio": "log π − log anchor of each token, [batch, time], without a bound; for `correction`, and for `mask`"
     " where the anchor is not μ: log anchor − log μ",
     "logprobs": "log π of each token, [batch, time]",
-    "behaviour_logprobs": "log μ of each token, [batch, time]; μ sampled it",
+    "behavior_logprobs": "log μ of each token, [batch, time]; μ sampled it",
     "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]: log μ, unless that says otherwise",
     "proximal_logprobs": "log π of each token before the update, [batch, time]; asks for the scoring pass",
 }

@@ -43,7 +43,7 @@ def log_likelihood_bonus(
     Reference: arXiv 2509.24203 §2 (AsymRE).
 
     Examples:
-        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> logprobs, behavior_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
         >>> mask = jnp.array([[True, True, False]])
         >>> print(log_likelihood_bonus(logprobs, mask, beta=0.1))
         [[ 0.1  0.2 -0. ]]
@@ -54,7 +54,7 @@ def log_likelihood_bonus(
 
 def squared_log_ratio_per_token(
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
     tau: float = 0.1,
@@ -65,25 +65,25 @@ def squared_log_ratio_per_token(
 
     Args:
         logprobs: log π of each token; ignored where masked.
-        behaviour_logprobs: log μ, constant; ignored where masked.
+        behavior_logprobs: log μ, constant; ignored where masked.
         tau: coefficient τ, in units of advantage, 0 or more.
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2509.24203 §2 (OPMD), by token rather than by completion.
 
     Examples:
-        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> logprobs, behavior_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
         >>> mask = jnp.array([[True, True, False]])
-        >>> print(squared_log_ratio_per_token(logprobs, behaviour_logprobs, mask, tau=0.8))
+        >>> print(squared_log_ratio_per_token(logprobs, behavior_logprobs, mask, tau=0.8))
         [[0.1 0.  0. ]]
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
-    return tau / 2 * jnp.square(log_difference(logprobs, behaviour_logprobs, completion_mask))
+    return tau / 2 * jnp.square(log_difference(logprobs, behavior_logprobs, completion_mask))
 
 
 def squared_log_ratio_per_completion(
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
     *,
@@ -96,7 +96,7 @@ def squared_log_ratio_per_completion(
 
     Args:
         logprobs: log π of each token; ignored where masked.
-        behaviour_logprobs: log μ, constant; ignored where masked.
+        behavior_logprobs: log μ, constant; ignored where masked.
         trajectories: id of each row's completion; None if each row is a completion.
         tau: coefficient τ, in units of advantage, 0 or more.
     Raises:
@@ -104,13 +104,13 @@ def squared_log_ratio_per_completion(
     Reference: arXiv 2509.24203 §2 (OPMD).
 
     Examples:
-        >>> logprobs, behaviour_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
+        >>> logprobs, behavior_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
         >>> mask = jnp.array([[True, True, False]])
-        >>> print(squared_log_ratio_per_completion(logprobs, behaviour_logprobs, mask, tau=0.8))
+        >>> print(squared_log_ratio_per_completion(logprobs, behavior_logprobs, mask, tau=0.8))
         [[0.05 0.05 0.  ]]
     """
     require(tau >= 0, "tau", tau, "must be 0 or more")
-    difference = log_difference(logprobs, behaviour_logprobs, completion_mask)
+    difference = log_difference(logprobs, behavior_logprobs, completion_mask)
     whole = sequence_sum(difference, completion_mask, trajectories)
     lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=difference.dtype), trajectories)[:, None]
     return jnp.where(completion_mask, tau / 2 * jnp.square(whole) / jnp.maximum(lengths, 1.0), 0.0)
@@ -189,7 +189,7 @@ def reference_kl_penalty(
 
 def unbiased_reference_kl_penalty(
     logprobs: Float[Array, "batch time"],
-    behaviour_logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
     reference_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
@@ -202,7 +202,7 @@ def unbiased_reference_kl_penalty(
 
     Args:
         logprobs: log π of each token; ignored where masked.
-        behaviour_logprobs: log μ of each token, constant; ignored where masked.
+        behavior_logprobs: log μ of each token, constant; ignored where masked.
         reference_logprobs: log π_ref of each token, constant; ignored where masked.
         coefficient: weight of the term, in units of advantage, 0 or more.
     Raises:
@@ -216,7 +216,7 @@ def unbiased_reference_kl_penalty(
         [0.107, 0.0]
     """
     require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
-    ratio = bounded_exp(log_difference(logprobs, behaviour_logprobs, completion_mask))
+    ratio = bounded_exp(log_difference(logprobs, behavior_logprobs, completion_mask))
     difference = log_difference(reference_logprobs, logprobs, completion_mask)
     return coefficient * ratio * kl_estimate(difference, "k3")
 

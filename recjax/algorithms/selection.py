@@ -48,10 +48,10 @@ def drop_excess_negatives(
         True 2
     """
     index = group_index(group_ids)
-    centred = deviations(rewards, index, kept)
-    spread = -group_minima(-centred, index) - group_minima(centred, index)
-    negative = centred < -TIE * spread
-    positives = group_sums((centred > TIE * spread).astype(rewards.dtype), index)
+    centered = deviations(rewards, index, kept)
+    spread = -group_minima(-centered, index) - group_minima(centered, index)
+    negative = centered < -TIE * spread
+    positives = group_sums((centered > TIE * spread).astype(rewards.dtype), index)
     # Sorting by group, with negatives first in random order, makes a negative's place in its group a random rank.
     order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
     place = jnp.argsort(order)

@@ -21,7 +21,7 @@ COLUMNS = (
     "ratio/q01",
     "ratio/q99",
     "ratio/max",
-    "behaviour_kl/k3",
+    "behavior_kl/k3",
     "effective_sample_size",
     "evaluation/accuracy",
     "evaluation/initial_kl",

@@ -17,7 +17,7 @@ class Batch(NamedTuple):
 
     completion_mask: True at tokens that the behavior policy chose, including its end-of-sequence token; all False in
         padding rows.
-    behaviour_logprobs: log-probs under the distribution that sampled each token; None if the algorithm does not read
+    behavior_logprobs: log-probs under the distribution that sampled each token; None if the algorithm does not read
         them.
     policy_version: optimizer updates of the weights that sampled the row; FOREIGN for rows of another model.
     truncated: True if the completion reached the token limit.
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     prompt_mask: Bool[np.ndarray, "prompts prompt_time"]
     completions: Int[np.ndarray, "batch time"]
     completion_mask: Bool[np.ndarray, "batch time"]
-    behaviour_logprobs: Float[np.ndarray, "batch time"] | None
+    behavior_logprobs: Float[np.ndarray, "batch time"] | None
     rewards: Float[np.ndarray, " batch"]
     group_ids: Int[np.ndarray, " batch"]
     policy_version: Int[np.ndarray, " batch"]
@@ -102,7 +102,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
         prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
         completions=np.zeros((rows, shape.time), np.int32),
         completion_mask=np.zeros((rows, shape.time), bool),
-        behaviour_logprobs=np.zeros((rows, shape.time), np.float32) if logprobs else None,
+        behavior_logprobs=np.zeros((rows, shape.time), np.float32) if logprobs else None,
         rewards=np.zeros(rows, np.float32),
         group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group),
         policy_version=np.full(rows, FOREIGN, np.int32),
@@ -133,12 +133,12 @@ def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequen
                 " their first token to their last"
             )
     _fill(batch.completions, batch.completion_mask, rows, [one.tokens for one in completions], names)
-    if batch.behaviour_logprobs is not None:
+    if batch.behavior_logprobs is not None:
         known = [
-            np.full(len(one.tokens), np.nan) if one.behaviour_logprobs is None else one.behaviour_logprobs
+            np.full(len(one.tokens), np.nan) if one.behavior_logprobs is None else one.behavior_logprobs
             for one in completions
         ]
-        batch.behaviour_logprobs[batch.completion_mask] = np.concatenate([[], *known])
+        batch.behavior_logprobs[batch.completion_mask] = np.concatenate([[], *known])
     versions = [one.policy_version for one in completions]
     batch.policy_version[rows] = [FOREIGN if version is None else version for version in versions]
     batch.truncated[rows] = [one.truncated for one in completions]
@@ -167,11 +167,11 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
     """Applies `task.truncated` to the completions that reached the token limit.
 
     train: keep them unchanged. mask: exclude them from the loss and from group statistics, as if never sampled.
-    penalise: set their reward to `task.truncated_reward`.
+    penalize: set their reward to `task.truncated_reward`.
     """
     if task.truncated == "mask":
         return batch._replace(completion_mask=batch.completion_mask & ~batch.truncated[:, None])
-    if task.truncated == "penalise":
+    if task.truncated == "penalize":
         rewards = np.where(batch.truncated, np.float32(task.truncated_reward), batch.rewards)
         return batch._replace(rewards=rewards)
     return batch

@@ -19,7 +19,7 @@ from recjax.experience.group import Group
 from recjax.experience.rows import group_of
 from recjax.experience.store import Experience
 from recjax.experience.stored import as_trained
-from recjax.experience.tokenise import tokenised
+from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 
@@ -260,7 +260,7 @@ class Follower:
         """The tokenized rows of a completion, the reason why they are unusable (or None), and a message about it."""
         first, missing, rollout = rows[0], self._config.experience.missing_logprobs, self._config.rollout
         try:
-            rows = tokenised(rows, self._policy)
+            rows = tokenized(rows, self._policy)
         except ValueError as error:
             return rows, "no_tokens", str(error)
         place = f"row {first.id!r} of source {first.source!r}"
@@ -270,10 +270,10 @@ class Follower:
             return rows, "too_long", f"{place} has {longest} tokens, more than {limit}"
         if missing == "unneeded":
             return rows, None, ""
-        if any(row.behaviour_logprobs is None for row in rows):
+        if any(row.behavior_logprobs is None for row in rows):
             remedy = "say in experience.missing_logprobs what stands for them, 'unneeded' or 'current'"
             why = "no_logprobs" if missing == "error" else None
-            return rows, why, f"{place} has no behaviour log-probs; {remedy}"
+            return rows, why, f"{place} has no behavior log-probs; {remedy}"
         if first.sampling != rollout.sampling():
             found = first.sampling or ("unknown",) * len(Sampling._fields)
             was, takes = (", ".join(map(str, sampling)) for sampling in (found, rollout.sampling()))

@@ -61,7 +61,7 @@ def imported(
         columns: names of the columns.
         time: time to record in all rows.
         source: source of all rows; None: the name of each file without its ending.
-        tokenizer: name of the vocabulary for columns with tokens; see `tokenise.tokenizer_name`.
+        tokenizer: name of the vocabulary for columns with tokens; see `tokenize.tokenizer_name`.
         sampling: distribution that sampled the tokens; required for rows with log-probs.
     Raises:
         ValueError: an unreadable file or an unusable row; the message contains file, line or row, and reason.
@@ -277,6 +277,6 @@ def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | Non
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
         "completion_mask": None if tokens is None else [True] * len(tokens),
-        "behaviour_logprobs": logprobs,
+        "behavior_logprobs": logprobs,
         **dict(zip(Sampling._fields, sampling or (None,) * len(Sampling._fields), strict=True)),
     }

@@ -31,13 +31,13 @@ class Row(NamedTuple):
 
     prompt_tokens: tokens before the first turn.
     tokens: all later tokens: the turns and the text between them.
-    mask, behaviour_logprobs: see `Completion`; log-probs are 0 at tokens with mask False.
+    mask, behavior_logprobs: see `Completion`; log-probs are 0 at tokens with mask False.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
     tokens: Int[np.ndarray, " time"]
     mask: Bool[np.ndarray, " time"]
-    behaviour_logprobs: Float[np.ndarray, " time"] | None
+    behavior_logprobs: Float[np.ndarray, " time"] | None
 
 
 class Turn(NamedTuple):
@@ -65,7 +65,7 @@ class Completion(NamedTuple):
     text: the reply without its end token.
     tokens: tokens of the reply, including the end-of-sequence token.
     mask: True at tokens that the behavior policy chose.
-    behaviour_logprobs: log-probs under `sampling`, the distribution that sampled the tokens; None: not known.
+    behavior_logprobs: log-probs under `sampling`, the distribution that sampled the tokens; None: not known.
     policy_version: optimizer updates of the weights that sampled the completion, or of the oldest such weights; None
         for a completion of another model.
     truncated: True if the completion reached the token limit.
@@ -82,7 +82,7 @@ class Completion(NamedTuple):
     text: str
     tokens: Int[np.ndarray, " time"]
     mask: Bool[np.ndarray, " time"]
-    behaviour_logprobs: Float[np.ndarray, " time"] | None
+    behavior_logprobs: Float[np.ndarray, " time"] | None
     sampling: Sampling | None
     policy_version: int | None
     truncated: bool

@@ -25,7 +25,7 @@ from recjax.cache import cache_folder
 from recjax.console import progress_bar
 from recjax.experience import ledger
 from recjax.experience.store import SCHEMA, VERSION, existing_parts, read_part, to_rows
-from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.hub.chat_rendering import turn_end
 from recjax.hub.policy import Policy
 from recjax.manifest import check_manifest, size_and_digest, write_manifest
@@ -212,12 +212,12 @@ def _write_piece(file: pa.ipc.RecordBatchFileWriter, waiting: list[pa.Table]) ->
 
 
 def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
-    """Adds tokens to all rows that lack them; see `tokenised`."""
+    """Adds tokens to all rows that lack them; see `tokenized`."""
     named = set(table["tokenizer"].unique().to_pylist())
     lacking = table["prompt_tokens"].null_count or table["completion_tokens"].null_count
     if named <= {name} and not lacking and _highest_token(table) < policy.vocabulary:
         return table
-    rows = tokenised(list(to_rows(table)), policy)
+    rows = tokenized(list(to_rows(table)), policy)
     for column in ("tokenizer", "prompt_tokens", "completion_tokens", "completion_mask"):
         values = pa.array([getattr(row, column) for row in rows], SCHEMA.field(column).type)
         table = table.set_column(SCHEMA.get_field_index(column), SCHEMA.field(column), values)

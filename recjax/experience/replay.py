@@ -41,7 +41,7 @@ class Judge(NamedTuple):
         """Applies `task.truncated` to a group; `recjax.experience.batch.to_learn_from` does the same to a batch."""
         if self.task.truncated == "mask":
             return group._replace(completions=tuple(one for one in group.completions if not one.truncated))
-        if self.task.truncated == "penalise":
+        if self.task.truncated == "penalize":
             completions = (
                 one._replace(grade=one.grade._replace(reward=self.task.truncated_reward)) if one.truncated else one
                 for one in group.completions

@@ -20,7 +20,7 @@ def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> l
     """Converts groups to store rows, in order: one for each completion and one for each further row of a trajectory.
 
     Args:
-        tokenizer: name of the tokens' vocabulary; see `tokenise.tokenizer_name`.
+        tokenizer: name of the tokens' vocabulary; see `tokenize.tokenizer_name`.
         time: time to record in the rows.
     """
     return [
@@ -41,7 +41,7 @@ def _rows(group: Group, completion: Completion, tokenizer: str | None, time: dat
                 prompt_tokens=row.prompt_tokens,
                 completion_tokens=row.tokens,
                 completion_mask=row.mask,
-                behaviour_logprobs=row.behaviour_logprobs,
+                behavior_logprobs=row.behavior_logprobs,
             )
             for place, row in enumerate(completion.further, 1)
         ),
@@ -65,7 +65,7 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         prompt_tokens=group.prompt_tokens,
         completion_tokens=completion.tokens,
         completion_mask=completion.mask,
-        behaviour_logprobs=completion.behaviour_logprobs,
+        behavior_logprobs=completion.behavior_logprobs,
         reward=reward,
         reward_parts=parts,
         accurate=accurate,
@@ -113,14 +113,14 @@ def _completion(rows: Sequence[Experience]) -> Completion:
         text=row.completion,
         tokens=row.completion_tokens,
         mask=row.completion_mask,
-        behaviour_logprobs=row.behaviour_logprobs,
+        behavior_logprobs=row.behavior_logprobs,
         sampling=row.sampling,
         policy_version=row.policy_version,
         truncated=row.truncated,
         grade=None if row.reward is None else Grade(row.reward, row.reward_parts, row.accurate),
         prompt_tokens=None if row.trajectory is None else row.prompt_tokens,
         further=tuple(
-            Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behaviour_logprobs)
+            Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behavior_logprobs)
             for other in others
         ),
         version_runs=_version_runs(rows),

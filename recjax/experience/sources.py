@@ -50,18 +50,18 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         ValueError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
     """
     if missing == "unneeded":
-        if algorithm.needs_behaviour_logprobs:
+        if algorithm.needs_behavior_logprobs:
             raise ValueError(
-                "experience.missing_logprobs = 'unneeded', but this algorithm reads behaviour log-probs; those that"
+                "experience.missing_logprobs = 'unneeded', but this algorithm reads behavior log-probs; those that"
                 f" read none are {', '.join(_presets_without())}. Or take 'initial' or 'current'"
             )
         return
     heads, columns = groups.heads, ["id", "source", *Sampling._fields]
-    without = groups.rows.each(is_missing, "behaviour_logprobs")[heads]
+    without = groups.rows.each(is_missing, "behavior_logprobs")[heads]
     if without.any() and missing == "error":
         (first,) = groups.rows.at(heads[without][:1]).select(columns).to_pylist()
         raise ValueError(
-            f"{without.sum()} of {len(heads)} rows have no behaviour log-probs, the first {first['id']!r} of source"
+            f"{without.sum()} of {len(heads)} rows have no behavior log-probs, the first {first['id']!r} of source"
             f" {first['source']!r}; say in experience.missing_logprobs what stands for them: 'unneeded' (for"
             f" {', '.join(_presets_without())}), 'initial' or 'current'"
         )
@@ -87,7 +87,7 @@ def _is_of(columns: Sequence[pa.Array], sampling: Sampling) -> np.ndarray:
 
 def _presets_without() -> list[str]:
     """The presets that do not read behavior log-probs."""
-    return [name for name in presets.PRESETS if not presets.build_algorithm(name, {}).needs_behaviour_logprobs]
+    return [name for name in presets.PRESETS if not presets.build_algorithm(name, {}).needs_behavior_logprobs]
 
 
 def with_logprobs(
@@ -99,7 +99,7 @@ def with_logprobs(
         shape: shape of the batches that compute the log-probs; every group must fit.
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
-    lacking = [group for group in groups if any(row.behaviour_logprobs is None for row in group.completions)]
+    lacking = [group for group in groups if any(row.behavior_logprobs is None for row in group.completions)]
     filled = {}
     for start in range(0, len(lacking), shape.prompts):
         part = lacking[start : start + shape.prompts]
@@ -109,10 +109,10 @@ def with_logprobs(
         for place, group in enumerate(part):
             rows = []
             for number, row in enumerate(group.completions, start=place * shape.group):
-                given = row.behaviour_logprobs
+                given = row.behavior_logprobs
                 # Rounding can put the log-prob of an almost certain token slightly above 0.
                 taken = np.minimum(logprobs[number, : len(row.tokens)], 0.0) if given is None else given
-                rows.append(row._replace(behaviour_logprobs=taken))
+                rows.append(row._replace(behavior_logprobs=taken))
             filled[group.id] = group._replace(completions=tuple(rows))
     return [filled.get(group.id, group) for group in groups]
 
@@ -125,7 +125,7 @@ def with_initial_logprobs(
     Raises:
         ValueError: the cache folder, which holds the temporary file, cannot be written.
     """
-    missing = groups.rows.each(is_missing, "behaviour_logprobs")
+    missing = groups.rows.each(is_missing, "behavior_logprobs")
     lacking = groups.chosen(groups.any_in(missing[groups.heads]))
     if not len(lacking):
         return groups
@@ -142,7 +142,7 @@ def with_initial_logprobs(
                 for place, row in enumerate(group.completions, groups.index.starts[number]):
                     if missing[groups.index.heads[place]]:
                         with writing(folder):
-                            file.write(row.behaviour_logprobs.astype(np.float32).tobytes())
+                            file.write(row.behavior_logprobs.astype(np.float32).tobytes())
                         places[place], end = end, end + 4 * len(row.tokens)
             bar.update(len(part))
     with writing(folder):
@@ -153,7 +153,7 @@ def with_initial_logprobs(
         for row, place in zip(group.completions, places[first:], strict=False):
             if place >= 0:
                 file.seek(place)
-                row = row._replace(behaviour_logprobs=np.frombuffer(file.read(4 * len(row.tokens)), np.float32))
+                row = row._replace(behavior_logprobs=np.frombuffer(file.read(4 * len(row.tokens)), np.float32))
             rows.append(row)
         return group._replace(completions=tuple(rows))
 

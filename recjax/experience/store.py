@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.list_(pa.int32())),
         ("completion_tokens", pa.list_(pa.int32())),
         ("completion_mask", pa.list_(pa.bool_())),
-        ("behaviour_logprobs", pa.list_(pa.float32())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
         ("reward_parts", pa.list_(_PART)),
         ("accurate", pa.bool_()),
@@ -67,7 +67,7 @@ class Experience(NamedTuple):
     """One completion: a row of a store with the columns as fields. None means not known, or not available yet.
 
     A row has exactly one of `prompt` (text) and `messages` (a chat). `tokenizer` names the vocabulary of the tokens.
-    completion_mask is True at tokens that the behavior policy chose. behaviour_logprobs are the log-probs under the
+    completion_mask is True at tokens that the behavior policy chose. behavior_logprobs are the log-probs under the
     distribution that sampled the tokens; temperature, top_k, top_p and min_p describe it. A row without a reward is
     pending.
     policy_version: optimizer updates of the weights that sampled the row; None for another model.
@@ -87,7 +87,7 @@ class Experience(NamedTuple):
     prompt_tokens: np.ndarray | None = None
     completion_tokens: np.ndarray | None = None
     completion_mask: np.ndarray | None = None
-    behaviour_logprobs: np.ndarray | None = None
+    behavior_logprobs: np.ndarray | None = None
     reward: float | None = None
     reward_parts: dict[str, float] | None = None
     accurate: bool | None = None
@@ -107,7 +107,7 @@ class Experience(NamedTuple):
         return None if None in found else found
 
 
-_ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behaviour_logprobs")
+_ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs")
 _MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError)
 _PLACE = "rows to append: row {}".format
 

@@ -104,15 +104,15 @@ def _token_rules(table: pa.Table) -> Iterator[Rule]:
 
 
 def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
-    column = table["behaviour_logprobs"]
+    column = table["behavior_logprobs"]
     lengths, tokens = _lengths(column), _lengths(table["completion_tokens"])
-    yield "behaviour_logprobs", (lengths >= 0) & (lengths != tokens), "must be null or as long as completion_tokens"
+    yield "behavior_logprobs", (lengths >= 0) & (lengths != tokens), "must be null or as long as completion_tokens"
     # The rule above has checked that lengths agree. Values at tokens that were not sampled are ignored.
     rows, logprobs = _items(column)
     _, sampled = _items(table.filter(pc.is_valid(column))["completion_mask"])
     bad = (sampled == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
     reason = "log-probabilities of sampled tokens are finite and at most 0; where they are not known, give null"
-    yield "behaviour_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
+    yield "behavior_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
 
 
 def _is_null(column: pa.ChunkedArray) -> np.ndarray:

@@ -97,7 +97,7 @@ def token_turns(completion: Completion, row: int, mask: Bool[np.ndarray, " time"
 def rows_of_trajectory(completion: Completion, group: Group) -> list[Row]:
     """All rows of a completion that have at least one token."""
     prompt = group.prompt_tokens if completion.prompt_tokens is None else completion.prompt_tokens
-    first = Row(prompt, completion.tokens, completion.mask, completion.behaviour_logprobs)
+    first = Row(prompt, completion.tokens, completion.mask, completion.behavior_logprobs)
     return [row for row in (first, *completion.further) if len(row.tokens)]
 
 
@@ -128,7 +128,7 @@ def _empty(rows: int, time: int, groups: int, completions: Sequence[Completion])
         prompt_mask=np.ones((rows, 1), bool),
         completions=np.zeros((rows, time), np.int32),
         completion_mask=np.zeros((rows, time), bool),
-        behaviour_logprobs=np.zeros((rows, time), np.float32),
+        behavior_logprobs=np.zeros((rows, time), np.float32),
         rewards=np.zeros(rows, np.float32),
         group_ids=np.full(rows, groups, np.int32),
         policy_version=np.full(rows, FOREIGN, np.int32),
@@ -149,8 +149,8 @@ def _fill(batch: Batch, place: int, completion: Completion, row: Row) -> None:
     batch.prompts[place, 0], batch.completions[place, :end] = sequence[0], sequence[1:]
     batch.token_mask[place, :end] = True
     batch.completion_mask[place, before:end] = row.mask
-    logprobs = np.nan if row.behaviour_logprobs is None else row.behaviour_logprobs
-    batch.behaviour_logprobs[place, before:end] = np.where(row.mask, logprobs, 0.0)
+    logprobs = np.nan if row.behavior_logprobs is None else row.behavior_logprobs
+    batch.behavior_logprobs[place, before:end] = np.where(row.mask, logprobs, 0.0)
     grade = completion.grade
     batch.rewards[place] = np.nan if grade is None else grade.reward
     batch.accurate[place], batch.truncated[place] = bool(grade and grade.accurate), completion.truncated

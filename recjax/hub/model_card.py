@@ -44,7 +44,7 @@ def model_card(
         base_model=path if path and not Path(path).exists() else None,
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "recjax", config.algorithm.preset],
-        license=_licence(base),
+        license=_license(base),
     )
     before, after = (summary.get(f"accuracy_{when}") for when in ("before", "after"))
     result = "" if before is None or after is None else f"Held-out sampled accuracy: {before:.3f} → {after:.3f}.\n"
@@ -53,13 +53,13 @@ def model_card(
     parts = [
         f"# {name}",
         f"{path or 'A decoder made from scratch'}, trained by {config.algorithm.preset} on the task `{task}`:"
-        f" {step} optimiser steps of {rollout.prompts_per_step} prompts × {rollout.group_size} completions.",
+        f" {step} optimizer steps of {rollout.prompts_per_step} prompts × {rollout.group_size} completions.",
         result,
         f"![Training]({figure})" if figure else "",
         "| setting | value |\n|---|---|\n" + "\n".join(f"| {key} | `{value}` |" for key, value in _settings(config)),
         f"Made with {version}{commit}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
         f" `{config.task.reward_name()}`. What the model says beyond this task was not tested.",
-        f"The licence is the base model's{'' if data.license else ', which was not found beside it'}." if path else "",
+        f"The license is the base model's{'' if data.license else ', which was not found beside it'}." if path else "",
         _PAPER,
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in parts if part) + "\n"
@@ -80,7 +80,7 @@ def _settings(config: Config) -> list[tuple[str, Any]]:
     ]
 
 
-def _licence(base: Path) -> str | None:
+def _license(base: Path) -> str | None:
     """The license in the base model's card; None if the card cannot be read or names none."""
     try:
         return ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license

@@ -125,7 +125,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
         write_base(partial, config, tokenizer, tokenizer.eos_token_id, fields["llama.context_length"])
         (partial / "NOTICE").write_text(_notice(fields, Path(gguf_path)) + credit, encoding="utf-8")
         tensors = {}
-        with progress_bar("dequantise", len(reader.tensors), unit="tensor") as bar:
+        with progress_bar("dequantize", len(reader.tensors), unit="tensor") as bar:
             for tensor in reader.tensors:
                 name = names[tensor.name]
                 values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -195,15 +195,15 @@ def _config(fields: dict, tied: bool) -> DecoderConfig:
 
 
 def _notice(fields: dict, file: Path) -> str:
-    name, maker, licence = (
+    name, maker, license = (
         fields.get(f"general.{field}", "not stated in the file") for field in ("name", "organization", "license")
     )
     return f"""Model: {name}
 By: {maker}
-Licence: {licence}
+License: {license}
 
 Changed: converted from {file.name}.
-The weights are that file's values, dequantised to float32, with query and key
+The weights are that file's values, dequantized to float32, with query and key
 rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and merges.
 """
 

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         offset = self.config.norm_offset
         scale = self.param("scale", nn.initializers.constant(1.0 - offset), x.shape[-1:])
         scale = scale + offset if offset else scale
-        return _normalised(x, scale, self.config.norm_epsilon, self.dtype)
+        return _normalized(x, scale, self.config.norm_epsilon, self.dtype)
 
 
 # The backward pass saves only the inputs of the operations between two matmuls: writing and reading arrays of a layer's
@@ -40,7 +40,7 @@ _cheap = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @functools.partial(_cheap, static_argnums=(2, 3))
-def _normalised(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Array:
+def _normalized(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Array:
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     return (x * (jax.lax.rsqrt(mean_square + epsilon) * scale)).astype(dtype)

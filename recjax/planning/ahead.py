@@ -101,7 +101,7 @@ def given(plan: Plan, program: str) -> dict[str, Any]:
     """The arguments of a program from `plan.held`; for sampling, also the weights of `plan.sampler`."""
     if program == "sample":
         return plan.sampler | {"frozen parameters": plan.held["frozen parameters"]}
-    names = ["trained parameters", "optimiser's state"]
+    names = ["trained parameters", "optimizer's state"]
     names += [START] if plan.config.algorithm.build().needs_reference else []
     names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
     return {name: plan.held[name] for name in names}

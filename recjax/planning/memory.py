@@ -68,7 +68,7 @@ def held(config: Config, model: Model) -> dict[str, Held]:
     optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
-        "optimiser's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
+        "optimizer's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
         "frozen parameters": Held(f"{size} B × frozen", to_compute_with(model.decoder, model.frozen)),
     }
     copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
@@ -205,6 +205,6 @@ def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts and completions, and log-probs of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
-    saved = [parts[name].tree for name in ("trained parameters", "optimiser's state")]
+    saved = [parts[name].tree for name in ("trained parameters", "optimizer's state")]
     saved += [to_compute_with(model.decoder, model.trained)] if _keeps_copy(config) else []
     return tree_bytes(saved) + config.regime.sync_offset * batch

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from recjax.plots.style import COLOURS, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
+from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
 
 STYLES = ("-", "--", ":")  # for the first, second and third cycle through the colors
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
@@ -48,7 +48,7 @@ def draw_curves(
     for column, axes in enumerate(panels[0]):
         if not single:
             axes.set_title(names.get(across[column], across[column]), fontsize="medium", parse_math=False)
-        panels[-1, column].set_xlabel("optimiser step")
+        panels[-1, column].set_xlabel("optimizer step")
     handles = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
     add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))
     return finish(figure)
@@ -58,9 +58,9 @@ def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: s
     values = runs[["step", metric]].dropna().groupby("step")[metric].agg(["mean", "min", "max"])
     if values.empty:
         return
-    colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
-    axes.fill_between(values.index, values["min"], values["max"], color=colour, alpha=0.15, lw=0)
-    axes.plot(values.index, values["mean"], color=colour, ls=style, lw=1.4, label=label)
+    color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
+    axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.15, lw=0)
+    axes.plot(values.index, values["mean"], color=color, ls=style, lw=1.4, label=label)
 
 
 def _scale(axes: Axes, metric: str) -> None:

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.presets import PRESETS, build_algorithm
-from recjax.plots.style import COLOURS, GREY, add_legend, new_figure
+from recjax.plots.style import COLORS, GREY, add_legend, new_figure
 
-BEHAVIOUR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
+BEHAVIOR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
 RATIOS = np.linspace(0.02, 5.98, 299)
 COLUMNS = 7
 
@@ -27,13 +27,13 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
         return None
     if algorithm.reads("scored_logprobs", "scored_log_ratio", "scored_entropy"):
         return None
-    behaviour = jnp.full((len(RATIOS), 1), np.log(BEHAVIOUR))
-    logprobs, mask = behaviour + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behaviour.shape, bool)
+    behavior = jnp.full((len(RATIOS), 1), np.log(BEHAVIOR))
+    logprobs, mask = behavior + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behavior.shape, bool)
     advantages, kept = jnp.full(len(RATIOS), advantage), mask[:, 0]
     weights = algorithm.row_weight(advantages, kept)
     ids = jnp.arange(len(RATIOS))
     rows = losses.RowTerms(advantages, weights, kept, advantages, ids, ~kept, proximal_logprobs=logprobs)
-    gradient = jax.grad(lambda x: losses.token_loss(algorithm, x, behaviour, rows, mask).sum())(logprobs)
+    gradient = jax.grad(lambda x: losses.token_loss(algorithm, x, behavior, rows, mask).sum())(logprobs)
     return -np.asarray(gradient)[:, 0]
 
 
@@ -46,13 +46,13 @@ def draw_coefficients() -> Figure:
             key = np.round(curves, 4).tobytes()
             panels.setdefault(key, ([], *curves))[0].append(name)
     rows = -(-len(panels) // COLUMNS)
-    title = f"Coefficient on ∇log π over the ratio π/μ, of one token with μ = {BEHAVIOUR:g}"
+    title = f"Coefficient on ∇log π over the ratio π/μ, of one token with μ = {BEHAVIOR:g}"
     figure = new_figure(2.3 * COLUMNS, 1.9 * rows + 0.8, title)
     axes = figure.subplots(rows, COLUMNS, sharex=True, squeeze=False).ravel()
     for panel, (names, positive, negative) in zip(axes, panels.values(), strict=False):
         lines = [
-            panel.plot(RATIOS, np.clip(curve, -6, 6), color=colour, lw=1.2, label=label)[0]
-            for curve, colour, label in ((positive, COLOURS[0], "A = 1"), (negative, COLOURS[1], "A = −1"))
+            panel.plot(RATIOS, np.clip(curve, -6, 6), color=color, lw=1.2, label=label)[0]
+            for curve, color, label in ((positive, COLORS[0], "A = 1"), (negative, COLORS[1], "A = −1"))
         ]
         panel.set_title("\n".join(", ".join(names[i : i + 2]) for i in range(0, len(names), 2)), fontsize=7)
         panel.axvline(1, color="#999999", lw=0.5)
@@ -79,10 +79,10 @@ def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
     for place, regime in enumerate(regimes):
         own = ends[ends["regime"] == regime]
         rows = names.get_indexer(own["algorithm"]) + (0.18 if place == 0 else -0.18)
-        axes.scatter(own["accuracy"], rows, s=16, color=COLOURS[place], alpha=0.6, lw=0, label=regime)
+        axes.scatter(own["accuracy"], rows, s=16, color=COLORS[place], alpha=0.6, lw=0, label=regime)
         at = means.xs(regime, level="regime").reindex(names)
         low = np.arange(len(names)) + (0 if place == 0 else -0.36)
-        axes.vlines(at, low, low + 0.36, color=COLOURS[place], lw=2)
+        axes.vlines(at, low, low + 0.36, color=COLORS[place], lw=2)
     axes.set(yticks=range(len(names)), yticklabels=names, xlim=(-0.02, 1), xlabel="accuracy (share)")
     axes.set_ylim(-0.8, len(names) - 0.2)
     axes.tick_params(axis="y", labelsize="small")

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from recjax.plots.style import COLOURS, GREY, add_legend, few_ticks, new_figure, save
+from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save
 
 
 def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, path: Path) -> None:
@@ -33,10 +33,10 @@ def _bars(estimates: list[dict[str, Any]]) -> tuple[pd.Series, np.ndarray]:
 
 
 def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
-    for kind, colour in zip(("pass", "majority"), COLOURS, strict=False):
+    for kind, color in zip(("pass", "majority"), COLORS, strict=False):
         chosen = {int(name.partition("@")[2]): each for name, each in numbers["metrics"].items() if f"{kind}@" in name}
         values, reach = _bars(list(chosen.values()))
-        axes.errorbar(list(chosen), values, reach, color=colour, marker="o", capsize=3, label=f"{kind}@k")
+        axes.errorbar(list(chosen), values, reach, color=color, marker="o", capsize=3, label=f"{kind}@k")
     axes.axhline(numbers["constant_answer"]["share"], color=GREY, ls=":", label="most common answer, always")
     axes.set(xlabel="k (samples a problem)", ylabel="share of problems", ylim=(0, 1.02), xscale="log")
     axes.set_xticks(list(chosen), list(chosen))
@@ -46,7 +46,7 @@ def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> No
 
 def _by_difficulty(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
     labels, (values, reach) = list(numbers["difficulty"]), _bars([*numbers["difficulty"].values()])
-    axes.bar(range(len(labels)), values, yerr=reach, color=COLOURS[0], alpha=0.75, capsize=3)
+    axes.bar(range(len(labels)), values, yerr=reach, color=COLORS[0], alpha=0.75, capsize=3)
     axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
     long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
     axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
@@ -59,7 +59,7 @@ def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
     parts = {"ended": ~rows["truncated"], "ran into the limit": rows["truncated"]}
     parts = {name: rows["tokens"][chosen] for name, chosen in parts.items() if chosen.any()}
     axes.margins(y=0.25)  # room for the legend
-    axes.hist(list(parts.values()), bins, stacked=True, color=COLOURS[: len(parts)], alpha=0.75, label=list(parts))
+    axes.hist(list(parts.values()), bins, stacked=True, color=COLORS[: len(parts)], alpha=0.75, label=list(parts))
     axes.set(xlabel="completion length (tokens)", ylabel="completions")
     few_ticks(axes.xaxis, 6)
     add_legend(axes)

@@ -9,19 +9,19 @@ from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito's palette, which color-blind readers can distinguish.
-COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
+COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 GREY = "#777777"
 LABELS = {
     "reward": "reward of\nthe train batch",
     "accuracy": "accuracy of\nthe train batch (share)",
     "completion_length": "completion length\n(tokens)",
-    "staleness": "staleness\n(optimiser steps)",
+    "staleness": "staleness\n(optimizer steps)",
     "entropy": "entropy of π\n(nats per token)",
     "gradient_norm": "gradient norm",
     "clip_fraction/all": "clipped tokens\n(share)",
     "ratio/q01": "ratio π/μ,\n1st percentile",
     "ratio/q99": "ratio π/μ,\n99th percentile",
-    "behaviour_kl/k3": "KL(μ ‖ π)\n(nats per token)",
+    "behavior_kl/k3": "KL(μ ‖ π)\n(nats per token)",
     "effective_sample_size": "effective sample size\n(share)",
     "evaluation/accuracy": "held-out accuracy\n(share)",
     "evaluation/initial_kl": "KL(π ‖ π₀)\n(nats per token)",

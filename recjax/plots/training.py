@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from recjax.plots.style import COLOURS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save
+from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save
 
-BLUE, ORANGE, GREEN, *_ = COLOURS
+BLUE, ORANGE, GREEN, *_ = COLORS
 Rows = list[dict[str, Any]]
 
 
@@ -26,7 +26,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
     trained = [row for row in rows if "loss" in row]
     evaluated = [row for row in rows if "evaluation/accuracy" in row]
 
-    _draw_line(accuracy, trained, "accuracy", alpha=0.35, label="train batch (behaviour policy)")
+    _draw_line(accuracy, trained, "accuracy", alpha=0.35, label="train batch (behavior policy)")
     _draw_line(accuracy, evaluated, "evaluation/accuracy", marker="o", lw=1.5, label="held-out problems")
     accuracy.set(ylabel="accuracy (share)", ylim=(0, 1.02))
     add_legend(accuracy, loc="lower right")
@@ -36,7 +36,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
     _draw_smoothed(clip, trained, "clip_fraction/positive", color=GREEN, label="advantage > 0")
     clip.set(ylabel=LABELS["clip_fraction/all"])
     add_legend(clip, loc="upper right")
-    for axes, name in ((staleness, "staleness"), (divergence, "behaviour_kl/k3"), (entropy, "entropy")):
+    for axes, name in ((staleness, "staleness"), (divergence, "behavior_kl/k3"), (entropy, "entropy")):
         _draw_smoothed(axes, trained, name)
         axes.set(ylabel=LABELS[name])
     for axes in (clip, staleness, divergence, entropy):
@@ -44,7 +44,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
     for axes in figure.axes:
         few_ticks(axes.xaxis)
     for axes in panels[1]:
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel("optimizer step")
     save(figure, path)
 
 
@@ -61,7 +61,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     names = sorted({name for row in trained for name in row["source_rows"]})
     batches = [row["source_rows"] for row in trained]
     shares = [[batch.get(name, 0) / sum(batch.values()) for batch in batches] for name in names]
-    sources.stackplot(_series(trained, "step"), shares, labels=names, colors=COLOURS)
+    sources.stackplot(_series(trained, "step"), shares, labels=names, colors=COLORS)
     sources.set(ylabel="rows of the batch (share)", ylim=(0, 1))
     add_legend(sources, loc="lower right", title="source", title_fontsize="small")
     _draw_ratio(ratio, trained)
@@ -70,7 +70,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     for axes in figure.axes:
         few_ticks(axes.xaxis)
     for axes in (sources, ratio, size):
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel("optimizer step")
     save(figure, path)
 
 

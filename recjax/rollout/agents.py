@@ -204,7 +204,7 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weig
         text=tried.policy.last_text,
         tokens=tokens,
         mask=mask,
-        behaviour_logprobs=logprobs,
+        behavior_logprobs=logprobs,
         sampling=sampling,
         policy_version=trajectory.oldest_version if trajectory.turns else None,
         truncated=bool(trajectory.turns) and trajectory.truncated,

@@ -58,7 +58,7 @@ def sample_groups(
             text=text,
             tokens=one.tokens,
             mask=np.ones(len(one.tokens), bool),
-            behaviour_logprobs=one.logprobs,
+            behavior_logprobs=one.logprobs,
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,

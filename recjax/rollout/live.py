@@ -67,7 +67,7 @@ class LiveEngine:
         del self._engine  # reference cycles of ended agents must not keep weights and cache in memory
 
     async def sample(self, request: Request) -> Sampled:
-        """Returns the completion of a request. A task that is cancelled while it waits frees only its own slot.
+        """Returns the completion of a request. A task that is canceled while it waits frees only its own slot.
 
         Raises:
             ValueError: the request cannot be sampled.

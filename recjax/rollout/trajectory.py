@@ -100,5 +100,5 @@ def _grown(row: Row, prompt: np.ndarray, sampled: Sampled, ones: np.ndarray) -> 
         row.prompt_tokens,
         np.concatenate([row.tokens, between, sampled.tokens]),
         np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
-        np.concatenate([row.behaviour_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
+        np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
     )

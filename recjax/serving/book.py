@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience import store
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback, Served
 from recjax.serving.units import Session, Unit, feedback_of, session_row

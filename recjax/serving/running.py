@@ -68,7 +68,7 @@ def made(serving: Serving, when_ready: str) -> Server:
     numbers = Numbers(
         {
             "under_way": ("Completions that are sampled or wait.", lambda: sampler.under_way),
-            "policy_version": ("Optimiser updates of the weights.", lambda: versions.version),
+            "policy_version": ("Optimizer updates of the weights.", lambda: versions.version),
             "records_waiting": (
                 "Prompts and sessions that are not in the store yet.",
                 lambda: len(recorder.book.units) if recorder else 0,

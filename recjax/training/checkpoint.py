@@ -26,7 +26,7 @@ from recjax.training.update import TrainState
 
 LAYOUT = 4  # format version; 2 and 3 always hold the sampler's weights, 2 has no manifest, 1 has several queues
 READS = (2, 3, 4)
-COPY = "behaviour_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
+COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "rows": len(rows)}),
     }
-    if state.behaviour_params is not None:
-        items[COPY] = ocp.args.StandardSave(state.behaviour_params)
+    if state.behavior_params is not None:
+        items[COPY] = ocp.args.StandardSave(state.behavior_params)
     if rows:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
     folder = Path(manager.directory)
@@ -84,12 +84,12 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         manager.delete(step)
 
 
-def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_params: dict) -> State:
+def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params: dict) -> State:
     """Restores the newest checkpoint.
 
     Args:
-        trained, behaviour_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
-            `behaviour_params` is used only if the checkpoint has the sampler's copy.
+        trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
+            `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
         ValueError: the checkpoint has an older layout or cannot be read.
     """
@@ -104,7 +104,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     copied = (Path(manager.directory) / str(step) / COPY).exists()
     items = {
         "state": ocp.args.StandardRestore(trained),
-        **({COPY: ocp.args.StandardRestore(behaviour_params)} if copied else {}),
+        **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
         **({"groups": ocp.args.StandardRestore()} if plain["rows"] else {}),
     }
     try:
@@ -119,7 +119,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behaviour_param
     return State(
         step=step,
         trained=restored["state"],
-        behaviour_params=restored[COPY] if copied else None,
+        behavior_params=restored[COPY] if copied else None,
         version=plain["version"] if copied else step,
         queue=from_plain(rows, plain["queue"]),
         in_flight=tuple(plain["in_flight"]),

@@ -200,7 +200,7 @@ def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) 
         chunk=config.model.logprob_chunk,
     )
     mask = batch.completion_mask
-    return float((batch.behaviour_logprobs - on_host(logprobs))[mask].sum()), int(mask.sum())
+    return float((batch.behavior_logprobs - on_host(logprobs))[mask].sum()), int(mask.sum())
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:

@@ -119,8 +119,8 @@ def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
     """The batch with missing log-probs handled according to `experience.missing_logprobs`; no NaN is left."""
     missing = run.config.experience.missing_logprobs
     if missing == "unneeded":
-        return batch._replace(behaviour_logprobs=None)
-    lacking = np.isnan(batch.behaviour_logprobs)
+        return batch._replace(behavior_logprobs=None)
+    lacking = np.isnan(batch.behavior_logprobs)
     if missing == "error" or not lacking.any():
         return batch
     arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens))
@@ -128,4 +128,4 @@ def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
     everything = combine(state.trained.params, run.frozen)
     now = on_host(_logprobs(run.policy.decoder, everything, *arrays, **options)[0])
     # Rounding can make the log-prob of a token with probability 1 slightly positive.
-    return batch._replace(behaviour_logprobs=np.where(lacking, np.minimum(now, 0.0), batch.behaviour_logprobs))
+    return batch._replace(behavior_logprobs=np.where(lacking, np.minimum(now, 0.0), batch.behavior_logprobs))

@@ -62,7 +62,7 @@ def keep(
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    grade, known = completion.grade, completion.behaviour_logprobs
+    grade, known = completion.grade, completion.behavior_logprobs
     return {
         "step": step,
         "group": group.id,

@@ -51,8 +51,8 @@ class Learner:
         Args:
             copy: return no array of the trained parameters.
         """
-        if state.behaviour_params is not None:
-            return state.behaviour_params
+        if state.behavior_params is not None:
+            return state.behavior_params
         if copy and state.version == 0 and run.initial is not None:
             return run.initial
         return in_compute_dtype(run.policy.decoder, state.trained.params, copy=copy)

@@ -21,7 +21,7 @@ from recjax.experience.queue import Queue
 from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
 from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
@@ -44,7 +44,7 @@ def synced(run: Run, state: State, step: int) -> State:
     """The state at the beginning of a step; in a sync step the sampler gets the trained parameters."""
     if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
         return state
-    state = state._replace(behaviour_params=None, version=step - 1)
+    state = state._replace(behavior_params=None, version=step - 1)
     if run.generators:
         run.generators.publish(state.version, params_on_host(run.learner.sampler_params(run, state)))
     return state
@@ -53,7 +53,7 @@ def synced(run: Run, state: State, step: int) -> State:
 def set_apart(run: Run, state: State, step: int) -> State:
     """The state before the step's update, with a copy for the sampler if it keeps the current weights."""
     goes_on = run.samples and not schedule.is_sync(step + 1, run.config.regime)
-    return state._replace(behaviour_params=run.learner.sampler_params(run, state, copy=True) if goes_on else None)
+    return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if goes_on else None)
 
 
 def sampled(run: Run, state: State, step: int, wait: bool) -> State:

@@ -116,7 +116,7 @@ class State(NamedTuple):
 
     step: optimizer steps made.
     trained: the trained parameters and the optimizer's state.
-    behaviour_params: the sampler's copy of earlier parameters, in the compute dtype; None: the sampler uses the trained
+    behavior_params: the sampler's copy of earlier parameters, in the compute dtype; None: the sampler uses the trained
         parameters, or never samples.
     version: optimizer steps of the sampler's weights.
     queue: sampled groups that the run may still train on.
@@ -127,7 +127,7 @@ class State(NamedTuple):
 
     step: int
     trained: TrainState
-    behaviour_params: dict | None
+    behavior_params: dict | None
     version: int
     queue: Queue
     in_flight: tuple[int, ...]

@@ -177,8 +177,8 @@ def update(
     }
     extras = jax.tree.map(of_all, extras)
     if algorithm.needs_scoring:
-        behaviour = jax.tree.map(of_all, batch.behaviour_logprobs)
-        extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behaviour)
+        behavior = jax.tree.map(of_all, batch.behavior_logprobs)
+        extras["scored"] = losses.Scored(*scored_by(decoder, combine(state.params, frozen)), behavior)
     if algorithm.needs_teacher:
         extras["teacher_logprobs"] = scored_by(teacher, teacher_params)[0]
     all_rows = losses.row_terms(algorithm, *compared, key, **extras)
@@ -193,7 +193,7 @@ def update(
             total, count = losses.loss(
                 algorithm,
                 logprobs,
-                part.behaviour_logprobs,
+                part.behavior_logprobs,
                 part_rows,
                 part.completion_mask,
                 reference_logprobs=reference,
@@ -240,7 +240,7 @@ def update(
     optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
     )
-    seen = jax.tree.map(of_all, (logprobs, batch.behaviour_logprobs, entropy, batch.completion_mask))
+    seen = jax.tree.map(of_all, (logprobs, batch.behavior_logprobs, entropy, batch.completion_mask))
     metrics = {
         "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),

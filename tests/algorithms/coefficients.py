@@ -19,9 +19,9 @@ class Field:
         self.real = self.mask.any(-1)
         self.lengths = self.mask.sum(-1)
         self.rewards = np.where(self.real, example.rewards, 0).astype(float)
-        self.logprobs, self.behaviour, self.teacher, self.entropy = (
+        self.logprobs, self.behavior, self.teacher, self.entropy = (
             np.where(self.mask, array, 0).astype(float)
-            for array in (example.logprobs, example.behaviour_logprobs, example.reference_logprobs, example.entropy)
+            for array in (example.logprobs, example.behavior_logprobs, example.reference_logprobs, example.entropy)
         )
         self.foreign = example.rewards > 0.5
         self.tokens = [tuple(place) for place in np.argwhere(self.mask)]
@@ -32,7 +32,7 @@ class Field:
         return members(self.ids, self.real, i)
 
     def log_rho(self, i, t):
-        return self.logprobs[i, t] - self.behaviour[i, t]
+        return self.logprobs[i, t] - self.behavior[i, t]
 
     @functools.cache  # noqa: B019
     def rho(self, i, t):
@@ -47,13 +47,13 @@ class Field:
         return sum(self.rewards[j] for j in self.group(i)) / len(self.group(i))
 
     @functools.cache  # noqa: B019
-    def centred(self, i):
+    def centered(self, i):
         return self.rewards[i] - self.mean(i)
 
     @functools.cache  # noqa: B019
     def normalized(self, i):
         deviation = math.sqrt(sum((self.rewards[j] - self.mean(i)) ** 2 for j in self.group(i)) / len(self.group(i)))
-        return self.centred(i) / (deviation + 1e-6)
+        return self.centered(i) / (deviation + 1e-6)
 
     def whitened(self, values):
         """By row, over the rows that are real."""
@@ -81,13 +81,13 @@ def reinforce_pp(x, i, t):
 
 
 def reinforce_pp_baseline(x, i, t):
-    return ppo(x, i, t, x.whitened({j: x.centred(j) for j in x.rows})[i])
+    return ppo(x, i, t, x.whitened({j: x.centered(j) for j in x.rows})[i])
 
 
 def lite_ppo(x, i, t):
     mean = sum(x.rewards[j] for j in x.rows) / len(x.rows)
     deviation = math.sqrt(sum((x.rewards[j] - mean) ** 2 for j in x.rows) / len(x.rows))
-    return ppo(x, i, t, x.centred(i) / (deviation + 1e-6))
+    return ppo(x, i, t, x.centered(i) / (deviation + 1e-6))
 
 
 def opo(x, i, t):
@@ -97,11 +97,11 @@ def opo(x, i, t):
 def gpg(x, i, t):
     groups = {int(x.ids[j]): [x.rewards[k] for k in x.group(j)] for j in x.rows}
     signal = sum(max(rewards) > min(rewards) for rewards in groups.values())
-    return x.centred(i) * len(groups) / max(signal, 1)
+    return x.centered(i) * len(groups) / max(signal, 1)
 
 
 def maxrl(x, i, t):
-    return x.centred(i) / x.mean(i) if x.mean(i) > 0 else 0.0
+    return x.centered(i) / x.mean(i) if x.mean(i) > 0 else 0.0
 
 
 def gdpo(x, i, t):
@@ -127,17 +127,17 @@ def dual_clip_ppo(x, i, t):
 
 
 def icepop(x, i, t):
-    return x.rho(i, t) * x.centred(i) if 0.5 <= x.rho(i, t) <= 5 else 0.0
+    return x.rho(i, t) * x.centered(i) if 0.5 <= x.rho(i, t) <= 5 else 0.0
 
 
 def dppo_tv(x, i, t, cap=20.0):
-    advantage, moved = x.centred(i), math.exp(x.logprobs[i, t]) - math.exp(x.behaviour[i, t])
+    advantage, moved = x.centered(i), math.exp(x.logprobs[i, t]) - math.exp(x.behavior[i, t])
     gone = (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2)
     return 0.0 if gone else min(x.rho(i, t), cap) * advantage
 
 
 def dppo_kl(x, i, t):
-    advantage, new, old = x.centred(i), math.exp(x.logprobs[i, t]), math.exp(x.behaviour[i, t])
+    advantage, new, old = x.centered(i), math.exp(x.logprobs[i, t]), math.exp(x.behavior[i, t])
     new = min(new, 1 - 1e-12)
     kl = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
     away = (advantage > 0 and x.rho(i, t) > 1) or (advantage < 0 and x.rho(i, t) < 1)
@@ -146,7 +146,7 @@ def dppo_kl(x, i, t):
 
 def kimi_k25(x, i, t):
     inside = 0.8 <= x.rho(i, t) <= 1.2
-    return x.rho(i, t) * x.centred(i) * inside - 0.1 * x.log_rho(i, t)
+    return x.rho(i, t) * x.centered(i) * inside - 0.1 * x.log_rho(i, t)
 
 
 def opsm(x, i, t):
@@ -230,7 +230,7 @@ def gmpo(x, i, t):
 
 
 def topr(x, i, t):
-    advantage = x.centred(i)
+    advantage = x.centered(i)
     return advantage if advantage >= 0 else min(math.exp(x.sum_log_rho(i)), 1) * advantage
 
 
@@ -266,7 +266,7 @@ def luffy(x, i, t):
 def p3o(x, i, t):
     ratios = [x.rho(*place) for place in x.tokens]
     share = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
-    return min(x.rho(i, t), share) * x.centred(i)
+    return min(x.rho(i, t), share) * x.centered(i)
 
 
 def from_half_way(x, i, t):
@@ -278,7 +278,7 @@ def from_half_way(x, i, t):
 # The proximal policy of these examples is the policy itself, as in a run: its ratio is one and nothing is clipped.
 COEFFICIENTS = {
     "rloo": rloo,
-    "dr_grpo": lambda x, i, t: ppo(x, i, t, x.centred(i)),
+    "dr_grpo": lambda x, i, t: ppo(x, i, t, x.centered(i)),
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "lite_ppo": lite_ppo,
@@ -293,7 +293,7 @@ COEFFICIENTS = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "prime_rl": lambda x, i, t: dppo_tv(x, i, t, math.inf) - 2e-3 * x.log_rho(i, t),
-    "kimi_k15": lambda x, i, t: x.centred(i) - 0.1 * x.sum_log_rho(i),
+    "kimi_k15": lambda x, i, t: x.centered(i) - 0.1 * x.sum_log_rho(i),
     "kimi_k25": kimi_k25,
     "opsm": opsm,
     "mis": mis,

@@ -20,7 +20,7 @@ class Example(NamedTuple):
     """A batch as losses see it."""
 
     logprobs: np.ndarray
-    behaviour_logprobs: np.ndarray
+    behavior_logprobs: np.ndarray
     completion_mask: np.ndarray
     rewards: np.ndarray
     group_ids: np.ndarray
@@ -33,14 +33,14 @@ def make_example(seed=0, time=4, spread=0.8) -> Example:
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, time + 1, ROWS)
     lengths[4] = 0
-    behaviour = -generator.uniform(0.1, 3.0, (ROWS, time))
+    behavior = -generator.uniform(0.1, 3.0, (ROWS, time))
     return Example(
-        logprobs=(behaviour + spread * generator.normal(size=(ROWS, time))).astype(np.float32),
-        behaviour_logprobs=behaviour.astype(np.float32),
+        logprobs=(behavior + spread * generator.normal(size=(ROWS, time))).astype(np.float32),
+        behavior_logprobs=behavior.astype(np.float32),
         completion_mask=np.arange(time) < lengths[:, None],
         rewards=REWARDS,
         group_ids=GROUP_IDS,
-        reference_logprobs=(behaviour + generator.normal(size=(ROWS, time))).astype(np.float32),
+        reference_logprobs=(behavior + generator.normal(size=(ROWS, time))).astype(np.float32),
         entropy=generator.uniform(0, 2, (ROWS, time)).astype(np.float32),
     )
 
@@ -50,7 +50,7 @@ def rows_of(algorithm, example: Example, key=None) -> losses.RowTerms:
     x = Example(*(jnp.asarray(array) for array in example))
     key = jax.random.key(0) if key is None else key
     parts = {"first": x.rewards, "second": jnp.where(x.rewards > 0.9, jnp.nan, x.completion_mask.sum(-1) / 4)}
-    scored = losses.Scored(x.logprobs, x.entropy, x.behaviour_logprobs) if algorithm.needs_scoring else None
+    scored = losses.Scored(x.logprobs, x.entropy, x.behavior_logprobs) if algorithm.needs_scoring else None
     return losses.row_terms(
         algorithm,
         x.rewards,
@@ -77,7 +77,7 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
         value, count = losses.loss(
             algorithm,
             logprobs,
-            x.behaviour_logprobs,
+            x.behavior_logprobs,
             rows,
             x.completion_mask,
             reference_logprobs=x.reference_logprobs,

@@ -18,9 +18,9 @@ def mostly_certain(scored_entropy, completion_mask, *, most: float = 1.0):
     return completion_mask & (scored_entropy < most)
 
 
-def pull(logprobs, behaviour_logprobs, completion_mask, *, strength: float = 0.1):
-    """A pull to the behaviour policy."""
-    return strength * jnp.where(completion_mask, jnp.abs(logprobs - behaviour_logprobs), 0.0)
+def pull(logprobs, behavior_logprobs, completion_mask, *, strength: float = 0.1):
+    """A pull to the behavior policy."""
+    return strength * jnp.where(completion_mask, jnp.abs(logprobs - behavior_logprobs), 0.0)
 
 
 def misspelt(ratio, advantage):

@@ -26,17 +26,17 @@ def loop(name, rewards, group_ids, kept):
     if name == "raw":
         return np.where(kept, rewards, 0.0)
     result = np.zeros(len(rewards))
-    centred = group_mean_loop(rewards, group_ids, kept)
+    centered = group_mean_loop(rewards, group_ids, kept)
     for i in np.flatnonzero(kept):
         group = members(group_ids, kept, i)
         if len(group) == 1:
             continue
         others = [float(rewards[j]) for j in group if j != i]
         result[i] = {
-            "mean": centred[i],
-            "normalized": centred[i] / (np.std([float(rewards[j]) for j in group]) + 1e-6),
+            "mean": centered[i],
+            "normalized": centered[i] / (np.std([float(rewards[j]) for j in group]) + 1e-6),
             "leave_one_out": float(rewards[i]) - sum(others) / len(others),
-            "asymmetric": centred[i] + 0.1,
+            "asymmetric": centered[i] + 0.1,
         }[name]
     return result
 

@@ -1,4 +1,4 @@
-"""The paper's counter-example: three arms, data from a fixed behaviour policy that prefers the second best."""
+"""The paper's counter-example: three arms, data from a fixed behavior policy that prefers the second best."""
 
 import chex
 import jax
@@ -10,9 +10,9 @@ from recjax.algorithms import losses
 from recjax.algorithms.presets import build_algorithm
 
 REWARDS = jnp.array([0.0, 0.8, 1.0])
-BEHAVIOUR = jnp.array([0.3, 0.6, 0.1])
-ARMS = jnp.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 2])  # each as often as the behaviour policy draws it: sums are exact
-BEHAVIOUR_LOGPROBS = jnp.log(BEHAVIOUR)[ARMS][:, None]
+BEHAVIOR = jnp.array([0.3, 0.6, 0.1])
+ARMS = jnp.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 2])  # each as often as the behavior policy draws it: sums are exact
+BEHAVIOR_LOGPROBS = jnp.log(BEHAVIOR)[ARMS][:, None]
 MASK = jnp.ones((10, 1), bool)
 
 
@@ -23,21 +23,21 @@ def gradient_of(preset, overrides):
 
     def mean_loss(logits):
         logprobs = jax.nn.log_softmax(logits)[ARMS][:, None]
-        total, count = losses.loss(algorithm, logprobs, BEHAVIOUR_LOGPROBS, rows, MASK)
+        total, count = losses.loss(algorithm, logprobs, BEHAVIOR_LOGPROBS, rows, MASK)
         return total / count
 
     return jax.grad(mean_loss)
 
 
 def final_policy(preset, overrides, rate=0.5, steps=4000):
-    """Gradient descent from the behaviour policy, on the same data for ever."""
+    """Gradient descent from the behavior policy, on the same data for ever."""
     gradient = gradient_of(preset, overrides)
-    start = jnp.log(BEHAVIOUR)
+    start = jnp.log(BEHAVIOR)
     step = jax.jit(lambda logits: jax.lax.fori_loop(0, steps, lambda _, x: x - rate * gradient(x), logits))
     return np.asarray(jax.nn.softmax(step(start)))
 
 
-@pytest.mark.parametrize("logits", [jnp.log(BEHAVIOUR), jnp.zeros(3), jnp.array([3.0, -1.0, 0.5])])
+@pytest.mark.parametrize("logits", [jnp.log(BEHAVIOR), jnp.zeros(3), jnp.array([3.0, -1.0, 0.5])])
 def test_expected_gradient_of_reinforce_is_the_same_everywhere(logits):
     expected = jnp.array([-0.174, 0.132, 0.042])
     chex.assert_trees_all_close(-gradient_of("reinforce", {})(logits), expected, atol=1e-6)
@@ -67,7 +67,7 @@ def test_a_wider_range_goes_farther():
 def test_opmd_stops_where_its_pull_balances_the_gradient():
     tau = 0.5
     policy = final_policy("opmd", {"regularizer": {"tau": tau}})
-    force = BEHAVIOUR * (REWARDS - BEHAVIOUR @ REWARDS - tau * jnp.log(policy / BEHAVIOUR))
+    force = BEHAVIOR * (REWARDS - BEHAVIOR @ REWARDS - tau * jnp.log(policy / BEHAVIOR))
     chex.assert_trees_all_close(force, policy * force.sum(), atol=1e-4)
     assert policy[2] > 0.1
 
@@ -80,7 +80,7 @@ def test_asymre_slows_or_stops_the_collapse(beta):
     )
     assert imitating[1] - imitating[2] < plain[1] - plain[2]
     if beta == 1.0:  # all of π_b (A + β) is positive: the fixed point is its share
-        share = np.asarray(BEHAVIOUR * (REWARDS - BEHAVIOUR @ REWARDS + beta))
+        share = np.asarray(BEHAVIOR * (REWARDS - BEHAVIOR @ REWARDS + beta))
         np.testing.assert_allclose(
             final_policy("asymre", {"regularizer": {"beta": beta}}), share / share.sum(), atol=1e-3
         )
@@ -96,6 +96,6 @@ def test_red_weight_escapes_the_second_arm():
 @pytest.mark.parametrize("tau", [0.1, 1.0])
 def test_the_consistency_loss_finds_the_surrogates_optimum_from_any_data(tau):
     policy = final_policy("pairwise_consistency", {"objective": {"tau": tau}}, rate=1.0 / tau**2, steps=20000)
-    optimum = BEHAVIOUR * jnp.exp(REWARDS / tau)
+    optimum = BEHAVIOR * jnp.exp(REWARDS / tau)
     np.testing.assert_allclose(policy, optimum / optimum.sum(), atol=1e-3)
     assert (np.argmax(policy) == 2) == (tau == 0.1)

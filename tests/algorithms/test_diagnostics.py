@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms import diagnostics, losses
-from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import make_example, rows_of
 
@@ -18,7 +18,7 @@ EXAMPLE = make_example()
 def diagnosis(example, preset="grpo"):
     algorithm = build_algorithm(preset, {})
     x = jax.tree.map(jnp.asarray, example)
-    arrays = x.logprobs, x.behaviour_logprobs, x.entropy, x.completion_mask
+    arrays = x.logprobs, x.behavior_logprobs, x.entropy, x.completion_mask
     return diagnostics.diagnose(algorithm, rows_of(algorithm, example), *arrays)
 
 
@@ -41,18 +41,18 @@ def test_clip_fraction_by_sign():
     ("estimator", "of_token"),
     [("k1", lambda x: -x), ("k2", lambda x: x**2 / 2), ("k3", lambda x: np.exp(x) - x - 1)],
 )
-def test_behaviour_kl(estimator, of_token):
+def test_behavior_kl(estimator, of_token):
     expected = np.mean([of_token(np.log(ratio)) for ratio in (1.0, 2.0, 0.5, 4.0)])
-    np.testing.assert_allclose(diagnostics.behaviour_kl(LOG_RATIO, MASK, estimator=estimator), expected, rtol=1e-5)
+    np.testing.assert_allclose(diagnostics.behavior_kl(LOG_RATIO, MASK, estimator=estimator), expected, rtol=1e-5)
 
 
-def test_k1_and_k3_average_to_the_kl_of_behaviour_to_policy():
-    behaviour, policy = np.array([0.3, 0.6, 0.1]), np.array([0.2, 0.3, 0.5])
+def test_k1_and_k3_average_to_the_kl_of_behavior_to_policy():
+    behavior, policy = np.array([0.3, 0.6, 0.1]), np.array([0.2, 0.3, 0.5])
     drawn = np.repeat(np.arange(3), [3, 6, 1])
-    log_ratio = jnp.asarray(np.log(policy / behaviour)[drawn][:, None], jnp.float32)
+    log_ratio = jnp.asarray(np.log(policy / behavior)[drawn][:, None], jnp.float32)
     for estimator in ("k1", "k3"):
-        got = diagnostics.behaviour_kl(log_ratio, jnp.ones((10, 1), bool), estimator=estimator)
-        np.testing.assert_allclose(got, (behaviour * np.log(behaviour / policy)).sum(), rtol=1e-5)
+        got = diagnostics.behavior_kl(log_ratio, jnp.ones((10, 1), bool), estimator=estimator)
+        np.testing.assert_allclose(got, (behavior * np.log(behavior / policy)).sum(), rtol=1e-5)
 
 
 def test_effective_sample_size():
@@ -67,7 +67,7 @@ def test_effective_sample_size():
     assert diagnostics.effective_sample_size(LOG_RATIO, jnp.zeros((3, 3), bool)) == 0
 
 
-def test_staleness_counts_optimiser_steps():
+def test_staleness_counts_optimizer_steps():
     np.testing.assert_array_equal(diagnostics.staleness(21, jnp.array([20, 0, 10])), [0, 20, 10])
 
 
@@ -78,12 +78,12 @@ def test_token_average():
 
 @pytest.mark.parametrize("preset", PAPER)
 def test_diagnosis_on_policy(preset):
-    got = diagnosis(EXAMPLE._replace(logprobs=EXAMPLE.behaviour_logprobs), preset)
+    got = diagnosis(EXAMPLE._replace(logprobs=EXAMPLE.behavior_logprobs), preset)
     assert all(value.shape == () and np.isfinite(value) for value in got.values())
     for name, value in got.items():
         if name.startswith("ratio/") or name == "effective_sample_size":
             np.testing.assert_allclose(value, 1, rtol=1e-6)
-        if name.startswith(("behaviour_kl/", "clip_fraction/")):
+        if name.startswith(("behavior_kl/", "clip_fraction/")):
             assert value == 0
 
 
@@ -91,12 +91,12 @@ def test_diagnosis_off_policy_with_junk_in_padding():
     mask = EXAMPLE.completion_mask
     junk = {
         name: np.where(mask, getattr(EXAMPLE, name), np.float32(np.nan))
-        for name in ("logprobs", "behaviour_logprobs", "entropy")
+        for name in ("logprobs", "behavior_logprobs", "entropy")
     }
     got, dirty = diagnosis(EXAMPLE), diagnosis(EXAMPLE._replace(**junk))
     assert {k: float(v) for k, v in got.items()} == {k: float(v) for k, v in dirty.items()}
     assert got["clip_fraction/positive"] > 0 and got["clip_fraction/negative"] > 0
-    assert got["ratio/q01"] < 1 < got["ratio/q99"] and got["behaviour_kl/k3"] > 0
+    assert got["ratio/q01"] < 1 < got["ratio/q99"] and got["behavior_kl/k3"] > 0
     assert 1 / 15 < got["effective_sample_size"] < 1 and got["kept_fraction"] == 1
     np.testing.assert_allclose(got["entropy"], EXAMPLE.entropy[mask].mean(), rtol=1e-5)
 
@@ -113,16 +113,16 @@ def test_diagnosis_counts_what_was_dropped_and_weighed():
 def test_tokens_of_probability_zero_are_counted_by_policy(preset):
     algorithm, (row, other) = build_algorithm(preset, {}), np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[:2]
     changed, without = {}, EXAMPLE.completion_mask.copy()
-    places = {"logprobs": row, "behaviour_logprobs": other} if algorithm.needs_behaviour_logprobs else {"logprobs": row}
+    places = {"logprobs": row, "behavior_logprobs": other} if algorithm.needs_behavior_logprobs else {"logprobs": row}
     for name, place in places.items():
         changed[name] = getattr(EXAMPLE, name).copy()
         changed[name][place, 0], without[place, 0] = -np.inf, False
     got = diagnosis(EXAMPLE._replace(**changed), preset)
     assert all(np.isfinite(value) for value in got.values())
     assert got["impossible_tokens/policy"] == 1
-    assert got.get("impossible_tokens/behaviour", 0) == len(places) - 1
+    assert got.get("impossible_tokens/behavior", 0) == len(places) - 1
     expected = diagnosis(EXAMPLE._replace(completion_mask=without), preset)
-    for name in ("ratio/max", "behaviour_kl/k1", "effective_sample_size", "clip_fraction/all"):
+    for name in ("ratio/max", "behavior_kl/k1", "effective_sample_size", "clip_fraction/all"):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-4)
 
 
@@ -133,11 +133,11 @@ def test_the_kl_is_not_cut_at_a_token():
     algorithm = build_algorithm("grpo", {})
     rows = losses.row_terms(algorithm, jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool), jax.random.key(0))
     got = diagnostics.diagnose(algorithm, rows, *arrays)
-    np.testing.assert_allclose([got["behaviour_kl/k1"], got["behaviour_kl/k2"]], [3.0, 45.0], rtol=1e-5)
+    np.testing.assert_allclose([got["behavior_kl/k1"], got["behavior_kl/k2"]], [3.0, 45.0], rtol=1e-5)
 
 
-def test_without_behaviour_logprobs_nothing_is_said_of_the_ratio():
+def test_without_behavior_logprobs_nothing_is_said_of_the_ratio():
     algorithm = build_algorithm("reinforce", {})
     x = jax.tree.map(jnp.asarray, EXAMPLE)
     got = diagnostics.diagnose(algorithm, rows_of(algorithm, EXAMPLE), x.logprobs, None, x.entropy, x.completion_mask)
-    assert "entropy" in got and not any(name.startswith(("ratio", "behaviour_kl", "clip")) for name in got)
+    assert "entropy" in got and not any(name.startswith(("ratio", "behavior_kl", "clip")) for name in got)

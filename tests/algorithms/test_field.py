@@ -25,7 +25,7 @@ EXAMPLES = {
     "uneven groups": EXAMPLE,
     "junk in padding": JUNK,
     "groups of one": EXAMPLE._replace(group_ids=np.arange(ROWS, dtype=np.int32)),
-    "on-policy": EXAMPLE._replace(logprobs=EXAMPLE.behaviour_logprobs),
+    "on-policy": EXAMPLE._replace(logprobs=EXAMPLE.behavior_logprobs),
     "nearly on-policy": make_example(1, spread=0.02),
     "other rows": make_example(2),
 }

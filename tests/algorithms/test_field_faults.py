@@ -14,7 +14,7 @@ from recjax.algorithms.reading import call
 from tests.algorithms.examples import Example, loss_and_gradient, make_example, rows_of
 
 EXAMPLE = make_example()
-ON_POLICY = EXAMPLE._replace(logprobs=EXAMPLE.behaviour_logprobs)
+ON_POLICY = EXAMPLE._replace(logprobs=EXAMPLE.behavior_logprobs)
 UP = jnp.ones(1)
 
 
@@ -34,10 +34,10 @@ def weights_of(preset, log_ratio, advantages, overrides=None, proximal=None):
     terms = losses.RowTerms(
         jnp.asarray(advantages, jnp.float32), jnp.ones(rows), mask[:, 0], jnp.zeros(rows), jnp.zeros(rows, int)
     )
-    behaviour = jnp.full(log_ratio.shape, -90.0)
+    behavior = jnp.full(log_ratio.shape, -90.0)
     if proximal is not None:
-        terms = terms._replace(proximal_logprobs=behaviour + jnp.asarray(proximal, jnp.float32))
-    found = losses.token_terms(algorithm, behaviour + log_ratio, behaviour, terms, mask)
+        terms = terms._replace(proximal_logprobs=behavior + jnp.asarray(proximal, jnp.float32))
+    found = losses.token_terms(algorithm, behavior + log_ratio, behavior, terms, mask)
     return np.asarray(found.coefficients / found.advantages)
 
 
@@ -114,7 +114,7 @@ WITH_PROXIMAL = {"tis": {}, "decoupled_ppo": {}, "grpo": {"anchor": {"name": "pr
 
 @pytest.mark.parametrize("preset", WITH_PROXIMAL)
 @pytest.mark.parametrize("same", [True, False], ids=["first update", "later update"])
-def test_a_mask_reads_the_proximal_policys_ratio_to_the_behaviour_policy(preset, same):
+def test_a_mask_reads_the_proximal_policys_ratio_to_the_behavior_policy(preset, same):
     proximal = np.log([[1.5, 1.5], [1.001, 0.999], [0.4, 0.4]])
     log_ratio = proximal if same else proximal + np.log([[1.01, 1.0], [1.01, 1.0], [1.0, 1.0]])
 
@@ -128,17 +128,17 @@ def test_a_mask_reads_the_proximal_policys_ratio_to_the_behaviour_policy(preset,
     assert kept({"name": "off_policy_negatives"}) == [True, True, False]
     assert kept({"name": "tests.algorithms.mine:below_one_and_a_half"}) == [False, True, True]
     algorithm = build_algorithm(preset, WITH_PROXIMAL[preset] | {"mask": {"name": "sequence_band"}})
-    assert algorithm.needs_behaviour_logprobs and algorithm.needs_scoring
+    assert algorithm.needs_behavior_logprobs and algorithm.needs_scoring
 
 
-def test_a_mask_beside_an_interpolated_anchor_reads_the_ratio_of_that_to_the_behaviour_policy():
+def test_a_mask_beside_an_interpolated_anchor_reads_the_ratio_of_that_to_the_behavior_policy():
     log_ratio = np.log([[1.9, 1.9], [1.5, 1.5]])  # half way in logarithms, 1.38 and 1.22
     kept = weights_of("a3po", log_ratio, [-1.0, -1.0], {"mask": {"name": "sequence_band", "low": 0.5, "high": 1.3}})
     np.testing.assert_array_equal(kept != 0, [[False, False], [True, True]])
 
 
-def test_a_ratio_to_the_behaviour_policy_does_not_count_twice():
-    words = "correction = .*effective_size_capped_weights is a ratio to the behaviour policy as well"
+def test_a_ratio_to_the_behavior_policy_does_not_count_twice():
+    words = "correction = .*effective_size_capped_weights is a ratio to the behavior policy as well"
     with pytest.raises(ValueError, match=words):
         build_algorithm("tis", {"weight": {"name": "effective_size_capped"}})
 
@@ -170,21 +170,19 @@ def test_log_ratios_are_bounded_after_a_completions_mean():
 LOSSES = {name: build_algorithm(name, {}) for name in PRESETS}
 
 
-@pytest.mark.parametrize("source", ["policy", "behaviour", "both"])
+@pytest.mark.parametrize("source", ["policy", "behavior", "both"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
     algorithm = LOSSES[name]
     place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)
-    changed = {"policy": ["logprobs"], "behaviour": ["behaviour_logprobs"]}.get(
-        source, ["logprobs", "behaviour_logprobs"]
-    )
+    changed = {"policy": ["logprobs"], "behavior": ["behavior_logprobs"]}.get(source, ["logprobs", "behavior_logprobs"])
     example, without = EXAMPLE, EXAMPLE.completion_mask.copy()
     for field in changed:
         array = getattr(example, field).copy()
         array[place] = -np.inf
         example = example._replace(**{field: array})
     # Where μ is not read, its −inf is nothing.
-    without[place] = changed == ["behaviour_logprobs"] and not algorithm.needs_behaviour_logprobs
+    without[place] = changed == ["behavior_logprobs"] and not algorithm.needs_behavior_logprobs
     (total, count), (gradient, _) = loss_and_gradient(algorithm, example)
     rows = rows_of(algorithm, example)
     clean = EXAMPLE._replace(completion_mask=without)
@@ -224,11 +222,11 @@ def test_a_long_completion_is_not_masked_for_its_length():
 def test_nothing_but_the_policy_carries_gradient(name):
     algorithm, x = build_algorithm(name, {}), jax.tree.map(jnp.asarray, EXAMPLE)
 
-    def coefficients(logprobs, behaviour):
-        rows = rows_of(algorithm, x._replace(logprobs=logprobs, behaviour_logprobs=behaviour))
-        return losses.token_terms(algorithm, logprobs, behaviour, rows, x.completion_mask).coefficients.sum()
+    def coefficients(logprobs, behavior):
+        rows = rows_of(algorithm, x._replace(logprobs=logprobs, behavior_logprobs=behavior))
+        return losses.token_terms(algorithm, logprobs, behavior, rows, x.completion_mask).coefficients.sum()
 
-    gradients = jax.grad(coefficients, argnums=(0, 1))(x.logprobs, x.behaviour_logprobs)
+    gradients = jax.grad(coefficients, argnums=(0, 1))(x.logprobs, x.behavior_logprobs)
     assert all((gradient == 0).all() for gradient in gradients)
 
 
@@ -298,7 +296,7 @@ def test_gspo_token_has_the_gradient_of_its_surrogate():
 
     def surrogate(logprobs):
         lengths = jnp.maximum(x.completion_mask.sum(-1, keepdims=True), 1)
-        difference = jnp.where(x.completion_mask, logprobs - x.behaviour_logprobs, 0)
+        difference = jnp.where(x.completion_mask, logprobs - x.behavior_logprobs, 0)
         whole = jax.lax.stop_gradient(jnp.exp(difference.sum(-1, keepdims=True) / lengths))
         ratio, advantages = whole * jnp.exp(logprobs - jax.lax.stop_gradient(logprobs)), rows.advantages[:, None]
         clipped = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantages)
@@ -337,15 +335,15 @@ def test_a_ratio_or_a_correction_that_nothing_reads_is_refused():
     assert set(CORRECTIONS) - {"none"} <= set(WEIGHTS)
 
 
-def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behaviour_policy():
+def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behavior_policy():
     from recjax.algorithms.regularizers import unbiased_reference_kl_penalty
 
-    behaviour, reference = jnp.array([0.3, 0.6, 0.1]), jax.nn.log_softmax(jnp.array([1.0, 0.2, -0.4]))
+    behavior, reference = jnp.array([0.3, 0.6, 0.1]), jax.nn.log_softmax(jnp.array([1.0, 0.2, -0.4]))
     logits, mask = jnp.array([0.3, -1.0, 0.7]), jnp.ones((1, 3), bool)
 
     def sampled(x):
-        arrays = jax.nn.log_softmax(x)[None], jnp.log(behaviour)[None], reference[None], mask
-        return (behaviour * unbiased_reference_kl_penalty(*arrays, coefficient=1.0)[0]).sum()
+        arrays = jax.nn.log_softmax(x)[None], jnp.log(behavior)[None], reference[None], mask
+        return (behavior * unbiased_reference_kl_penalty(*arrays, coefficient=1.0)[0]).sum()
 
     def kl(x):
         logprobs = jax.nn.log_softmax(x)

@@ -35,12 +35,12 @@ def policy_gradient(coefficients, logits=LOGITS):
 
 
 def loss_gradient(preset, overrides, logits=LOGITS, anchor=LOGITS, weights=None):
-    """Gradient of a preset's summed loss by the policy's logits, `anchor` as the behaviour policy."""
+    """Gradient of a preset's summed loss by the policy's logits, `anchor` as the behavior policy."""
     algorithm = build_algorithm(preset, overrides)
     rows = losses.row_terms(algorithm, REWARDS, ONE_GROUP, jnp.ones(ROWS, bool), jax.random.key(0))
     rows = rows if weights is None else rows._replace(weights=weights)
-    behaviour = token_logprobs(anchor)
-    return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behaviour, rows, MASK)[0])(logits)
+    behavior = token_logprobs(anchor)
+    return jax.grad(lambda x: losses.loss(algorithm, token_logprobs(x), behavior, rows, MASK)[0])(logits)
 
 
 CENTRED = REWARDS - REWARDS.mean()
@@ -100,7 +100,7 @@ def test_4_red_weight_is_weighted_reinforce_and_imitation():
     assert weighted_mean > REWARDS.mean()
 
 
-def test_5_a_lowered_baseline_is_imitation_of_the_behaviour_policy():
+def test_5_a_lowered_baseline_is_imitation_of_the_behavior_policy():
     beta = 0.3
     by_baseline = loss_gradient("reinforce", {**SUM, "advantage": {"name": "asymmetric", "beta": beta}})
     by_term = loss_gradient("asymre", {**SUM, "regularizer": {"beta": beta}})
@@ -110,11 +110,11 @@ def test_5_a_lowered_baseline_is_imitation_of_the_behaviour_policy():
 
 
 def test_5_sampled_imitation_is_forward_kl_when_every_arm_is_drawn_as_often_as_it_should():
-    behaviour, arms = jnp.array([0.3, 0.6, 0.1]), jnp.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 2])
+    behavior, arms = jnp.array([0.3, 0.6, 0.1]), jnp.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 2])
     logits = jnp.array([0.2, -0.5, 0.9])
 
     def forward_kl(x):
-        return (behaviour * (jnp.log(behaviour) - jax.nn.log_softmax(x))).sum()
+        return (behavior * (jnp.log(behavior) - jax.nn.log_softmax(x))).sum()
 
     def sampled(x):
         return -jax.nn.log_softmax(x)[arms].mean()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.algorithms import losses
-from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import (
     ROWS,
@@ -48,7 +48,7 @@ def gradient_by_hand(name, example: Example, kept):
     """d sum / d logprobs and the count, from the paper's table, by loops; the reduction is the token mean."""
     mask, ids = example.completion_mask, example.group_ids
     advantages = group_mean_loop(example.rewards, ids, kept)
-    log_ratio = np.where(mask, example.logprobs.astype(float) - example.behaviour_logprobs, 0)
+    log_ratio = np.where(mask, example.logprobs.astype(float) - example.behavior_logprobs, 0)
     gradient = np.zeros(mask.shape)
     for i, t in np.argwhere(mask & kept[:, None]):
         advantage, ratio = advantages[i], np.exp(log_ratio[i, t])
@@ -69,12 +69,12 @@ def gradient_by_hand(name, example: Example, kept):
 def with_junk(example: Example, junk) -> Example:
     """The example with five junk values where masked: in four token arrays, and in the rewards of empty rows."""
     mask = example.completion_mask
-    logprobs, behaviour, reference, entropy = (
+    logprobs, behavior, reference, entropy = (
         np.where(mask, array, np.float32(value))
         for array, value in zip((*example[:2], *example[5:]), junk[:4], strict=True)
     )
     rewards = np.where(mask.any(-1), example.rewards, np.float32(junk[4]))
-    return Example(logprobs, behaviour, mask, rewards, example.group_ids, reference, entropy)
+    return Example(logprobs, behavior, mask, rewards, example.group_ids, reference, entropy)
 
 
 class LossVariants(chex.TestCase):
@@ -95,10 +95,10 @@ class LossVariants(chex.TestCase):
         (_, count), (gradient, _) = function(*map(jnp.asarray, EXAMPLE))
         mask = EXAMPLE.completion_mask
         kept = mask.any(-1)
-        shift = np.where(mask, EXAMPLE.logprobs.astype(float) - EXAMPLE.behaviour_logprobs, 0).sum(-1)
-        centred = group_mean_loop(EXAMPLE.rewards - shift, EXAMPLE.group_ids, kept)
+        shift = np.where(mask, EXAMPLE.logprobs.astype(float) - EXAMPLE.behavior_logprobs, 0).sum(-1)
+        centered = group_mean_loop(EXAMPLE.rewards - shift, EXAMPLE.group_ids, kept)
         sizes = np.array([max(len(members(EXAMPLE.group_ids, kept, i)), 1) for i in range(ROWS)])
-        np.testing.assert_allclose(gradient, np.where(mask, -2 * (centred / sizes)[:, None], 0), **CLOSE)
+        np.testing.assert_allclose(gradient, np.where(mask, -2 * (centered / sizes)[:, None], 0), **CLOSE)
         assert count == 6
 
 
@@ -170,12 +170,12 @@ def test_vmap_over_batches_equals_a_loop(name):
 @pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_extreme_ratios_stay_finite(name, log_ratio):
-    example = EXAMPLE._replace(logprobs=(EXAMPLE.behaviour_logprobs + log_ratio).astype(np.float32))
+    example = EXAMPLE._replace(logprobs=(EXAMPLE.behavior_logprobs + log_ratio).astype(np.float32))
     chex.assert_tree_all_finite(jitted(FULL[name], example))
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_groups_of_one_move_nothing_but_what_regularises(name):
+def test_groups_of_one_move_nothing_but_what_regularizes(name):
     example = EXAMPLE._replace(group_ids=np.arange(ROWS, dtype=np.int32))
     (value, _), (gradient, _) = jitted(FULL[name], example)
     assert jnp.isfinite(value)
@@ -188,10 +188,10 @@ def test_groups_of_one_move_nothing_but_what_regularises(name):
 def test_one_side_with_importance_weights_is_ppo_clipping():
     algorithm = ALGORITHMS["rec_one_side_is"]
     rows = rows_of(algorithm, EXAMPLE)
-    mask, behaviour = EXAMPLE.completion_mask, EXAMPLE.behaviour_logprobs
+    mask, behavior = EXAMPLE.completion_mask, EXAMPLE.behavior_logprobs
 
     def ppo(logprobs):
-        ratio = jnp.exp(jnp.where(mask, logprobs - behaviour, 0.0))
+        ratio = jnp.exp(jnp.where(mask, logprobs - behavior, 0.0))
         advantages = rows.advantages[:, None]
         return -jnp.where(mask, jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages), 0).sum()
 
@@ -204,12 +204,12 @@ def test_one_side_with_importance_weights_is_ppo_clipping():
 def test_only_the_policy_and_its_entropy_are_differentiated(name):
     x, rows = jax.tree.map(jnp.asarray, EXAMPLE), rows_of(FULL[name], EXAMPLE)
 
-    def total(behaviour, reference, advantages, weights):
+    def total(behavior, reference, advantages, weights):
         constants = rows._replace(advantages=advantages, weights=weights)
         others = dict(reference_logprobs=reference, entropy=x.entropy)
-        return losses.loss(FULL[name], x.logprobs, behaviour, constants, x.completion_mask, **others)[0]
+        return losses.loss(FULL[name], x.logprobs, behavior, constants, x.completion_mask, **others)[0]
 
-    constants = x.behaviour_logprobs, x.reference_logprobs, rows.advantages, rows.weights
+    constants = x.behavior_logprobs, x.reference_logprobs, rows.advantages, rows.weights
     gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*constants)
     chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
 
@@ -246,9 +246,9 @@ def test_nothing_kept_is_zero_over_zero_counts():
 
 
 def test_needs_say_which_inputs_change_the_loss():
-    needs = {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_behaviour_logprobs}
+    needs = {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_behavior_logprobs}
     assert needs == set(PAPER) - {"reinforce", "asymre", "red_drop", "red_weight"}
-    moved = EXAMPLE._replace(behaviour_logprobs=EXAMPLE.behaviour_logprobs + np.float32(0.7))
+    moved = EXAMPLE._replace(behavior_logprobs=EXAMPLE.behavior_logprobs + np.float32(0.7))
     for name, algorithm in ALGORITHMS.items():
         same = np.array_equal(*(jitted(FULL[name], x)[1][0] for x in (EXAMPLE, moved)))
         assert same == (name not in needs), name
@@ -259,10 +259,10 @@ def test_needs_say_which_inputs_change_the_loss():
 @pytest.mark.parametrize(
     ("preset", "overrides", "missing"),
     [
-        ("grpo", {}, "behaviour_logprobs"),
-        ("opmd", {}, "behaviour_logprobs"),
-        ("pairwise_consistency", {}, "behaviour_logprobs"),
-        ("reinforce", {"weight": {"name": "importance"}}, "behaviour_logprobs"),
+        ("grpo", {}, "behavior_logprobs"),
+        ("opmd", {}, "behavior_logprobs"),
+        ("pairwise_consistency", {}, "behavior_logprobs"),
+        ("reinforce", {"weight": {"name": "importance"}}, "behavior_logprobs"),
         ("reinforce", {"reference_kl": {"coefficient": 0.1}}, "reference_logprobs"),
         ("reinforce", {"entropy": {"coefficient": 0.1}}, "entropy"),
     ],
@@ -270,12 +270,12 @@ def test_needs_say_which_inputs_change_the_loss():
 def test_a_missing_input_is_named(preset, overrides, missing):
     algorithm = build_algorithm(preset, overrides)
     mask, logprobs = jnp.asarray(EXAMPLE.completion_mask), jnp.asarray(EXAMPLE.logprobs)
-    inputs = {"behaviour_logprobs": logprobs, "reference_logprobs": logprobs, "entropy": logprobs, missing: None}
+    inputs = {"behavior_logprobs": logprobs, "reference_logprobs": logprobs, "entropy": logprobs, missing: None}
     with pytest.raises(ValueError, match=f"{missing} = None"):
         losses.loss(
             algorithm,
             logprobs,
-            inputs["behaviour_logprobs"],
+            inputs["behavior_logprobs"],
             rows_of(algorithm, EXAMPLE),
             mask,
             reference_logprobs=inputs["reference_logprobs"],
@@ -283,7 +283,7 @@ def test_a_missing_input_is_named(preset, overrides, missing):
         )
 
 
-def test_behaviour_logprobs_may_be_absent_where_nothing_reads_them():
+def test_behavior_logprobs_may_be_absent_where_nothing_reads_them():
     for name in ("reinforce", "asymre", "red_drop", "red_weight"):
         algorithm, rows = ALGORITHMS[name], rows_of(ALGORITHMS[name], EXAMPLE)
         logprobs, mask = jnp.asarray(EXAMPLE.logprobs), jnp.asarray(EXAMPLE.completion_mask)

@@ -21,7 +21,7 @@ def test_a_weight_of_ones_own_is_read_with_its_options():
     gradients = []
     for cap in (2.0, 3):
         algorithm = build_algorithm("reinforce", {"weight": {"name": f"{MINE}:bounded", "cap": cap}})
-        assert algorithm.needs_behaviour_logprobs and not algorithm.needs_scoring
+        assert algorithm.needs_behavior_logprobs and not algorithm.needs_scoring
         gradients.append(np.asarray(loss_and_gradient(algorithm, EXAMPLE)[1][0]))
     assert np.abs(gradients[0] - gradients[1]).max() > 1e-3
     plain = np.asarray(loss_and_gradient(build_algorithm("reinforce", {}), EXAMPLE)[1][0])

@@ -19,7 +19,7 @@ from recjax.algorithms import (
 )
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.axes import ADDED_TERMS, AXES
-from recjax.algorithms.catalogue import PAPER
+from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from tests.algorithms.examples import loss_and_gradient, make_example

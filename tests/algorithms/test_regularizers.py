@@ -15,7 +15,7 @@ from tests.algorithms.examples import make_example
 
 EXAMPLE = make_example()
 MASK = EXAMPLE.completion_mask
-LOG_RATIO = np.where(MASK, EXAMPLE.logprobs - EXAMPLE.behaviour_logprobs, 0).astype(np.float64)
+LOG_RATIO = np.where(MASK, EXAMPLE.logprobs - EXAMPLE.behavior_logprobs, 0).astype(np.float64)
 LENGTHS = np.maximum(MASK.sum(-1, keepdims=True), 1)
 ROW = LOG_RATIO.sum(-1, keepdims=True)
 # name → value of each token, derivative of the batch's sum by the token's log-probability
@@ -37,13 +37,13 @@ class RegularizerVariants(chex.TestCase):
     def test_value_and_gradient(self, name):
         function = getattr(regularizers, name)
 
-        def value_and_gradient(logprobs, behaviour, mask):
+        def value_and_gradient(logprobs, behavior, mask):
             def value(x):
-                return call(function, {"logprobs": x, "behaviour_logprobs": behaviour, "completion_mask": mask})
+                return call(function, {"logprobs": x, "behavior_logprobs": behavior, "completion_mask": mask})
 
             return value(logprobs), jax.grad(lambda x: value(x).sum())(logprobs)
 
-        inputs = junk(EXAMPLE.logprobs), junk(EXAMPLE.behaviour_logprobs, np.inf), jnp.asarray(MASK)
+        inputs = junk(EXAMPLE.logprobs), junk(EXAMPLE.behavior_logprobs, np.inf), jnp.asarray(MASK)
         got = self.variant(value_and_gradient)(*inputs)
         expected = tuple(np.where(MASK, x, 0).astype(np.float32) for x in CASES[name])
         chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
@@ -119,7 +119,7 @@ def test_entropy_bonus():
 def test_negative_strengths_are_refused(name, option):
     with pytest.raises(ValueError, match=f"{option} = -0.1: must be 0 or more"):
         function = functools.partial(getattr(regularizers, name), **{option: -0.1})
-        names = ("logprobs", "behaviour_logprobs", "reference_logprobs")
+        names = ("logprobs", "behavior_logprobs", "reference_logprobs")
         call(function, dict.fromkeys(names, jnp.ones((1, 1))) | {"completion_mask": jnp.ones((1, 1), bool)})
 
 

@@ -43,7 +43,7 @@ def halves(example: Example) -> tuple[Example, np.ndarray]:
 def numbers(algorithm, example: Example, trajectories=None):
     """Loss as (sum, count), its gradient, advantages, and the diagnostics."""
     x = Example(*map(jnp.asarray, example))
-    scored = losses.Scored(x.logprobs, x.entropy, x.behaviour_logprobs) if algorithm.needs_scoring else None
+    scored = losses.Scored(x.logprobs, x.entropy, x.behavior_logprobs) if algorithm.needs_scoring else None
     trajectories = None if trajectories is None else jnp.asarray(trajectories)
     given = {"completion_mask": x.completion_mask, "scored": scored, "trajectories": trajectories}
     compared = x.rewards, x.group_ids, x.completion_mask.any(-1), jax.random.key(0)
@@ -51,10 +51,10 @@ def numbers(algorithm, example: Example, trajectories=None):
 
     def loss(logprobs):
         extras = {"reference_logprobs": x.reference_logprobs, "entropy": x.entropy}
-        return losses.loss(algorithm, logprobs, x.behaviour_logprobs, rows, x.completion_mask, **extras)
+        return losses.loss(algorithm, logprobs, x.behavior_logprobs, rows, x.completion_mask, **extras)
 
     (_, one), gradient = jax.value_and_grad(lambda y: (loss(y)[0], loss(y)), has_aux=True)(x.logprobs)
-    seen = x.logprobs, x.behaviour_logprobs, x.entropy, x.completion_mask
+    seen = x.logprobs, x.behavior_logprobs, x.entropy, x.completion_mask
     return one, gradient, rows, diagnostics.diagnose(algorithm, rows, *seen)
 
 

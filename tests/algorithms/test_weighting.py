@@ -49,7 +49,7 @@ class WeightVariants(chex.TestCase):
     [
         ([0.5, -2.0], 2.5 / np.log(4)),  # 0.5 exp(0.5/τ) = 2 exp(−2/τ)
         ([150.0, -300.0], 450 / np.log(2)),  # exp(150/0.8) overflows float32
-        ([1.0, -1.0], 1000.0),  # group-centred: f > 0 at every τ
+        ([1.0, -1.0], 1000.0),  # group-centered: f > 0 at every τ
         ([0.1, 0.2, -0.3], 1000.0),
         ([2.0, -1.0], 1000.0),  # Σ A > 0
         ([1.0, -1.001], 1000.0),  # the root is above the ceiling
@@ -65,7 +65,7 @@ def test_the_root_or_the_nearer_end(advantages, expected):
     chex.assert_trees_all_close(got, jnp.float32(expected), rtol=1e-4)
 
 
-def test_group_centred_noise_does_not_move_the_answer():
+def test_group_centered_noise_does_not_move_the_answer():
     advantages = jax.random.normal(jax.random.key(0), (64, 8))
     advantages = (advantages - advantages.mean(-1, keepdims=True)).reshape(-1)
     assert weighting.bisected_temperature(advantages, jnp.ones(512, bool), floor=0.8, ceiling=100.0) == 100

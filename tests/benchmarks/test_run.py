@@ -31,7 +31,7 @@ def result(tmp_path_factory) -> dict:
 def test_recjax_alone_fills_the_rows(result):
     rows = {row["phase"]: row for row in result["rows"]}
     expected = {"step", "generate", "grade", "update", "prefill", "decode", "rescore", "checkpoint", "weight_copy"}
-    assert rows.keys() == expected | {"behaviour_logprobs"}
+    assert rows.keys() == expected | {"behavior_logprobs"}
     step = rows["step"]
     assert 0 < step["seconds"]["min"] <= step["seconds"]["median"] <= step["seconds"]["max"] and step["first_seconds"]
     assert step["tokens"] == [64, 64] and len(step["rounds"]) == step["repeats"] == 2

@@ -96,14 +96,14 @@ def test_chunks_of_scores_change_nothing(batch, monkeypatch):
 
 
 def test_both_forms_of_the_loss_have_one_gradient(batch):
-    behaviour = torch.full((8, 8), -4.0)
+    behavior = torch.full((8, 8), -4.0)
     advantage = torch_grpo.advantages(batch["rewards"], 4)
     expected = group_normalized_advantages(jnp.array(batch["rewards"]), jnp.repeat(jnp.arange(2), 4), jnp.ones(8, bool))
     np.testing.assert_allclose(advantage, jax.device_get(expected), rtol=1e-5)
-    logprobs = (behaviour + 3 * batch["noise"]).requires_grad_()
+    logprobs = (behavior + 3 * batch["noise"]).requires_grad_()
     mask = batch["noise"] < 0.1
     gradients = [
-        torch.autograd.grad(loss(logprobs, behaviour, advantage, mask), logprobs)[0]
+        torch.autograd.grad(loss(logprobs, behavior, advantage, mask), logprobs)[0]
         for loss in (torch_grpo.grpo_loss, torch_grpo.weighted_log_likelihood)
     ]
     torch.testing.assert_close(*gradients)

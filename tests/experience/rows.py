@@ -24,7 +24,7 @@ def make_row(number: int, group: int = 0, length: int = 3, **changes) -> Experie
         prompt_tokens=np.arange(1, 3 + group % 3, dtype=np.int32),
         completion_tokens=generator.integers(1, 11, length).astype(np.int32),
         completion_mask=np.ones(length, bool),
-        behaviour_logprobs=-generator.exponential(size=length).astype(np.float32),
+        behavior_logprobs=-generator.exponential(size=length).astype(np.float32),
         reward=float(number % 3),
         reward_parts={"correct": float(number % 2), "format": 0.1},
         accurate=bool(number % 2),

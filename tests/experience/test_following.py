@@ -12,7 +12,7 @@ from recjax.experience import followed, store
 from recjax.experience.feedback import give_rewards
 from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from tests.experience.rows import make_row
@@ -106,7 +106,7 @@ def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
     rows = [
         row(0, 0, prompt_tokens=None, prompt=store.PROMPT_LEFT_OUT),
         row(1, 1, temperature=0.5),
-        row(2, 2, behaviour_logprobs=None),
+        row(2, 2, behavior_logprobs=None),
         row(3, 3, length=11),
         row(4, 4, tokenizer="another"),
         row(5, 5),

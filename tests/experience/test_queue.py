@@ -209,7 +209,7 @@ def test_delays_follow_from_the_seed_and_span_both_ends():
     assert {*reward_delays(9, 10, 10, 1, 0).tolist()} == {10}
 
 
-MASKED, PENALISED = TaskConfig(truncated="mask"), TaskConfig(truncated="penalise", truncated_reward=-0.5)
+MASKED, PENALISED = TaskConfig(truncated="mask"), TaskConfig(truncated="penalize", truncated_reward=-0.5)
 # The rewards of a group, which of its completions were cut, the task, and whether an update learns from the group.
 SIGNALS = [
     ((0.0, 1.0, 1.0), (False, True, True), TaskConfig(), True),

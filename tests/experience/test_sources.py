@@ -14,7 +14,7 @@ from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.rows import group_of, groups_of
 from recjax.experience.sources import check_logprobs, groups_at, load_groups, mixed, with_logprobs
 from recjax.experience.stored_groups import ByPrompt
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
@@ -70,7 +70,7 @@ def test_a_batch_says_what_its_rows_say():
     for place, (group, row) in zip(np.flatnonzero(real), rows, strict=True):
         mask = batch.completion_mask[place]
         assert np.array_equal(batch.completions[place][mask], row.tokens)
-        assert np.array_equal(batch.behaviour_logprobs[place][mask], row.behaviour_logprobs)
+        assert np.array_equal(batch.behavior_logprobs[place][mask], row.behavior_logprobs)
         prompt = place // 6
         assert np.array_equal(batch.prompts[prompt][batch.prompt_mask[prompt]], group.prompt_tokens)
         version = FOREIGN if row.policy_version is None else row.policy_version
@@ -79,7 +79,7 @@ def test_a_batch_says_what_its_rows_say():
         assert {name: values[place] for name, values in batch.reward_parts.items()} == {
             name: np.float32(value) for name, value in row.grade.reward_parts.items()
         }
-    assert pad(RAGGED, shape, logprobs=False).behaviour_logprobs is None
+    assert pad(RAGGED, shape, logprobs=False).behavior_logprobs is None
     assert np.isnan(pad([ungraded(RAGGED[1])], Shape(1, 1, 7, 8)).rewards).all()
 
 
@@ -98,9 +98,9 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_missing_log_probs_are_nan_until_someone_chooses():
-    group = group_of("g", (make_row(0), make_row(1, behaviour_logprobs=None)))
+    group = group_of("g", (make_row(0), make_row(1, behavior_logprobs=None)))
     batch = pad([group], shape_of([group], 1))
-    assert np.isnan(batch.behaviour_logprobs).tolist() == [[False] * 3, [True] * 3]
+    assert np.isnan(batch.behavior_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
 def stored(folder, *rows):
@@ -117,7 +117,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
     algorithm = build_algorithm(preset, {})
     groups = stored(tmp_path, make_row(0), text_row(1, group=1, prompt="12"))
     with pytest.raises(
-        ValueError, match="1 of 2 rows have no behaviour log-probs, the first 'text 1' of source 'other'"
+        ValueError, match="1 of 2 rows have no behavior log-probs, the first 'text 1' of source 'other'"
     ):
         check_logprobs(groups, algorithm, SAMPLING, "error")
     for choice in ("initial", "current"):
@@ -157,7 +157,7 @@ def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
     groups = [
         group._replace(
             completions=tuple(
-                row._replace(behaviour_logprobs=None) if i % 2 else row for i, row in enumerate(group.completions)
+                row._replace(behavior_logprobs=None) if i % 2 else row for i, row in enumerate(group.completions)
             )
         )
         for group in RAGGED
@@ -168,12 +168,12 @@ def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
         (row, old)
         for group, before in zip(filled, groups, strict=True)
         for row, old in zip(group.completions, before.completions, strict=True)
-        if old.behaviour_logprobs is None or not same(row, old)
+        if old.behavior_logprobs is None or not same(row, old)
     ]
     assert [old.id for _, old in lacking] == ["row 1", "row 21", "row 23", "row 31"]
     for row, old in lacking:
-        assert same(row._replace(behaviour_logprobs=None), old)
-        assert row.behaviour_logprobs.shape == row.tokens.shape
+        assert same(row._replace(behavior_logprobs=None), old)
+        assert row.behavior_logprobs.shape == row.tokens.shape
     # The second and the last, one in each of the two batches, without any padding.
     for row, group in ((lacking[1][0], filled[2]), (lacking[3][0], filled[3])):
         prompt, completion = (jnp.array(x)[None] for x in (group.prompt_tokens, row.tokens))
@@ -181,12 +181,12 @@ def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
         arguments = (POLICY.decoder, PARAMS, prompt, ones[0], completion, ones[1])
         logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
         expected, _ = logprobs(*arguments, sampling=SAMPLING, chunk=16)
-        np.testing.assert_allclose(row.behaviour_logprobs, expected[0], atol=1e-5)
+        np.testing.assert_allclose(row.behavior_logprobs, expected[0], atol=1e-5)
     batch = pad(filled[1:], shape_of(filled, 4))
-    assert np.isfinite(batch.behaviour_logprobs).all()
+    assert np.isfinite(batch.behavior_logprobs).all()
 
 
-def test_a_store_becomes_tokenised_groups(tmp_path):
+def test_a_store_becomes_tokenized_groups(tmp_path):
     name = tokenizer_name(TOKENIZER)
     rows = [make_row(i, group=i // 2, tokenizer=name) for i in range(4)]
     asked = [text_row(i, group=2, prompt="12", completion="3", truncated=bool(i)) for i in range(2)]

@@ -27,7 +27,7 @@ ROWS = [
     make_row(0),
     make_row(1, prompt=None, messages=CHAT, policy_version=None, top_k=5, truncated=True),
     make_row(2, reward=None, reward_parts=None, accurate=None),
-    make_row(3, behaviour_logprobs=None, length=1),
+    make_row(3, behavior_logprobs=None, length=1),
     make_row(4, completion_mask=np.array([True, False, True])),
     text_row(5),
 ]
@@ -144,23 +144,23 @@ BAD_ROWS = {
     "token below 0": (dict(completion_tokens=TOKENS - 2), "completion_tokens", "0 or more"),
     "null token": (dict(prompt_tokens=[1, None]), "prompt_tokens", "0 or more"),
     "no tokenizer": (dict(tokenizer=None), "prompt_tokens", "column tokenizer"),
-    "log-probs too long": (dict(behaviour_logprobs=-np.ones(4, np.float32)), "behaviour_logprobs", "as long as"),
+    "log-probs too long": (dict(behavior_logprobs=-np.ones(4, np.float32)), "behavior_logprobs", "as long as"),
     "log-probs alone": (
-        dict(completion_tokens=None, completion_mask=None, behaviour_logprobs=-np.ones(3, np.float32)),
-        "behaviour_logprobs",
+        dict(completion_tokens=None, completion_mask=None, behavior_logprobs=-np.ones(3, np.float32)),
+        "behavior_logprobs",
         "as long as",
     ),
     "positive log-prob": (
-        dict(behaviour_logprobs=np.array([-1, 0.5, -1], np.float32)),
-        "behaviour_logprobs",
+        dict(behavior_logprobs=np.array([-1, 0.5, -1], np.float32)),
+        "behavior_logprobs",
         "at most 0",
     ),
     "infinite log-prob": (
-        dict(behaviour_logprobs=np.array([-1, -np.inf, -1], np.float32)),
-        "behaviour_logprobs",
+        dict(behavior_logprobs=np.array([-1, -np.inf, -1], np.float32)),
+        "behavior_logprobs",
         "finite",
     ),
-    "NaN log-prob": (dict(behaviour_logprobs=np.array([-1, NAN, -1], np.float32)), "behaviour_logprobs", "give null"),
+    "NaN log-prob": (dict(behavior_logprobs=np.array([-1, NAN, -1], np.float32)), "behavior_logprobs", "give null"),
     "NaN reward": (dict(reward=NAN), "reward", "finite"),
     "reward beyond float32": (dict(reward=1e300), "reward", "at most 1e\\+09"),
     "part beyond float32": (dict(reward_parts={"correct": -1e39}), "reward_parts", "at most 1e\\+09"),
@@ -194,8 +194,8 @@ def test_a_bad_row_is_refused_on_append_and_on_read(tmp_path, name, monkeypatch)
 
 def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(tmp_path):
     mask, logprobs = np.array([True, False, True]), np.array([-1, np.nan, -1], np.float32)
-    store.append(tmp_path, [make_row(0, completion_mask=mask, behaviour_logprobs=logprobs)])
-    assert np.isnan(store.read(tmp_path)[0].behaviour_logprobs[1])
+    store.append(tmp_path, [make_row(0, completion_mask=mask, behavior_logprobs=logprobs)])
+    assert np.isnan(store.read(tmp_path)[0].behavior_logprobs[1])
 
 
 def test_ids_are_unique_in_a_store_and_groups_go_on(tmp_path):

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import logging
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from recjax.experience.sources import groups_at, load_groups, with_initial_logpr
 from recjax.experience.store import Experience
 from recjax.experience.stored import load_stored
 from recjax.experience.stored_groups import ByPrompt
-from recjax.experience.tokenise import tokenised, tokenizer_name
+from recjax.experience.tokenize import tokenized, tokenizer_name
 from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups
 from tests.experience.rows import make_row, text_row
@@ -68,7 +67,7 @@ def in_parts(folder, rows, parts=4):
 
 def reference(folder):
     """The groups of a store, all of it read at once."""
-    return groups_of(tokenised(store.read(folder), POLICY))
+    return groups_of(tokenized(store.read(folder), POLICY))
 
 
 def equal(ours, theirs):
@@ -153,7 +152,6 @@ def test_a_trajectory_that_lost_its_first_row_is_refused(place, tmp_path):
 
 @pytest.mark.parametrize("place", ["file"], indirect=True)
 def test_a_store_is_prepared_once_for_each_of_its_states(place, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     folder, write, calls = tmp_path / "store", prepared._write, []
     monkeypatch.setattr(prepared, "_write", lambda *given: calls.append(1) or write(*given))
 

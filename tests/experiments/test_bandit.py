@@ -18,7 +18,7 @@ REWARDS = np.array([0.0, 0.8, 1.0])
 KEPT = 1 - 1 / 8  # the share of r − r̄ that is left when r̄ is a mean over eight, the arm itself among them
 METHODS = {method.label: method for method in bandit.METHODS}
 PAPER, UNIFORM, NEAR, REFRESHED, ON_POLICY = range(5)
-FIXED = [np.array(bandit.BEHAVIOURS[i].initial) for i in (PAPER, UNIFORM, NEAR)]
+FIXED = [np.array(bandit.BEHAVIORS[i].initial) for i in (PAPER, UNIFORM, NEAR)]
 POOR = np.array([0.7, 0.2, 0.1])  # most groups have more negatives than positives
 NARROW = [label for label in METHODS if "(0.2, 0.2" in label]
 SAMPLED = "REC-OneSide-NoIS (0.6, 2.0)"
@@ -38,10 +38,10 @@ def end(results, label, number):
     return results[label][number, 0, -1].astype(float)
 
 
-def expected_force(behaviour, weight=np.ones_like, shift=0.0, drop=False):
+def expected_force(behavior, weight=np.ones_like, shift=0.0, drop=False):
     """E Σ_i (w_i A_i + shift) by arm, over E of the number of kept rows: sums over all 3^8 ordered groups."""
     arms = np.array(list(itertools.product(range(3), repeat=8)))
-    probabilities = behaviour[arms].prod(1, keepdims=True)
+    probabilities = behavior[arms].prod(1, keepdims=True)
     counts = np.stack([(arms == arm).sum(1) for arm in range(3)], axis=1).astype(float)
     means = counts @ REWARDS[:, None] / 8
     negative, positive = REWARDS < means - 1e-9, REWARDS > means + 1e-9
@@ -56,10 +56,10 @@ def expected_force(behaviour, weight=np.ones_like, shift=0.0, drop=False):
     return forces.sum(0) / (probabilities * counts).sum()
 
 
-def exact_update(label, behaviour, logits):
+def exact_update(label, behavior, logits):
     """Minus the gradient that an exact run takes."""
     loss = bandit.batch_loss(build_algorithm(METHODS[label].preset, METHODS[label].overrides))
-    logprobs = jnp.log(jnp.asarray(behaviour, jnp.float32))
+    logprobs = jnp.log(jnp.asarray(behavior, jnp.float32))
     return -jax.grad(loss)(jnp.asarray(logits, jnp.float32), logprobs, bandit.group_probabilities(logprobs))
 
 
@@ -72,16 +72,16 @@ FORCES = {
 }
 
 
-@pytest.mark.parametrize("behaviour", [*FIXED, POOR], ids=str)
+@pytest.mark.parametrize("behavior", [*FIXED, POOR], ids=str)
 @pytest.mark.parametrize("label", FORCES)
-def test_exact_update_is_the_sum_over_all_ordered_groups(label, behaviour):
-    force = expected_force(behaviour, **FORCES[label])
+def test_exact_update_is_the_sum_over_all_ordered_groups(label, behavior):
+    force = expected_force(behavior, **FORCES[label])
     if label == "REINFORCE":
-        np.testing.assert_allclose(force, KEPT * behaviour * (REWARDS - behaviour @ REWARDS), atol=1e-12)
-    for logits in (np.log(behaviour), np.array([3.0, -1.0, 0.5])):
+        np.testing.assert_allclose(force, KEPT * behavior * (REWARDS - behavior @ REWARDS), atol=1e-12)
+    for logits in (np.log(behavior), np.array([3.0, -1.0, 0.5])):
         policy = np.exp(logits) / np.exp(logits).sum()
         expected = force - policy * force.sum()
-        np.testing.assert_allclose(exact_update(label, behaviour, logits), expected, rtol=1e-4, atol=2e-6)
+        np.testing.assert_allclose(exact_update(label, behavior, logits), expected, rtol=1e-4, atol=2e-6)
 
 
 @every_method
@@ -90,25 +90,25 @@ def test_a_batch_is_its_counts_of_groups(label):
     method, size = METHODS[label], bandit.GROUPS_PER_STEP * 8
     algorithm = build_algorithm(method.preset, method.overrides)
     arms = np.random.default_rng(0).choice(3, (bandit.GROUPS_PER_STEP, 8), p=POOR)
-    shuffled, logits, behaviour = arms.ravel(), jnp.array([0.2, -0.4, 0.9]), jnp.log(jnp.asarray(POOR, jnp.float32))
+    shuffled, logits, behavior = arms.ravel(), jnp.array([0.2, -0.4, 0.9]), jnp.log(jnp.asarray(POOR, jnp.float32))
     group_ids = jnp.repeat(jnp.arange(bandit.GROUPS_PER_STEP), 8)
     rewards = jnp.asarray(REWARDS[shuffled], jnp.float32)
     rows = losses.row_terms(algorithm, rewards, group_ids, jnp.ones(size, bool), jax.random.key(3))
 
     def plain(logits):
         logprobs = jax.nn.log_softmax(logits)[shuffled][:, None]
-        total, count = losses.loss(algorithm, logprobs, behaviour[shuffled][:, None], rows, jnp.ones((size, 1), bool))
+        total, count = losses.loss(algorithm, logprobs, behavior[shuffled][:, None], rows, jnp.ones((size, 1), bool))
         return total / count
 
     counts = jnp.array([np.sum(np.all(np.sort(arms) == group, axis=1)) for group in bandit.GROUPS], jnp.float32)
-    counted = jax.grad(bandit.batch_loss(algorithm))(logits, behaviour, counts)
+    counted = jax.grad(bandit.batch_loss(algorithm))(logits, behavior, counts)
     np.testing.assert_allclose(counted, jax.grad(plain)(logits), rtol=1e-4, atol=1e-6)
 
 
 def test_sampled_updates_are_exact_on_average():
     seeds = 2000
     after = bandit.paths(METHODS["REINFORCE"], 0.2, 1, seeds)[1][:, :, -1]
-    change = np.log(after / np.array([x.initial for x in bandit.BEHAVIOURS])[:, None])
+    change = np.log(after / np.array([x.initial for x in bandit.BEHAVIORS])[:, None])
     error = change[:, 1:].std(1) / np.sqrt(seeds)
     assert np.all(error < 0.03 * np.abs(change[:, 0]).max())  # the average says something
     assert np.all(np.abs(change[:, 1:].mean(1) - change[:, 0]) < 4 * error)
@@ -134,20 +134,20 @@ def test_consistency_ends_at_the_surrogates_optimum(results, tau, number):
 
 @every_fixed_policy
 def test_opmd_ends_where_its_pull_balances_the_gradient(results, number):
-    behaviour, policy = FIXED[number], end(results, "OPMD, τ = 0.1", number)
-    force = behaviour * (KEPT * (REWARDS - behaviour @ REWARDS) - 0.1 * np.log(policy / behaviour))
+    behavior, policy = FIXED[number], end(results, "OPMD, τ = 0.1", number)
+    force = behavior * (KEPT * (REWARDS - behavior @ REWARDS) - 0.1 * np.log(policy / behavior))
     np.testing.assert_allclose(force, policy * force.sum(), atol=1e-5)
-    assert not np.allclose(policy, behaviour, atol=0.05)
+    assert not np.allclose(policy, behavior, atol=0.05)
 
 
 @every_fixed_policy
 @pytest.mark.parametrize("label", NARROW)
 def test_clipping_stops_at_its_range(results, label, number):
     """Arms that are better than the average stop at 1.2 times their share."""
-    behaviour = FIXED[number]
-    better = REWARDS > behaviour @ REWARDS
+    behavior = FIXED[number]
+    better = REWARDS > behavior @ REWARDS
     assert better[2] and better[1] == (number != NEAR)
-    np.testing.assert_allclose(end(results, label, number)[better], 1.2 * behaviour[better], atol=5e-3)
+    np.testing.assert_allclose(end(results, label, number)[better], 1.2 * behavior[better], atol=5e-3)
 
 
 @every_fixed_policy
@@ -182,7 +182,7 @@ def numbers(rows, columns):
 @pytest.mark.filterwarnings("ignore:(Mean of empty slice|invalid value|Degrees of freedom):RuntimeWarning")
 def test_committed_table_is_what_a_run_gives(results):
     table, again = read_table(), list(bandit.table_rows(results))
-    assert [(row["behaviour"], row["method"]) for row in table] == [(row["behaviour"], row["method"]) for row in again]
+    assert [(row["behavior"], row["method"]) for row in table] == [(row["behavior"], row["method"]) for row in again]
     np.testing.assert_allclose(numbers(table, bandit.EXACT), numbers(again, bandit.EXACT), atol=5e-3)
     committed, made = ([row for row in rows if row["method"] == SAMPLED] for rows in (table, again))
     columns = [*bandit.SAMPLED, "sampled_reward_std"]

@@ -75,8 +75,8 @@ FAULTS = {
     "rounds-version-off-by-one": Fault(
         "the sampler's weights are labeled one optimizer step newer than they are",
         "recjax/training/rounds.py",
-        "_replace(behaviour_params=None, version=step - 1)",
-        "_replace(behaviour_params=None, version=step)",
+        "_replace(behavior_params=None, version=step - 1)",
+        "_replace(behavior_params=None, version=step)",
         (f"{_LOOP}::test_at_staleness_zero_the_ratio_is_one",),
     ),
     "rounds-sampler-not-frozen": Fault(
@@ -84,7 +84,7 @@ FAULTS = {
         "recjax/training/rounds.py",
         "schedule.is_sync(step + 1, run.config.regime)",
         "schedule.is_sync(step, run.config.regime)",
-        (f"{_LOOP}::test_behaviour_weights_are_a_copy_of_their_own",),
+        (f"{_LOOP}::test_behavior_weights_are_a_copy_of_their_own",),
     ),
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
@@ -155,7 +155,7 @@ FAULTS = {
     "checkpoint-drops-sampler": Fault(
         "a checkpoint lacks the sampler's own copy of the weights",
         "recjax/training/checkpoint.py",
-        "if state.behaviour_params is not None:",
+        "if state.behavior_params is not None:",
         "if False:",
         (f"{_RESUME}[interval]",),
     ),

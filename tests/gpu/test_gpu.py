@@ -45,7 +45,7 @@ def params():
 def batch():
     """16 completions of up to 400 tokens, of a vocabulary's first tokens."""
     made = make_batch(prompts=4, group=4, time=400)
-    return made._replace(behaviour_logprobs=np.full(made.completions.shape, -9.0, np.float32))
+    return made._replace(behavior_logprobs=np.full(made.completions.shape, -9.0, np.float32))
 
 
 def update_options(dtype, kernel, chunk=256):

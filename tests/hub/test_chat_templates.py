@@ -251,7 +251,7 @@ def test_a_system_prompt_reaches_the_text_or_is_refused(chat):
             render_chat(tokenizer, [SYSTEM, *CHAT])
 
 
-def favouring(vocab_size, tokens):
+def favoring(vocab_size, tokens):
     """A policy that draws each of the tokens with the same probability and no other."""
     config = DecoderConfig(vocab_size, 8, 8, 1, 2, 2, 4, tie_embeddings=False)
     leaves = {path: np.zeros(leaf.shape, np.float32) for path, leaf in flatten(abstract_params(config)).items()}
@@ -268,7 +268,7 @@ def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_paddin
     stop_ids = stop_token_ids(tokenizer, folder=folder)
     assert {*stop_ids} == {*family.listed, tokenizer.eos_token_id, family.special.index(family.end)}
     said = tokenizer.convert_tokens_to_ids(["a", "b"])
-    decoder, params = favouring(len(tokenizer), [*stop_ids, *said])
+    decoder, params = favoring(len(tokenizer), [*stop_ids, *said])
     prompts = encode_problems([Problem(CHAT, "4"), Problem(CHAT[:1], "2")], tokenizer, None)
     for row, text in enumerate(prompts.texts):
         assert tokenizer.decode(prompts.tokens[row][prompts.mask[row]]) == text, "an end of turn inside is no padding"
@@ -295,7 +295,7 @@ def test_an_imported_chat_is_what_the_template_would_write(chat, tmp_path):
     rows.append({"prompt": "1+1?", "completion": "2", "reward": 1})
     (tmp_path / "eot.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     import_files([tmp_path / "eot.jsonl"], tmp_path / "store", Columns())
-    policy = Policy(favouring(len(tokenizer), [0])[0], tokenizer, stop_token_ids(tokenizer, folder=folder))
+    policy = Policy(favoring(len(tokenizer), [0])[0], tokenizer, stop_token_ids(tokenizer, folder=folder))
     table = prepared_rows(tmp_path / "store", policy).at(np.arange(3))
     prompts, completions = table["prompt_tokens"].to_pylist(), table["completion_tokens"].to_pylist()
     end, two = family.special.index(family.end), tokenizer.encode("2", add_special_tokens=False)

@@ -51,7 +51,7 @@ def llama_cpp_order(weights, heads):
     return weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
 
 
-def write_gguf(file, weights, quantisation="F32", **changes):
+def write_gguf(file, weights, quantization="F32", **changes):
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     fields = {"architecture": "llama", "pre": "smollm", "freq_base": 700.0, "rope_dimensions": HEAD_DIM} | changes
@@ -77,7 +77,7 @@ def write_gguf(file, weights, quantisation="F32", **changes):
         writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    kind = gguf.GGMLQuantizationType[quantisation]
+    kind = gguf.GGMLQuantizationType[quantization]
     stored = {}
     for name, values in weights.items():
         type_ = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
@@ -94,9 +94,9 @@ def write_gguf(file, weights, quantisation="F32", **changes):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_weights_come_back_in_hugging_face_order(tmp_path, quantisation, tied):
-    stored = write_gguf(tmp_path / "tiny.gguf", hugging_face_weights(tied), quantisation)
+@pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_1"])
+def test_weights_come_back_in_hugging_face_order(tmp_path, quantization, tied):
+    stored = write_gguf(tmp_path / "tiny.gguf", hugging_face_weights(tied), quantization)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
     converted = load_file(tmp_path / "model" / "model.safetensors")
     assert converted.keys() == stored.keys()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from recjax.experience.tokenise import tokenised
+from recjax.experience.tokenize import tokenized
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import (
@@ -211,7 +211,7 @@ def test_completions_of_a_store_go_on_where_their_prompts_end():
         messages = [{"role": "user", "content": "x="}]
         rows = [text_row(0, prompt="x=", completion=text) for text in ("42", " 42")]
         rows += [text_row(0, prompt=None, messages=messages, completion="42")]
-        pieces = [tokenizer.convert_ids_to_tokens(row.completion_tokens) for row in tokenised(rows, policy)]
+        pieces = [tokenizer.convert_ids_to_tokens(row.completion_tokens) for row in tokenized(rows, policy)]
         assert pieces == [["42", "</s>"], ["▁42", "</s>"], [first, "</s>"]]
 
 

@@ -1,4 +1,4 @@
-"""The decoder against transformers' Llama, and its own promises: masks, contexts, rematerialisation."""
+"""The decoder against transformers' Llama, and its own promises: masks, contexts, rematerialization."""
 
 import dataclasses
 import functools

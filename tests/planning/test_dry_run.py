@@ -117,8 +117,8 @@ def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     found, size = memory(result), sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
     assert found["trained parameters"] == found["sampler's copy"] == size
     assert found.get("frozen parameters", 0) == sum(x.nbytes for x in jax.tree.leaves(frozen))
-    assert found["optimiser's state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(moments))
-    assert 0 <= found["optimiser's state"] - 2 * size <= 8
+    assert found["optimizer's state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(moments))
+    assert 0 <= found["optimizer's state"] - 2 * size <= 8
     assert result.prompt_tokens == run.train.tokens.shape[1]
     assert "sampler's copy" not in memory(dry_run(tiny(*options, "regime.sync_interval=1")))
     kl = ("model.dtype=bfloat16", "evaluation.initial_kl=true")
@@ -235,7 +235,7 @@ def test_compact_words(staleness, words):
 def test_checkpoints_hold_the_queue_too(tiny):
     plain, ahead = dry_run(tiny()), dry_run(tiny("regime.sync_offset=3"))
     found = memory(plain)
-    assert plain.checkpoint_bytes == found["trained parameters"] + found["optimiser's state"]
+    assert plain.checkpoint_bytes == found["trained parameters"] + found["optimizer's state"]
     assert dry_run(tiny("regime.sync_interval=2")).checkpoint_bytes == (
         plain.checkpoint_bytes + found["trained parameters"]
     )

@@ -56,7 +56,7 @@ def sample(
         max_tokens: limit on a completion's length, end-of-sequence token included.
         sampling: the distribution; what is stored is the log-probability under it.
         stop_ids: tokens that end a completion; the one sampled is part of it.
-    Reference: arXiv 2509.24203 §2 (behaviour policy μ).
+    Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
     batch = prompts.shape[0] * group_size
     config = decoder.config

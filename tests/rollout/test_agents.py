@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 import time
 import weakref
 from concurrent.futures import Future
@@ -161,7 +160,7 @@ def same(ours, theirs, tolerance=0.0):
     for one, other in zip(ours, theirs, strict=True):
         for row, its in zip((one, *one.further), (other, *other.further), strict=True):
             np.testing.assert_array_equal(row.tokens, its.tokens)
-            np.testing.assert_allclose(row.behaviour_logprobs, its.behaviour_logprobs, rtol=0, atol=tolerance)
+            np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, rtol=0, atol=tolerance)
 
 
 def test_nothing_holds_a_batchs_engine_any_more(made, monkeypatch):
@@ -194,7 +193,7 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
         assert (one.id, one.text, one.truncated) == (expected.id, expected.text, expected.truncated)
         assert (one.policy_version, one.mask.all(), one.further) == (3, True, ())
         np.testing.assert_array_equal(one.tokens, expected.tokens)
-        np.testing.assert_allclose(one.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
     digits = [sum(character.isdigit() for character in one.text) / 3 for one in completions_of(groups)]
     np.testing.assert_allclose([grade.reward for grade in grades], digits, atol=1e-6)
     assert all(grade.reward_parts["turns"] == grade.reward_parts["rows"] == 1 for grade in grades)
@@ -216,7 +215,7 @@ def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
     assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
     for layout in ((None, count), (packed, None)):
         logprobs, _ = scored(policy.decoder, params, put_rows(batch), *layout, Sampling(), 64)
-        np.testing.assert_allclose(on_host(logprobs)[mask], batch.behaviour_logprobs[mask], atol=1e-5)
+        np.testing.assert_allclose(on_host(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-5)
 
 
 scored = jax.jit(batch_logprobs, static_argnums=(0, 4, 5, 6))
@@ -385,7 +384,6 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
 
 @pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
 def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     asked = [
         Problem("1+2=", "3", columns={"do": what}) for what in ["nonsense", *["raise"] * bad, *["fine"] * (5 - bad)]
     ]
@@ -497,7 +495,7 @@ def test_environments_are_closed_whatever_comes_of_them(made):
 
 
 @pytest.mark.parametrize("does", ["fine", "break at the end", "end later"])
-def test_an_environment_is_closed_when_its_agent_is_cancelled(does):
+def test_an_environment_is_closed_when_its_agent_is_canceled(does):
     async def main():
         waits = asyncio.Event()
 

@@ -215,7 +215,7 @@ def test_a_policy_with_slots_samples_the_same():
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one.completions, other.completions, strict=True):
             np.testing.assert_array_equal(mine.tokens, theirs.tokens)
-            np.testing.assert_allclose(mine.behaviour_logprobs, theirs.behaviour_logprobs, atol=1e-5)
+            np.testing.assert_allclose(mine.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
             assert (mine.id, mine.text, mine.policy_version) == (theirs.id, theirs.text, 3)
 
 

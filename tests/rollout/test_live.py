@@ -133,7 +133,7 @@ def test_who_follows_sees_each_round_and_at_last_the_completion():
         assert sampled.truncated, "it has not ended"
 
 
-def test_a_cancelled_request_frees_its_slot_and_its_place_in_line():
+def test_a_canceled_request_frees_its_slot_and_its_place_in_line():
     async def main():
         made = Engine(Decoder(CONFIG), (), slots=2, prefix_time=8)
         made.replace_weights(PARAMS, version=3)

@@ -53,7 +53,7 @@ def test_a_row_grows_and_its_tokens_are_those_that_were_sampled():
     (row,) = made.rows
     assert whole(row) == [C, A, B, EOS, D, DOT, C]
     assert row.mask.tolist() == [True, True, True, False, False, True]
-    assert row.behaviour_logprobs.tolist() == [-1, -1, -1, 0, 0, -2]
+    assert row.behavior_logprobs.tolist() == [-1, -1, -1, 0, 0, -2]
     assert made.oldest_version == 2 and not made.truncated
 
 
@@ -111,7 +111,7 @@ def test_every_turn_is_in_one_row_behind_its_prompt(steps):
         ]
         start = [len(prompt) - len(row.prompt_tokens) for row in holding]
         assert any(
-            np.array_equal(row.behaviour_logprobs[at : at + len(sampled.tokens)], sampled.logprobs)
+            np.array_equal(row.behavior_logprobs[at : at + len(sampled.tokens)], sampled.logprobs)
             and row.mask[at : at + len(sampled.tokens)].all()
             for row, at in zip(holding, start, strict=True)
         )
@@ -188,7 +188,7 @@ def test_trajectories_as_a_batch_by_a_loop():
             first = int(batch.trajectories[place])
             assert batch.trajectories[first] == first and first // 4 == place // 4  # in one micro-batch
             found.setdefault(first, []).append((ids, mask, batch.rewards[place], batch.group_ids[place]))
-            logprobs = batch.behaviour_logprobs[place]
+            logprobs = batch.behavior_logprobs[place]
             assert ((logprobs < 0) == batch.completion_mask[place]).all()
         else:
             assert batch.trajectories[place] == place and batch.group_ids[place] == 2

@@ -161,7 +161,7 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_folder)
-    questions = ["What is the capital of France?", "Name three colours.", "Write a line about the sea."]
+    questions = ["What is the capital of France?", "Name three colors.", "Write a line about the sea."]
     with running("--model", smollm2_folder, "--record", tmp_path) as client:
         for question in questions:
             messages = [{"role": "user", "content": question}]
@@ -184,13 +184,13 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
     groups = load_groups(tmp_path, policy)
     assert version == 2 and len(groups) == 8 and {one.source for one in groups[0].completions} == {"tiny"}
     unknown = [
-        group._replace(completions=tuple(one._replace(behaviour_logprobs=None) for one in group.completions))
+        group._replace(completions=tuple(one._replace(behavior_logprobs=None) for one in group.completions))
         for group in groups
     ]
     shape, sampling = shape_of(groups, 4), config.rollout.sampling()
     for ours, theirs in zip(groups, with_logprobs(unknown, shape, policy, params, sampling, 64), strict=True):
         for sent, known in zip(ours.completions, theirs.completions, strict=True):
-            np.testing.assert_allclose(sent.behaviour_logprobs, known.behaviour_logprobs, atol=1e-4)
+            np.testing.assert_allclose(sent.behavior_logprobs, known.behavior_logprobs, atol=1e-4)
 
 
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):

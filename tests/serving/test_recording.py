@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.experience import store
 from recjax.experience.feedback import give_rewards
 from recjax.experience.sources import load_groups
-from recjax.experience.tokenise import tokenised
+from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
@@ -52,7 +52,7 @@ def test_rows_say_what_was_served(tmp_path):
         assert (row.prompt, row.group_id) == (["ab", "c"][place], f"{text['id']}/prompt{place}")
         assert row.prompt_tokens.tolist() == choice["prompt_token_ids"]
         assert row.completion_tokens.tolist() == choice["token_ids"] and row.completion_mask.all()
-        np.testing.assert_array_equal(row.behaviour_logprobs, np.float32(choice["token_logprobs"]))
+        np.testing.assert_array_equal(row.behavior_logprobs, np.float32(choice["token_logprobs"]))
         assert (row.temperature, row.top_k, row.top_p, row.min_p) == (0.5, 0, 0.9, 0.1)
         assert (row.policy_version, row.source) == (3, "tiny")
         assert row.completion == choice["text"] and row.truncated == (choice["finish_reason"] == "length")
@@ -376,7 +376,7 @@ def test_prompts_can_be_left_out(tmp_path):
     assert all(row.prompt == store.PROMPT_LEFT_OUT and row.prompt_tokens is None for row in rows) and len(rows) == 2
     assert rows[1].completion_tokens.tolist() == [*first, *more] and rows[1].completion_mask.all()
     with pytest.raises(ValueError, match="its prompt was not recorded, so it cannot be trained on"):
-        tokenised(rows, POLICY)
+        tokenized(rows, POLICY)
 
 
 def test_nothing_is_recorded_where_that_is_off():

@@ -35,7 +35,7 @@ NUMBERS = [
     ("rounded", "0.33", r"\frac{1}{3}", 0, "too coarse to be the third"),
     ("six_digits", "0.333333", r"\frac{1}{3}", 1, "equal to the six decimals that are compared"),
     ("nearly", "4.999", "5", 0, "not equal to six decimals"),
-    ("large_neighbour", "100000001", "100000000", 0, "integers are compared whole"),
+    ("large_neighbor", "100000001", "100000000", 0, "integers are compared whole"),
     ("thirty_digits", "1" * 30, "1" * 30, 1, "integers of any length"),
     ("thirty_digits_off", "1" * 29 + "2", "1" * 30, 0, "the last digit counts"),
     ("scientific", r"3\times 10^5", "300000", 1, "scientific notation"),
@@ -161,7 +161,7 @@ EXPRESSIONS = [
     ("root", r"5\sqrt{2}", r"\sqrt{50}", 1, "the simplified root"),
     ("root_unicode", "√2", r"\sqrt{2}", 1, "one character"),
     ("root_rounded", "1.414", r"\sqrt{2}", 0, "too coarse"),
-    ("rationalised", r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt2}", 1, "equal in value"),
+    ("rationalized", r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt2}", 1, "equal in value"),
     ("pi", "6π", r"6\pi", 1, "one character"),
     ("pi_rounded", "18.85", r"6\pi", 0, "too coarse"),
     ("imaginary", "1+2*i", "1+2i", 1, "the imaginary unit however multiplied"),
@@ -214,7 +214,7 @@ BOXES = [
     ("null_character", "\\boxed{5\0}", "6", 0, "another number"),
     ("code", r"\boxed{__import__('os').getpid()}", "5", 0, "nothing is run"),
     ("chain_gold", r"\boxed{x=2+3=5}", "5", 0, "a working is no answer"),
-    ("colour", r"\boxed{\color{red}5}", "5", 1, "a matter of type"),
+    ("color", r"\boxed{\color{red}5}", "5", 1, "a matter of type"),
     ("huge", r"\boxed{" + "9" * 6000 + "}", "5", 0, "another number, however long"),
 ]
 # Of these, `math` wants a number where the true answer is one; `guru_math` symbolic equality.

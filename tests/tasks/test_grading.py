@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import logging
 import os
 import signal
 import subprocess
@@ -343,7 +342,6 @@ def fails_on_b(prompts, completions, answers):
 
 def test_an_async_reward_is_asked_again_and_has_its_time(monkeypatch, caplog):
     monkeypatch.setattr(own_rewards, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     asked = []
 
     async def judge(prompts, completions, answers):
@@ -395,7 +393,7 @@ def leaves_on_b(prompts, completions, answers):
     return [1.0 if text == "a" else sys.exit() for text in completions]
 
 
-async def cancelled(prompts, completions, answers):
+async def canceled(prompts, completions, answers):
     raise asyncio.CancelledError
 
 
@@ -416,7 +414,7 @@ def nan_part(prompts, completions, answers):
         (whole_and_huge, "must return numbers"),
         (leaves, r"failed with SystemExit: 0\n.* in leaves: "),
         (leaves_on_b, r"failed with SystemExit: \n.* in leaves_on_b: "),
-        (cancelled, "failed with CancelledError"),
+        (canceled, "failed with CancelledError"),
         (nan_part, "part 'style', returned inf for completion 'b'"),
     ],
 )

@@ -31,7 +31,7 @@ class CountingLearner(Learner):
         return run._replace(frozen={}), TrainState(params, ())
 
     def sampler_params(self, run, state, copy=False):
-        return state.trained.params if state.behaviour_params is None else state.behaviour_params
+        return state.trained.params if state.behavior_params is None else state.behavior_params
 
     def packed(self, run, batch, micro_batches):
         return None

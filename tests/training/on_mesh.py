@@ -62,7 +62,7 @@ def batch_of(generator: np.random.Generator) -> Batch:
         prompt_mask=np.arange(5) < generator.integers(1, 6, (PROMPTS, 1)),
         completions=generator.integers(0, 13, (rows, TIME)).astype(np.int32),
         completion_mask=np.arange(TIME) < generator.integers(1, TIME + 1, (rows, 1)),
-        behaviour_logprobs=generator.normal(-2.5, 0.3, (rows, TIME)).astype(np.float32),
+        behavior_logprobs=generator.normal(-2.5, 0.3, (rows, TIME)).astype(np.float32),
         rewards=generator.integers(0, 4, rows).astype(np.float32),
         group_ids=np.repeat(np.arange(PROMPTS, dtype=np.int32), GROUP),
         policy_version=np.zeros(rows, np.int32),

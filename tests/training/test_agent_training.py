@@ -124,8 +124,8 @@ def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch):
             "algorithm.advantage = 'turn_returns': is of the turns of agents",
         ),
         (
-            [*ONE, "algorithm.advantage={name: turn_returns}", "task.truncated=penalise"],
-            "task.truncated = 'penalise': replaces rewards of whole trajectories",
+            [*ONE, "algorithm.advantage={name: turn_returns}", "task.truncated=penalize"],
+            "task.truncated = 'penalize': replaces rewards of whole trajectories",
         ),
         (["task.agent=alone", *AGENT[:1]], "task.agent = 'alone': takes module:function, tools or environment"),
         (["task.agent=tools", *AGENT[:1]], "needs the functions that the model may call"),

@@ -125,7 +125,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
             assert one.version_runs == ((3, 17), (5, 16), (9, 7)) and one.policy_version == 3
             versions = np.repeat(*np.array(one.version_runs).T)
             found = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, versions)
-            np.testing.assert_allclose(one.behaviour_logprobs, found, atol=1e-5)
+            np.testing.assert_allclose(one.behavior_logprobs, found, atol=1e-5)
             alone = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, np.full(40, 3))
             assert np.abs(alone - found)[17:].max() > 0.01
     assert token_staleness(groups, 11) == (7 * 17 + 5 * 16 + 1 * 7) / 40

@@ -129,18 +129,18 @@ def test_tokens_of_probability_zero_end_the_run_or_are_counted(tiny, monkeypatch
     config, update = tiny("run", *ALONE, f"training.impossible_tokens={how}"), learner.update
 
     def with_impossible(state, frozen, initial, batch, *args, **options):
-        logprobs = np.array(batch.behaviour_logprobs)
+        logprobs = np.array(batch.behavior_logprobs)
         logprobs[1, 0] = -np.inf
-        return update(state, frozen, initial, batch._replace(behaviour_logprobs=logprobs), *args, **options)
+        return update(state, frozen, initial, batch._replace(behavior_logprobs=logprobs), *args, **options)
 
     monkeypatch.setattr(learner, "update", with_impossible)
     if how == "error":
-        words = r"step 1: impossible_tokens/behaviour = 1\. .*step 0 in .*training.impossible_tokens=drop leaves"
+        words = r"step 1: impossible_tokens/behavior = 1\. .*step 0 in .*training.impossible_tokens=drop leaves"
         with pytest.raises(FloatingPointError, match=words):
             train(config)
         return
     for row in train(config)[1:]:
-        assert row["impossible_tokens/behaviour"] == 1 and row["impossible_tokens/policy"] == 0
+        assert row["impossible_tokens/behavior"] == 1 and row["impossible_tokens/policy"] == 0
         assert all(np.isfinite(value) for value in row.values() if isinstance(value, float))
 
 

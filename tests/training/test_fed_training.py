@@ -25,7 +25,7 @@ def expert(tmp_path_factory):
     config = load_config(folder / "tiny.yaml", [f"output={folder}"])
     generate(config, folder / "drawn", 16, None, None, "initial")
     kept = [row for place, row in enumerate(store.read(folder / "drawn")) if place % 4 < 3]  # of each group of four
-    none = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     store.append(folder / "store", [row._replace(source="expert", reward=1.0, **none) for row in kept])
     return folder / "store"
 

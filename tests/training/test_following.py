@@ -81,7 +81,6 @@ def test_it_trains_on_what_comes_once_also_when_killed(tiny, sampled, tmp_path, 
 def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_path, caplog, monkeypatch):
     import logging
 
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     caplog.set_level(logging.INFO)
     folder = tmp_path / "live"
     store.append(folder, batch(sampled, 0))
@@ -124,7 +123,7 @@ def test_sessions_of_several_rows_and_texts_of_others_are_trained_on(tiny, sampl
         row._replace(id=f"{row.id}+1", completion_mask=np.arange(len(row.completion_tokens)) != 1) for row in sessions
     ]
     none = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
-    unknown = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    unknown = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     texts = [row._replace(**none, **unknown) for row in rows[8:]]
     folder = tmp_path / "live"
     store.append(folder, [row for pair in zip(sessions, further, strict=True) for row in pair])

@@ -274,7 +274,7 @@ def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     assert load_config(output / "config.yaml") == config
 
 
-def test_behaviour_weights_are_a_copy_of_their_own(tiny):
+def test_behavior_weights_are_a_copy_of_their_own(tiny):
     rows = train(tiny("run", "regime.sync_interval=4"))[1:]
     ratios = [abs(row["ratio/max"] - 1) for row in rows]
     assert ratios[0] < 1e-5 and ratios[4] < 1e-5  # fresh weights

@@ -118,12 +118,12 @@ def test_a_teacher_and_what_reads_it_go_together(tiny):
         tiny("run", "algorithm.distillation.coefficient=0.1")
 
 
-def test_a_run_normalises_the_parts_of_its_reward(tiny):
+def test_a_run_normalizes_the_parts_of_its_reward(tiny):
     options = ["training.steps=2", "algorithm.preset=gdpo", "task.reward=tests.training.test_objectives:two_parts"]
     rows = train(tiny("run", *options, "task.reward_weights={letters: -0.5}"))[1:]
     assert all(abs(row["advantage/mean_square"] - 1) < 1e-3 for row in rows)  # whitened over the batch
-    with pytest.raises(ValueError, match="task.truncated = 'penalise': replaces rewards"):
-        tiny("refused", *options, "task.truncated=penalise")
+    with pytest.raises(ValueError, match="task.truncated = 'penalize': replaces rewards"):
+        tiny("refused", *options, "task.truncated=penalize")
 
 
 @pytest.mark.parametrize("options", [["regime.sync_interval=3"], ["regime.sync_offset=2"]])
@@ -180,7 +180,7 @@ def test_refill_has_a_limit_and_is_not_beside_replay(tiny):
         tiny("refused", "experience.refill={}", "regime.mode=async", "regime.max_staleness=1")
 
 
-def test_long_completions_are_penalised_softly(tiny):
+def test_long_completions_are_penalized_softly(tiny):
     np.testing.assert_allclose(overlong_penalty(np.array([1, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
     options = ["training.steps=2", "task.overlong_tokens=2", "task.reward_weights={overlong: 0.5}"]
     for row in train(tiny("run", *options))[1:]:

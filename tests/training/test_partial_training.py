@@ -43,7 +43,7 @@ def test_kill_and_resume_equals_straight_through(tiny, monkeypatch):
         assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
 
 
-def test_adapters_learn_beside_a_base_that_stays_and_the_optimiser_holds_them_alone(tiny):
+def test_adapters_learn_beside_a_base_that_stays_and_the_optimizer_holds_them_alone(tiny):
     config = tiny("lora", LORA, "algorithm.reference_kl={coefficient: 0.1}", "evaluation.initial_kl=true")
     rows = train(config)
     leaves = saved(config)
@@ -82,9 +82,9 @@ def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_
     # to 8 bits.
     assert 0 < max(abs(np.log(first[f"ratio/{name}"])) for name in ("q01", "q99", "max")) < 0.1
     with ocp.CheckpointManager(f"{config.output}/checkpoints") as manager:
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(), behaviour_params=ocp.args.StandardRestore())
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(), behavior_params=ocp.args.StandardRestore())
         restored = manager.restore(manager.latest_step(), args=items)
-    for path, leaf in flatten(restored["behaviour_params"]).items():
+    for path, leaf in flatten(restored["behavior_params"]).items():
         assert leaf.dtype == ("float32" if path.endswith("/scale") else "bfloat16"), path
     assert {leaf.dtype for path, leaf in flatten(restored["state"]).items() if leaf.ndim} == {np.dtype("float32")}
 
@@ -93,7 +93,7 @@ def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_
 def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, interval, step, kept):
     config = tiny("copy", f"regime.sync_interval={interval}", f"training.steps={step}")
     train(config)
-    assert Path(f"{config.output}/checkpoints/{step}/behaviour_params").exists() == kept
+    assert Path(f"{config.output}/checkpoints/{step}/behavior_params").exists() == kept
 
 
 @pytest.mark.parametrize(

@@ -74,19 +74,19 @@ def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny
     assert without_times(train(config)) == without_times(straight)
 
 
-def test_truncated_completions_are_trained_on_masked_or_penalised(tiny):
+def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):
     options = ["training.steps=2", "evaluation.every=0"]
     runs = {
         "train": train(tiny("train", *options)),
         "mask": train(tiny("mask", *options, "task.truncated=mask")),
-        "penalise": train(tiny("penalise", *options, "task.truncated=penalise", "task.truncated_reward=-1")),
+        "penalize": train(tiny("penalize", *options, "task.truncated=penalize", "task.truncated_reward=-1")),
     }
     first = {name: rows[1] for name, rows in runs.items()}
     assert 0 < first["train"]["truncated"] < 1, "some of each kind, or there is nothing to see"
     for name in ("reward/score", "accuracy", "completion_length", "truncated"):
         assert len({row[name] for row in first.values()}) == 1, f"{name} is of what was drawn"
     assert len({row["gradient_norm"] for row in first.values()}) == 3
-    assert first["mask"]["reward"] == first["train"]["reward"] > first["penalise"]["reward"]
+    assert first["mask"]["reward"] == first["train"]["reward"] > first["penalize"]["reward"]
 
 
 def test_masked_rows_are_as_if_never_drawn():
@@ -101,10 +101,10 @@ def test_masked_rows_are_as_if_never_drawn():
     assert not np.isclose(step(untouched)[1]["loss"], metrics["loss"])
 
 
-def test_penalised_rows_get_the_reward_and_lose_their_own():
+def test_penalized_rows_get_the_reward_and_lose_their_own():
     batch = make_batch()
     batch = batch._replace(truncated=batch.rewards == 2)
-    learned = to_learn_from(batch, TaskConfig(truncated="penalise", truncated_reward=-0.5))
+    learned = to_learn_from(batch, TaskConfig(truncated="penalize", truncated_reward=-0.5))
     np.testing.assert_array_equal(learned.rewards, np.where(batch.truncated, np.float32(-0.5), batch.rewards))
     assert learned.rewards.dtype == np.float32 and learned.completion_mask is batch.completion_mask
 

@@ -1,7 +1,6 @@
 """Training from a store alone: what an offline run would learn, whoever wrote it, and nothing that nobody chose."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
 from recjax.experience.rows import group_of
 from recjax.experience.stored import load_stored
-from recjax.experience.tokenise import tokenizer_name
+from recjax.experience.tokenize import tokenizer_name
 from recjax.generate_experience import generate
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -50,7 +49,7 @@ def drawn(tmp_path_factory):
 def bare(rows):
     """The rows as another program's: texts, rewards and groups."""
     tokens = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
-    drawn_by = dict(behaviour_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
+    drawn_by = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     said = [row for row in rows if row.completion or not row.truncated]
     return [row._replace(**tokens, **drawn_by, accurate=None, source="other") for row in said]
 
@@ -158,7 +157,7 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     config = tiny("run", *options, "training.steps=3", "evaluation.every=0")
     rows = train(config)
     assert all(row["gradient_norm"] > 0 for row in rows[1:])
-    for name in ("ratio/q01", "behaviour_kl/k3", "effective_sample_size", "clip_fraction/all", "staleness"):
+    for name in ("ratio/q01", "behavior_kl/k3", "effective_sample_size", "clip_fraction/all", "staleness"):
         assert name not in rows[1]
     assert (Path(config.output) / "figures" / "training.png").is_file()
     # Groups are ragged; means are of the rows that are there.
@@ -197,7 +196,6 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
 
 
 def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     rows = [
         {"prompt": f"{a}+1=", "completion": str(a), "reward": reward, "model": model}
         for model, most in (("one", 1), ("two", 2))
@@ -244,9 +242,9 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     some = [*rows[:12], *pending[12:]]
     few = r"there are 3 groups with all their rewards \(25 wait for some\), fewer than the 4 that each batch takes"
     refused(few, of=some)
-    lacking = "rows have no behaviour log-probs, the first .* of source 'other'; say in experience.missing_logprobs"
+    lacking = "rows have no behavior log-probs, the first .* of source 'other'; say in experience.missing_logprobs"
     refused(lacking, f"experience.store={texts}")
-    unneeded = "experience.missing_logprobs = 'unneeded', but this algorithm reads behaviour log-probs"
+    unneeded = "experience.missing_logprobs = 'unneeded', but this algorithm reads behavior log-probs"
     refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")

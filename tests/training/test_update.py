@@ -30,7 +30,7 @@ def make_batch(seed=0, prompts=4, group=3, time=5):
         prompt_mask=np.arange(4) < generator.integers(1, 5, prompts)[:, None],
         completions=generator.integers(0, 11, (rows, time)).astype(np.int32),
         completion_mask=np.arange(time) < lengths[:, None],
-        behaviour_logprobs=generator.normal(-2.4, 0.5, (rows, time)).astype(np.float32),
+        behavior_logprobs=generator.normal(-2.4, 0.5, (rows, time)).astype(np.float32),
         rewards=generator.integers(0, 3, rows).astype(np.float32),
         group_ids=np.repeat(np.arange(prompts, dtype=np.int32), group),
         policy_version=np.zeros(rows, np.int32),
@@ -58,7 +58,7 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
 
 
 KL_AND_ENTROPY = {"reference_kl": {"coefficient": 0.1, "estimator": "k3"}, "entropy": {"coefficient": 0.01}}
-# One of each kind (weights by ratio, a regulariser, weights by advantage, random drops, pairs of completions) and every
+# One of each kind (weights by ratio, a regularizer, weights by advantage, random drops, pairs of completions) and every
 # reduction once; both terms that are added to a loss, where the kind and the reduction leave room for another fault.
 CASES = {
     "grpo": {"reduction": {"name": "token_mean"}, **KL_AND_ENTROPY},
@@ -84,7 +84,7 @@ def test_padding_changes_nothing():
         prompt_mask=np.pad(batch.prompt_mask, ((0, 0), (0, 2))),
         completions=np.pad(batch.completions, ((0, 0), (0, 3)), **junk),
         completion_mask=np.pad(batch.completion_mask, ((0, 0), (0, 3))),
-        behaviour_logprobs=np.pad(batch.behaviour_logprobs, ((0, 0), (0, 3)), constant_values=np.inf),
+        behavior_logprobs=np.pad(batch.behavior_logprobs, ((0, 0), (0, 3)), constant_values=np.inf),
     )
     chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
 

@@ -20,7 +20,7 @@ from pebble import ProcessPool
 from recjax.streams import outlast_readers
 
 _WORKER_MEMORY_BYTES = 4 * 2**30
-_END_SECONDS = 1.0  # time that cancelled coroutines have to end
+_END_SECONDS = 1.0  # time that canceled coroutines have to end
 _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
 
@@ -124,7 +124,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def cancel() -> None:
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
-                task._log_destroy_pending = False  # some tasks do not end when cancelled
+                task._log_destroy_pending = False  # some tasks do not end when canceled
                 task.cancel()
             await asyncio.wait(others, timeout=_END_SECONDS)
 

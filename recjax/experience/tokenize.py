@@ -19,7 +19,7 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
+def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
     """Adds tokens of the policy's vocabulary to all rows; existing tokens stay unchanged.
 
     Prompts are tokenized exactly as for sampling: chats with the model's template, plain text with one
