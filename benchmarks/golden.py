@@ -35,7 +35,13 @@ BASE = "74abc26"
 # Names that have changed since BASE. A checkout whose docs/configuration.md lacks the new key gets the old one.
 OLDER_KEYS: dict[str, str] = {}  # new key: old key
 RENAMED_METRICS: dict[str, str | None] = {}  # old metric: new metric, or None where the metric no longer exists
-ADDED_METRICS: set[str] = set()  # metrics that older commits do not write
+# Metrics that older commits do not write.
+ADDED_METRICS = {
+    f"impossible_tokens/{policy}" for policy in ("policy", "behavior", "reference", "teacher", "proximal", "anchor")
+}
+
+# Metrics that are float32 and were Python floats, with the largest difference that rounding makes.
+ROUNDED = {"learning_rate": 1e-7}
 
 # Metrics of the clock.
 NOT_COMPARED = {"wall_seconds", "tokens_per_second", "generators/waited_seconds", "follow/waited_seconds"}
@@ -213,7 +219,7 @@ def largest_difference(there: Sequence[dict], here: Sequence[dict]) -> tuple[flo
     Returns:
         The difference, and the step and metric of it; 0 and an empty text if there is none.
     """
-    there = [{RENAMED_METRICS.get(name, name): value for name, value in row.items()} for row in there]
+    there = [{RENAMED_METRICS.get(name, american(name)): value for name, value in row.items()} for row in there]
     steps = [[row["step"] for row in rows] for rows in (there, here)]
     if steps[0] != steps[1]:
         return math.inf, f"steps {steps[0]} there, {steps[1]} here"
@@ -226,9 +232,15 @@ def largest_difference(there: Sequence[dict], here: Sequence[dict]) -> tuple[flo
                 apart, values = math.inf, f"only {'here' if name in found else 'there'}"
             else:
                 apart, values = _apart(expected[name], found[name]), f"{expected[name]} there, {found[name]} here"
+                apart = 0.0 if apart <= ROUNDED.get(name, 0.0) else apart
             if apart > worst:
                 worst, where = apart, f"step {found['step']} {name}: {values}"
     return worst, where
+
+
+def american(name: str) -> str:
+    """A metric's name in US spelling, which older commits do not use."""
+    return name.replace("behaviour", "behavior")
 
 
 def _apart(expected: Any, found: Any) -> float:

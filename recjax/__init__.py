@@ -2,7 +2,7 @@
 
 import os
 
-# transformers serves tokenizers and model configs here; without this it reports at every start that torch is missing.
+# Without this, transformers reports at every start that torch is missing; recjax needs only its tokenizers and configs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 __version__ = "0.1.0"

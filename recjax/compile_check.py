@@ -1,9 +1,9 @@
-"""Compiles a run's sampling and update ahead of time, and says whether they fit: before a device is rented.
+"""Compiles a run's sampling and update ahead of time, to tell if they fit a device before you rent it.
 
     python -m recjax.compile_check --config FILE --topology v5e:4x4 [key=value ...]
 
-Nothing runs, and no weights are read: the model's config.json is enough. Neither a TPU nor a GPU is needed; their
-compilers come with pip install -e ".[tpu]" and ".[cuda]". `--topology host` compiles for this machine's own GPUs or CPU
+The check runs no program and reads no weights, only the model's config.json. It needs no TPU or GPU; install their
+compilers with pip install -e ".[tpu]" and ".[cuda]". `--topology host` compiles for this machine's own GPUs or CPU
 devices. The exit status is 0 if both programs fit, 1 if not, and 2 for an invalid config or topology. If a program does
 not fit, it is compiled again with changes of the config, the cheapest first, until one fits or `--tries` changes have
 been tried.
@@ -34,7 +34,7 @@ FLAGS = flags.FLAGS
 
 
 class Checked(NamedTuple):
-    """A plan, its programs compiled, and the bytes of a device that each needs with all that lies beside it."""
+    """A plan, its compiled programs, and each program's peak bytes on a device, including all resident data."""
 
     plan: Plan
     programs: dict[str, Program]
@@ -49,20 +49,22 @@ class Checked(NamedTuple):
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the flags, compiles, prints."""
+    """Reads the flags, compiles the programs and prints the result."""
     if FLAGS.topology != "host":
-        jax.config.update("jax_platforms", "cpu")  # an accelerator of this machine stays free for other programs
-        # What was compiled for devices that are not here cannot be read back.
+        jax.config.update("jax_platforms", "cpu")  # leaves this machine's accelerator to other programs
+        # JAX cannot load cached programs of devices that this machine lacks.
         jax.config.update("jax_enable_compilation_cache", False)
     sys.exit(check(FLAGS.config, FLAGS.topology, argv[1:], FLAGS.memory, FLAGS.tries))
 
 
 def check(path: str, topology: str, overrides: list[str], memory: float | None = None, tries: int = 6) -> int:
-    """The exit status of a check: 0 fits, 1 does not fit, 2 invalid config or topology; the reasons are printed.
+    """Runs the check, prints the reasons and returns the exit status.
+
+    The status is 0 if the programs fit, 1 if not, and 2 for an invalid config or topology.
 
     Args:
-        memory: GiB of a device that may be used; None: all that the topology's devices have.
-        tries: changes of the config that are compiled at most, if it does not fit.
+        memory: usable GiB of a device; None: all memory of the topology's devices.
+        tries: largest number of config changes to compile if the programs do not fit.
     """
     console = plain_console(soft_wrap=True, highlight=False)
     try:
@@ -91,7 +93,7 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
 
 
 def compile_all(console: Console, planned: Plan, known: dict[str, Program]) -> Checked:
-    """Compiles the programs that are not among the known ones."""
+    """Compiles all programs of the plan that are not in `known`."""
     programs = dict(known)
     for name in PROGRAMS:
         if name not in programs:
@@ -104,7 +106,7 @@ def compile_all(console: Console, planned: Plan, known: dict[str, Program]) -> C
 
 @contextlib.contextmanager
 def _progress(console: Console, what: str) -> Iterator[None]:
-    """Shows that a compilation is under way and for how long."""
+    """Shows a spinner with the elapsed time during a compilation."""
     if not console.is_terminal:
         console.print(f"{what} …")
         yield
@@ -115,15 +117,15 @@ def _progress(console: Console, what: str) -> Iterator[None]:
 
 
 def fitting_change(console: Console, path: str, overrides: list[str], checked: Checked, tries: int) -> Change | None:
-    """The cheapest change that was compiled and fits; None if none of those tried does."""
+    """The cheapest config change that compiles and fits; None if no tried change fits."""
     for change in changes(checked.plan, checked.too_large):
         try:
             planned = plan(load_config(path, [*overrides, *change.overrides]), checked.plan.target)
         except ValueError:
-            continue  # a change that the config or the model does not allow
+            continue  # the config or the model does not allow this change
         lasting = bytes_on_device(planned.held | planned.sampler) + planned.sampling_plan.moved + _cache(planned)
         if lasting > planned.target.memory:
-            continue  # what is always held, and what sampling needs beside it, are too much already
+            continue  # the resident data, and sampling's weights and cache, exceed the memory
         if tries == 0:
             return None
         tries -= 1
@@ -138,7 +140,7 @@ def fitting_change(console: Console, path: str, overrides: list[str], checked: C
 
 
 def show_plan(console: Console, planned: Plan) -> None:
-    """Prints what is compiled, and for what."""
+    """Prints the model's size, the devices and the sampling plan."""
     model, target = planned.model, planned.target
     console.print(
         f"{count(model.trained) + count(model.frozen):,} parameters, of which trained {count(model.trained):,};"
@@ -156,7 +158,7 @@ def _axes(mesh: Mesh) -> str:
 
 
 def show_memory(console: Console, checked: Checked) -> None:
-    """Prints what each program needs of a device, and what for."""
+    """Prints each program's memory on a device, by purpose, and its costs."""
     planned, programs = checked.plan, checked.programs
     table = Table("on each device", *PROGRAMS, title="GiB, and costs of a step")
     for name, tree in planned.held.items():
@@ -189,7 +191,7 @@ def _gib(size: int) -> str:
 
 
 def show_collectives(console: Console, checked: Checked) -> None:
-    """Prints how often devices exchange something in a step, and how much each of them sends."""
+    """Prints the number of collectives in a step, and the GiB that each device sends."""
     table = Table("program", "collective", "times", "GiB sent", title="collectives of a step, on each device")
     for name, program in checked.programs.items():
         for kind, traffic in program.collectives.items():
@@ -199,7 +201,7 @@ def show_collectives(console: Console, checked: Checked) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run.", required=True)
     flags.DEFINE_string(
         "topology", None, "host, a TPU slice such as v5e:4x4, or GPUs such as h100-80:8.", required=True

@@ -1,4 +1,4 @@
-"""What a command shows while it works: the package's own messages, and bars of progress."""
+"""Console output of commands: log messages, errors and progress bars."""
 
 import contextlib
 import errno
@@ -20,21 +20,21 @@ from tqdm import tqdm
 from recjax.streams import outlast_readers
 
 logger = logging.getLogger(__name__)
-flags.disclaim_key_flags()  # those that are defined here belong to the command that asks for them, and to its --help
+flags.disclaim_key_flags()  # these flags belong to the command that defines them, also in --help
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room on the disk, in a user's share of it, or in a file
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota exceeded, file too large
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-_LEAST_BAR = 10  # characters of a bar that fields leave to it
-_LONGEST = 10  # characters of a bar's first words, so that 80 columns have room for two fields
-LINE_SECONDS = 10.0  # between two lines of a bar that is not shown on a terminal
+_LEAST_BAR = 10  # characters of a bar that its fields must leave free
+_LONGEST = 10  # characters of a bar's description, so that 80 columns have room for two fields
+LINE_SECONDS = 10.0  # between two lines of a bar without a terminal
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """A command's main whose user errors are one line and status 1; Ctrl-C is 130.
+    """Decorates a command's main: a user error prints one line and exits with status 1, Ctrl-C exits with status 130.
 
-    User errors are ValueErrors, and files and folders that cannot be read or written.
+    User errors are ValueErrors, and OSErrors for files and folders that cannot be read or written.
 
-    With --verbosity=1 the line stands below the traceback.
+    With --verbosity=1 the traceback precedes the line.
     """
 
     @functools.wraps(main)
@@ -59,32 +59,32 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 
 def define_process_flags() -> None:
-    """The flags by which several processes that get the same command find each other; see docs/devices.md."""
+    """Defines the flags with which several processes of one command find each other; see docs/devices.md."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes work together.")
     flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
     flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 
 
 def plain_console(**options: Any) -> "rich.console.Console":
-    """A console of rich that prints text as it is: brackets are no markup, and `:name:` is no emoji.
+    """A rich console that prints text verbatim, without markup in brackets and without `:name:` emoji.
 
     Args:
-        options: of rich's Console.
+        options: arguments of rich's Console.
     """
-    from rich.console import Console  # not at the top: graders' processes import this file, and print no tables
+    from rich.console import Console  # not at module level: grader processes import this file and need no tables
 
     return Console(markup=False, emoji=False, **options)
 
 
 def _end(message: str) -> NoReturn:
-    """Ends the command with status 1; the message is the last that it says, whatever threads of libraries still do."""
+    """Ends the command with status 1; disables logging, so no library thread writes after the message."""
     logging.getLogger("recjax").debug("", exc_info=True)
     logging.disable()
     sys.exit(f"error: {message}")
 
 
 def _unraisable(raised: "sys.UnraisableHookArgs") -> None:
-    """The hook of errors that Python cannot raise: one in a thread of a library's C++ code is shown at DEBUG alone."""
+    """Hook for errors that Python cannot raise; logs an error in a library's thread only at DEBUG level."""
     if threading.current_thread() is threading.main_thread():
         sys.__unraisablehook__(raised)
     else:
@@ -94,21 +94,21 @@ def _unraisable(raised: "sys.UnraisableHookArgs") -> None:
 def configure_logging() -> None:
     """Shows the package's messages as plain lines on standard error.
 
-    Of libraries it lets warnings through, or what --verbosity asks for: 0 is INFO, 1 is DEBUG.
+    Libraries show only warnings, unless --verbosity sets another level: 0 is INFO, 1 is DEBUG.
     """
     if not flags.FLAGS["verbosity"].present:
         absl.logging.set_verbosity(absl.logging.WARNING)
     package = logging.getLogger("recjax")
     package.handlers[:] = [_OwnMessages()]
     package.setLevel(min(logging.INFO, logging.getLogger().level))
-    package.propagate = False  # absl's handler would show them a second time, with its prefix
+    package.propagate = False  # absl's handler would print each message again, with its prefix
     sys.unraisablehook = _unraisable
     outlast_readers()
-    sys.stdout.reconfigure(line_buffering=True)  # in a log file it keeps its place among the lines of standard error
+    sys.stdout.reconfigure(line_buffering=True)  # keeps the order of standard output and standard error in a log file
 
 
 class _OwnMessages(logging.Handler):
-    """Writes each message above the bar of a terminal; what is above INFO begins with its level."""
+    """Writes messages above the progress bar of a terminal; messages above INFO begin with their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one message."""
@@ -118,11 +118,11 @@ class _OwnMessages(logging.Handler):
 
 @contextlib.contextmanager
 def under_way(what: str, shown: bool = True) -> Iterator[None]:
-    """Says what goes on, for work that shows nothing else meanwhile, and how long it took where that was seconds.
+    """Logs the start of work that has no progress bar, and its duration if it takes a second or more.
 
     Args:
-        what: such as "evaluating the initial policy: 64 problems".
-        shown: False says nothing.
+        what: description of the work, such as "evaluating the initial policy: 64 problems".
+        shown: flag; False disables the messages.
     """
     started = time.monotonic()
     if shown:
@@ -133,14 +133,14 @@ def under_way(what: str, shown: bool = True) -> Iterator[None]:
 
 
 def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, shown: bool = True) -> tqdm:
-    """A bar on standard error; where that is no terminal, a line about every ten seconds and one at the end.
+    """A progress bar on standard error; without a terminal, a line about every ten seconds and one at the end.
 
     Args:
-        description: what goes on, as the bar's first words.
-        total: of how many units.
-        initial: units that are done already.
-        unit: what is counted, in the singular.
-        shown: False for a bar that takes everything and shows nothing.
+        description: first words of the bar.
+        total: number of units.
+        initial: number of units already done.
+        unit: name of a unit, in the singular.
+        shown: flag; False hides the bar.
     """
     state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
     lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
@@ -152,22 +152,22 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
 
 
 class _Bar(tqdm):
-    """A bar on a terminal, with as many fields as leave it some room.
+    """A bar on a terminal, which drops fields that leave it no room.
 
-    The time left is an estimate from the second unit on, as the first one compiles.
+    The estimate of the remaining time ignores the first unit, because that one includes compilation.
     """
 
-    _began: tuple[int, float] | None = None  # units, and the time, when the first one was done
+    _began: tuple[int, float] | None = None  # units done and the time, after the first update
 
     def update(self, n: int = 1) -> bool | None:
-        """Counts n units."""
+        """Adds n units."""
         if not self.disable:
             self._began = self._began or (self.n + n, self._time())
         return super().update(n)
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What the bar's format is filled in with."""
+        """Values for the bar's format: tqdm's, with our rate and only the fields that fit."""
         found = super().format_dict
         units, since = self._began or (self.n, self._time())
         found["rate"] = (self.n - units) / max(self._time() - since, 1e-9)
@@ -180,13 +180,13 @@ class _Bar(tqdm):
 
 
 class _Lines(io.TextIOBase):
-    """A file for tqdm that makes a line of each state of a bar, which tqdm would write over the one before."""
+    """A file for tqdm that prints each state of a bar on its own line; tqdm would overwrite the previous state."""
 
     _last = ""
 
     def write(self, text: str) -> None:
-        """Writes a state to standard error, without what tqdm adds to overwrite it or to end it."""
+        """Writes a state to standard error, without tqdm's carriage returns and line ends."""
         state = text.strip()
-        if state and state != self._last:  # the end of a bar may be its last step, which has its line
+        if state and state != self._last:  # the final state may equal the last step, which already has a line
             print(state, file=sys.stderr, flush=True)
             self._last = state

@@ -2,11 +2,11 @@
 
     python -m recjax.evaluate --config FILE [checkpoint=…] [key=value …] [--output FOLDER]
 
-checkpoint is a training run's folder (its newest checkpoint), one of its checkpoints (runs/NAME/checkpoints/80), or a
-Hugging Face folder or hub name. Without it, or as `base`, the model that the config starts from is evaluated. Questions
-and settings come from the config: task, evaluation, and of rollout max_completion_tokens, stop and prompts_per_step,
-which is how many problems are sampled at a time. The same command goes on with an evaluation that was stopped. Several
-processes evaluate together if each gets the same command; see docs/devices.md.
+checkpoint is a training run's folder (its newest checkpoint), a single checkpoint (runs/NAME/checkpoints/80), or a
+Hugging Face folder or hub name. Without it, or with `base`, the command evaluates the config's initial model. The
+config has the questions and settings: task, evaluation, rollout.max_completion_tokens, rollout.stop and
+rollout.prompts_per_step (number of problems sampled at a time). The same command resumes an interrupted evaluation.
+Several processes evaluate together if each gets the same command; see docs/devices.md.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ FLAGS = flags.FLAGS
 
 @command
 def main(argv: list[str]) -> None:
-    """Evaluates, writes the folder, prints the numbers."""
+    """Evaluates the policy, writes the folder and prints the numbers."""
     prepare_host_memory()
     keep_compiled_programs()
     checkpoint, overrides = split_arguments(argv[1:])
@@ -61,10 +61,10 @@ def main(argv: list[str]) -> None:
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The checkpoint, if one is named, and the overrides of the config.
+    """Splits arguments into the checkpoint, if any, and the config overrides.
 
     Raises:
-        ValueError: several checkpoints, or the folder of a training run.
+        ValueError: there are several checkpoints, or an `output=` override.
     """
     checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]
@@ -76,16 +76,16 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tuple[Path, dict[str, Any]]:
-    """Samples, measures and writes; returns the folder and what its results.json holds, in the first process.
+    """Samples completions and writes the results; returns the folder and, in the first process, results.json's content.
 
-    The random numbers are those of a run's first evaluation whatever the checkpoint is: two policies are compared on
-    the same problems with the same noise, and the same weights from two places give the same numbers.
+    Every checkpoint uses the random numbers of a run's first evaluation. Two policies therefore get the same problems
+    and noise, and equal weights from two places give equal numbers.
 
     Args:
-        checkpoint: as `recjax.training.trained.subject` takes it.
-        output: the folder; None: one under runs/evaluations with the names of model and task.
+        checkpoint: name of the checkpoint; see `recjax.training.trained.subject`.
+        output: folder to write; None: a folder in runs/evaluations with the names of model and task.
     Raises:
-        ValueError: bad data, no such checkpoint, or a folder that holds something else.
+        ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
     task, evaluated, label = load_task(config), subject(checkpoint, config), task_label(config.task)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
@@ -112,26 +112,26 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
 
 
 def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
-    """The date that the prompts of an evaluation which is resumed got at its first start; None: they have it already.
+    """The date in the prompts of an interrupted evaluation; None if the prompts of the resumed one need no change.
 
-    A run's prompts have the run's date, and those of the config may have one that is set.
+    The prompts of a run keep that run's date, and a config may set a date.
     """
     ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
     if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
         return None
-    theirs = (yaml.safe_load(stored.read_text(encoding="utf-8")) or {}).get(CHAT_DATE)
+    theirs = (read_yaml_file(stored) or {}).get(CHAT_DATE)
     return theirs if theirs != ours else None
 
 
 def task_label(task: TaskConfig) -> str:
-    """The task's name, with the generator or file that it names."""
+    """A name for the task, its file's name or its generator's name."""
     if task.file:
         return Path(task.file.evaluation or task.file.train).stem
     return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
 
 
 def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
-    """Everything that the samples depend on; weights by what they are and not by where they are kept."""
+    """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = (
         "prompts_per_step",
         "max_prompt_tokens",
@@ -142,7 +142,7 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
     )
     cuts = ("top_k", "top_p", *(["min_p"] if config.evaluation.min_p else []))
     evaluation = ("problems", "samples", "temperature", *cuts)
-    # Evaluations of one turn are what they were before there were agents.
+    # Without an agent, its keys stay out, so that folders of older versions still match.
     agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
     unread = () if config.task.agent else agent
     given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
@@ -159,10 +159,10 @@ def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, decides: dict[str, Any]) -> None:
-    """Makes the folder with its config.yaml, or finds it as an earlier start of the same evaluation left it.
+    """Creates the folder with its config.yaml, or checks that an existing folder holds the same evaluation.
 
     Raises:
-        ValueError: it holds another evaluation, or something that is none.
+        ValueError: the folder holds another evaluation or other files.
     """
     with writing(folder):
         stored = folder / "config.yaml"
@@ -184,7 +184,7 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
 
 
 def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
-    """Samples what is missing, a file a round, and puts all rounds together as samples.parquet."""
+    """Samples the missing rounds, one file per round, and merges all rounds into samples.parquet."""
     size, count = config.rollout.prompts_per_step, len(prompts.texts)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
     begin = hosts.least(next((first for first, file in files.items() if not file.is_file()), count))
@@ -218,16 +218,16 @@ def _read(file: Path) -> pd.DataFrame:
 
 
 def _write_whole(rows: pd.DataFrame, file: Path) -> None:
-    """The file appears whole or not at all."""
+    """Writes a Parquet file, which appears complete or not at all."""
     partial = file.with_suffix(".partial")
     rows.to_parquet(partial, index=False, compression="zstd")
     os.replace(partial, file)
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
-    """How many problems are among those that a run trains on; None where the run's task cannot be read any more.
+    """Counts the problems that a run trains on; None if the task of the run is no longer readable.
 
-    A run holds out as many problems as its own config says; asked for more, they are some that it has trained on.
+    A run holds out problems by its own config, so it may have trained on problems that this evaluation uses.
     """
     try:
         known = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
@@ -237,7 +237,7 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
 
 
 def show(numbers: dict[str, Any]) -> None:
-    """Prints every metric with its interval, accuracy by difficulty, and what to compare it with."""
+    """Prints every metric with its interval, accuracy by difficulty, and the accuracy of the best constant answer."""
 
     def cells(estimate: dict) -> tuple[str, str]:
         interval = "" if estimate["low"] is None else f"{estimate['low']:.3f} – {estimate['high']:.3f}"
@@ -261,7 +261,7 @@ def show(numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file of a training run; its task and settings are used.", required=True)
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
     define_process_flags()

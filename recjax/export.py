@@ -4,9 +4,9 @@
     python -m recjax.export --run runs/NAME --output FOLDER --adapters [--step N]
     python -m recjax.export --model PATH --output FOLDER [--dtype …]
 
-The run may be finished or not. The command takes the newest checkpoint, or that of --step. Adapters are merged into the
-model; with --adapters they are written alone, as PEFT reads them. A model card says what was trained, and --push
-uploads the folder to the Hugging Face hub. --model rewrites a Hugging Face folder, in another dtype for instance. With
+The run may be unfinished. The command takes the newest checkpoint, or that of --step. It merges adapters into the
+model; with --adapters it writes only the adapters, in PEFT's format. A model card describes the training. --push
+uploads the folder to the Hugging Face hub. --model rewrites a Hugging Face folder, for example in another dtype. With
 JAX_PLATFORMS=cpu in front, the command uses no accelerator.
 """
 
@@ -27,12 +27,12 @@ from recjax.training.environment import starts
 from recjax.training.trained import run_adapters, run_config, run_params
 
 FLAGS = flags.FLAGS
-_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base's card says its license
+_WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
 
 
 @command
 def main(argv: list[str]) -> None:
-    """Writes the folder and says what is in it."""
+    """Exports the model and prints a description of it."""
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
     source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
@@ -44,10 +44,10 @@ def main(argv: list[str]) -> None:
 def export(
     run: str | None, model: str | None, output: str, step: int | None, dtype: str, adapters: bool = False
 ) -> str:
-    """Does what the flags say; returns what was exported, in words.
+    """Exports a run or a model to `output`; returns a description of the export.
 
     Raises:
-        ValueError: flags that contradict each other, or something that cannot be read or written.
+        ValueError: the arguments contradict each other, or a file cannot be read or written.
     """
     if (run is None) == (model is None):
         found = "both" if run else "neither"
@@ -76,7 +76,7 @@ def export(
 
 
 def export_adapters(run: Path, output: Path, step: int | None) -> int:
-    """A run's adapters at a checkpoint, in PEFT's format; returns the step."""
+    """Writes a run's adapters at a checkpoint in PEFT's format; returns the checkpoint's step."""
     config = run_config(run)
     if not (config.model.lora and config.model.path):
         raise ValueError(
@@ -86,7 +86,7 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)
-    # A relative path would lead PEFT to another place wherever it is not started from the folder of this command.
+    # PEFT would resolve a relative path against its own working directory, which may differ from this one.
     is_local = Path(config.model.path).is_dir()
     write_adapters(output, decoder_config, params, str(base.resolve() if is_local else config.model.path))
     for name, content in _card_files(run, config, step, base, output.name, adapters=True).items():
@@ -97,7 +97,7 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
 def _card_files(
     run: Path, config: Config, step: int, base: Path, name: str, adapters: bool = False
 ) -> dict[str, bytes]:
-    """The model card and the picture that it shows, by name."""
+    """Contents of the model card and its figure, by file name."""
     summary, figure = run / "summary.json", run / "figures" / "training.png"
     finished = summary.is_file() and step == config.training.steps
     numbers = json.loads(summary.read_text(encoding="utf-8")) if finished else {}
@@ -108,12 +108,12 @@ def _card_files(
 
 
 def push(folder: str, repository: str, public: bool = False) -> str:
-    """Uploads an exported folder to the Hugging Face hub, to a repository that is made where there is none.
+    """Uploads an exported folder to a repository of the Hugging Face hub, and creates the repository if needed.
 
     Returns:
-        Its address.
+        Address of the repository.
     Raises:
-        ValueError: the hub refuses it or cannot be reached; the folder stays.
+        ValueError: the hub refuses the upload or cannot be reached; the folder remains.
     """
     api = HfApi()
     try:
@@ -128,7 +128,7 @@ def push(folder: str, repository: str, public: bool = False) -> str:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not.")
     flags.DEFINE_string("model", None, "Hugging Face folder or hub name to write anew.")
     flags.DEFINE_string("output", None, "Folder to write; new or empty.", required=True)

@@ -1,10 +1,10 @@
-"""Gives late rewards to the pending rows of an experience store.
+"""Adds late rewards to the pending rows of an experience store.
 
     python -m recjax.feedback STORE --file rewards.jsonl
 
 A line is {"id": …, "reward": 1.0} for a row, or {"group_id": …, "reward": [1.0, 0.0, …]} for the rows of a group, in
-the store's order (one number: the same for all). "reward_parts" and "accurate" are optional. Nothing is written unless
-all lines fit. If the command was stopped, give it again.
+the store's order (a single number applies to all rows). "reward_parts" and "accurate" are optional. The command writes
+only if all lines are valid. If it was interrupted, run it again.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def feedback(folder: str | Path, file: str | Path) -> Given:
     """Completes pending rows of a store from a JSON Lines file.
 
     Raises:
-        ValueError: as `give_rewards`, with file and line.
+        ValueError: see `give_rewards`; the message has file and line.
     """
     rows = read_file(Path(file), "--file")
     return give_rewards(folder, [row.values for row in rows], [row.place for row in rows].__getitem__)
@@ -30,7 +30,7 @@ def feedback(folder: str | Path, file: str | Path) -> Given:
 
 @command
 def main(argv: list[str]) -> None:
-    """Gives the rewards and says how many."""
+    """Adds the rewards and prints their number."""
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.feedback STORE --file rewards.jsonl")
     given = feedback(argv[1], FLAGS.file)
@@ -38,6 +38,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("file", None, "JSON Lines of rewards.", required=True)
     app.run(main)

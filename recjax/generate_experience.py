@@ -1,15 +1,15 @@
-"""Rolls a policy out into an experience store.
+"""Samples completions of a policy into an experience store.
 
     python -m recjax.generate_experience --config F --output STORE --steps N [key=value ...]
     python -m recjax.generate_experience --run runs/NAME [--step S] --output STORE --steps N [key=value ...]
     python -m recjax.generate_experience --config F --engine URL [--model M] --output STORE --steps N [key=value ...]
 
-With --config the policy is the config's initial policy, after its warm start if it has one (model.path=FOLDER
-model.decoder=null for a Hugging Face folder). With --run it is a run's checkpoint, the newest or that of --step.
-With --engine, a server with OpenAI's API is asked in place of the policy; the config's model gives the vocabulary.
-Prompts, sampling and rewards are as in training. A step is rollout.prompts_per_step prompts with rollout.group_size
-completions each. If the command was stopped, give it again: it writes the rows that are missing. A larger --steps adds
-rows. Several processes sample together if each gets the same command; see docs/devices.md.
+With --config the policy is the config's initial policy, after any warm start (model.path=FOLDER model.decoder=null for
+a Hugging Face folder). With --run it is a run's checkpoint, the newest or that of --step. With --engine, a server with
+OpenAI's API samples instead of the policy, and the config's model gives the vocabulary. Prompts, sampling and rewards
+match training. A step is rollout.prompts_per_step prompts with rollout.group_size completions each. If the command was
+interrupted, run it again: it writes the missing rows. A larger --steps adds rows. Several processes sample together if
+each gets the same command; see docs/devices.md.
 """
 
 import hashlib
@@ -54,17 +54,17 @@ FLAGS = flags.FLAGS
 
 
 def generate(config: Config, folder: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
-    """Samples batches 1 to `steps` into the store, those that it holds already left out.
+    """Samples batches 1 to `steps` into the store; skips batches that the store already holds.
 
     Args:
-        config: of the prompts, sampling and rewards, and of the policy where `run` is None.
+        config: config of the prompts, sampling and rewards, and of the policy if `run` is None.
         run: folder of a training run whose checkpoint is the policy.
-        step: of the checkpoint; None: the newest.
-        source: name of these rows in the store.
+        step: step of the checkpoint; None: the newest.
+        source: name of the new rows in the store.
     Returns:
-        The number of batches sampled now.
+        Number of batches that this call sampled.
     Raises:
-        ValueError: no such checkpoint, or a task or a store that cannot be read.
+        ValueError: the checkpoint is missing, or the task or the store cannot be read.
     """
     known = store.ids(folder)
     config, begun = (config, None) if run else _with_chat_date(config, known)
@@ -84,7 +84,7 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
             bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
             bar.update()
 
-        # A batch is graded while the next one is sampled.
+        # Overlap the grading of a batch with the sampling of the next.
         before = None
         for number in missing:
             sampled = sample_batch(sampler, params, version, number, f"{name}/", source)
@@ -97,12 +97,12 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
 
 
 def generate_remotely(config: Config, folder: str | Path, steps: int, address: Address, source: str | None) -> int:
-    """As `generate`, with the completions of a server.
+    """Like `generate`, but a server samples the completions.
 
     Args:
-        source: name of these rows in the store; None: that of the model.
+        source: name of the new rows in the store; None: the name of the server's model.
     Raises:
-        ValueError: the server refuses or does not answer, or a task or a store cannot be read.
+        ValueError: the server refuses or does not answer, or the task or the store cannot be read.
     """
     _refuse_agents(config)
     config, known = untrained(config), store.ids(folder)
@@ -137,7 +137,7 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
 def _remote_rows(
     config: Config, policy: Policy, problems: list[Problem], answers: list[list[Answer]], name: str, source: str
 ) -> list[Experience]:
-    """A row for each answer, without a reward."""
+    """One row per answer, without a reward."""
     now, vocabulary, rows = datetime.now(UTC), tokenizer_name(policy.tokenizer), []
     for place, (problem, own) in enumerate(zip(problems, answers, strict=True)):
         is_text = isinstance(problem.prompt, str)
@@ -168,10 +168,10 @@ def _remote_rows(
 
 
 def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
-    """The rows, with the task's rewards.
+    """Adds the task's rewards to the rows.
 
     Args:
-        own: the prompt of each row.
+        own: prompts of the rows, one for each.
     """
     if not rows:
         return []
@@ -189,12 +189,12 @@ def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Poli
 
 
 def _prompt_of(row: Experience, text: str, policy: Policy) -> str:
-    """The prompt as the server's model saw it, where its tokens are known; else as this policy's template writes it."""
+    """The prompt that the server's model saw, if its tokens are known; else `text`, from this policy's template."""
     return text if row.prompt_tokens is None else policy.tokenizer.decode(row.prompt_tokens)
 
 
 def _length(row: Experience, policy: Policy) -> int:
-    """Tokens of a completion: those that were sampled, or what the policy's tokenizer makes of its text."""
+    """Number of tokens of a completion: sampled tokens if known, otherwise tokens (or else characters) of the text."""
     if row.completion_tokens is not None:
         return len(row.completion_tokens)
     try:
@@ -212,14 +212,14 @@ def _refuse_agents(config: Config) -> None:
 
 
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, dict, int]:
-    """What samples, its parameters in the dtype that they compute in, and the optimizer updates that they have had."""
+    """The sampler, its parameters in compute dtype, and the number of optimizer updates behind them."""
     _refuse_agents(config)
-    # A config may name the store that this is to make.
+    # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
         (sampler, params), version = prepare(config), 0
     else:
-        # The run's own config says what the policy is; that of the command, what it is asked.
+        # The run's config determines the policy, the command's config the prompts.
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
@@ -230,9 +230,9 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
 
 
 def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str | None]:
-    """The config with the date that its chat template gets, and the name of its rows, which ends with that date.
+    """The config with a date for its chat template, and a name for its rows, which ends with that date.
 
-    The date is that of rows in the store, else today. A config that sets a date or needs none stays without a name.
+    The date is that of rows in the store, or today's. If the config sets a date or needs none, the name is None.
     """
     model, digest = config.model, _name(config, None, 0)
     if not model.path or model.chat_date or not reads_clock(model.path):
@@ -245,15 +245,15 @@ def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str
 
 
 def _name(config: Config, run: str | None, version: int) -> str:
-    """A digest of everything that the rows depend on."""
+    """A digest of everything that determines the rows."""
     depends_on: dict[str, Any] = config.model_dump()
     held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
     if config.model.chat_date is None:
-        del depends_on["model"]["chat_date"]  # names are what they were before there was this key
+        del depends_on["model"]["chat_date"]  # keeps the names of stores from before this key
     if not config.model.chat_template_kwargs:
-        del depends_on["model"]["chat_template_kwargs"]  # names are what they were before there was this key
+        del depends_on["model"]["chat_template_kwargs"]  # keeps the names of stores from before this key
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run
@@ -261,10 +261,10 @@ def _name(config: Config, run: str | None, version: int) -> str:
 
 
 def read_flags(config: str | None, run: str | None, step: int | None, overrides: list[str]) -> tuple[Config, str]:
-    """The config, and what its rows' source is called unless --source says otherwise.
+    """The config, and the default source name for the rows.
 
     Raises:
-        ValueError: flags that contradict each other, or a config that is refused.
+        ValueError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
         found = "found both" if run else "found neither"
@@ -279,7 +279,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the flags, generates, says what the store holds."""
+    """Reads the flags, generates the rows and prints the store's size."""
     prepare_host_memory()
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
@@ -303,7 +303,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("config", None, "YAML file, as of a training run; its initial policy samples.")
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not; a checkpoint of it samples.")
     flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")

@@ -1,4 +1,4 @@
-"""How the C library gives memory to a process that computes on the CPU."""
+"""Configures glibc's memory allocator for processes that compute on the CPU."""
 
 import contextlib
 import ctypes
@@ -6,9 +6,9 @@ import mmap
 import os
 import sys
 
-# What glibc reads from GLIBC_TUNABLES as a process starts, by name: one heap for all threads, which keeps what is
-# freed, has large arrays too, grows by 64 MiB, and asks for huge pages (from glibc 2.35 on, where the kernel gives
-# them to those who ask).
+# Settings that glibc reads from GLIBC_TUNABLES at process start: one heap for all threads, which keeps freed memory,
+# also holds large arrays, grows by 64 MiB and requests huge pages (glibc 2.35 or later, if the kernel provides them on
+# request).
 TUNABLES = {
     "glibc.malloc.arena_max": 1,
     "glibc.malloc.mmap_max": 0,
@@ -16,18 +16,18 @@ TUNABLES = {
     "glibc.malloc.top_pad": 64 << 20,
     "glibc.malloc.hugetlb": 1,
 }
-LEAST_GAP = 8192  # bytes; smaller gaps of the heap are left, for small arrays
-SETTLING_STEPS = 2  # of training: after each gaps are closed, around what it leaves for good
+LEAST_GAP = 8192  # bytes; smaller gaps of the heap stay available to small arrays
+SETTLING_STEPS = 2  # first training steps, which leave permanent allocations: call `close_gaps` after each
 
 
 def prepare_host_memory() -> None:
-    """Has glibc keep what is freed for what is asked for next; the first thing that a command does.
+    """Restarts the command with glibc settings that keep freed memory for reuse; commands call it first.
 
-    XLA on the CPU asks for its temporary arrays anew at every call. glibc would take large ones from the kernel and
-    give them back each time, and every page be filled with zeros again: a good part of an update. Only an environment
-    variable makes all of glibc do otherwise, so a command of ours, which has done nothing yet, begins anew with it,
-    once. What GLIBC_TUNABLES says already stays as it is. Without glibc, or in a process that is no command of ours,
-    nothing is done.
+    On CPUs, XLA allocates its temporary arrays in every call. By default glibc gets large arrays from the kernel and
+    returns them each time, and the kernel fills every page with zeros again: a large part of an update's time. Only an
+    environment variable changes this for all of glibc, so the command restarts itself once with that variable. Settings
+    already in GLIBC_TUNABLES stay. Without glibc, or in a process that is not a recjax command, the function does
+    not do anything.
     """
     given = os.environ.get("GLIBC_TUNABLES", "")
     tunables = with_tunables(given)
@@ -40,21 +40,21 @@ def prepare_host_memory() -> None:
 
 
 def with_tunables(given: str) -> str:
-    """What GLIBC_TUNABLES should be, where it is `given`."""
+    """The value of GLIBC_TUNABLES with our settings added to `given`."""
     ours = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in given]
     return ":".join(filter(None, [given, *ours]))
 
 
 def close_gaps() -> int:
-    """Takes the free pieces that lie between others on the heap, for good, and gives their pages back to the kernel.
+    """Allocates the free gaps of the heap permanently, and returns their pages to the kernel.
 
-    Compiling leaves tens of thousands of them, of many sizes, and glibc looks through them whenever an array is asked
-    for: of some models sampling takes a quarter longer in the process that compiled it. Address space is all that
-    they take from now on: from the first to the last of them the kernel makes no more huge pages, which would fill
-    them again. Nothing is done without glibc 2.33, or where the heap is not that of `prepare_host_memory`.
+    Compilation leaves tens of thousands of gaps of many sizes, and glibc searches them at every allocation: some models
+    sample a quarter slower in a process that compiled. A closed gap only uses address space. Huge pages would fill the
+    gaps with memory again, so the kernel makes no more of them between the first gap and the last. The function needs
+    glibc 2.33 and the settings of `prepare_host_memory`, and otherwise does not do anything.
 
     Returns:
-        How many pieces were taken.
+        Number of closed gaps.
     """
     given = os.environ.get("GLIBC_TUNABLES", "")
     if given != with_tunables(given) or not _has_glibc():
@@ -67,7 +67,7 @@ def close_gaps() -> int:
     while size >= LEAST_GAP:
         start = libc.malloc(ctypes.c_size_t(size))
         if start == 0 or start + size > top:
-            # No gap is as large: what came is of the end of the heap, which is not a gap.
+            # No gap has this size: malloc used the free memory at the end of the heap.
             libc.free(ctypes.c_void_p(start))
             size //= 2
             continue
@@ -81,7 +81,7 @@ def close_gaps() -> int:
 
 
 class _HeapInfo(ctypes.Structure):
-    """What mallinfo2 returns; the last number is the bytes at the end of the heap that are free."""
+    """Result of mallinfo2; `keepcost` is the number of free bytes at the end of the heap."""
 
     _fields_ = (("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t))
 
@@ -94,6 +94,6 @@ def _has_glibc() -> bool:
 
 
 def _is_command() -> bool:
-    """Whether this process was started as `python -m` and a module of ours, and not by a notebook or a test."""
+    """True if `python -m` started this process with a recjax or benchmark module, not a notebook or a test."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.split(".")[0] in ("recjax", "benchmarks")

@@ -1,12 +1,12 @@
-"""Brings completions from elsewhere into an experience store.
+"""Imports completions from other programs into an experience store.
 
     python -m recjax.import_experience --input FILE [--input FILE ...] --output STORE [--source NAME] [column flags]
 
 Files are JSON Lines, CSV or Parquet. A row has a prompt (text or a list of messages) and a completion, or OpenAI-style
-messages whose last one, the assistant's, is the completion; a reward, or none while it is pending; and, if they are
-known, answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and logprobs. Rows with equal prompts are
-a group unless --group_column says otherwise. A malformed row is refused with its place before anything is written, and
-so is a file that the store has already.
+messages in which the last one, from the assistant, is the completion. The reward may be missing (pending). Optional
+columns are answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and logprobs. Rows with equal
+prompts are a group unless --group_column names another column. Before it writes anything, the command refuses malformed
+rows, with their place, and files that the store already has.
 """
 
 import logging
@@ -26,7 +26,7 @@ from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
 
 FLAGS = flags.FLAGS
-logger = logging.getLogger("recjax.import_experience")  # run as a command, this module has another name
+logger = logging.getLogger("recjax.import_experience")  # __name__ is "__main__" in a command
 
 
 def import_files(
@@ -37,13 +37,13 @@ def import_files(
     tokenizer: str | None = None,
     sampling: Sampling | None = None,
 ) -> Imported:
-    """Appends the rows of files to a store, all of them or none.
+    """Appends the rows of files to a store: all rows, or none if one is invalid.
 
     Args:
-        columns, source, sampling: as for `foreign.imported`.
-        tokenizer: folder or hub name of the vocabulary that columns of tokens are of.
+        columns, source, sampling: arguments of `foreign.imported`.
+        tokenizer: folder or hub name of the tokenizer that made the token columns.
     Raises:
-        ValueError: a file or row that cannot be used, rows that the store has already, or flags that nothing reads.
+        ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
     vocabulary = load_tokenizer(tokenizer) if tokenizer else None
     name = tokenizer_name(vocabulary) if vocabulary else None
@@ -63,12 +63,12 @@ def import_files(
 def check_texts(
     rows: Sequence[store.Experience], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]
 ) -> None:
-    """Refuses rows whose tokens do not decode to their text, spaces at the ends and special tokens left aside.
+    """Refuses rows whose tokens do not decode to their text; ignores whitespace and special tokens.
 
-    Tokens of a prompt must decode to its text, or to a text with every message's content in order.
+    Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.
 
     Raises:
-        ValueError: with the place, and what the tokens decode to.
+        ValueError: tokens and text differ; the message has the place and the decoded text.
     """
     special = [token for token in tokenizer.all_special_tokens if token]
 
@@ -80,7 +80,7 @@ def check_texts(
     for number, row in enumerate(rows):
         for column, tokens in (("prompt_tokens", row.prompt_tokens), ("tokens", row.completion_tokens)):
             if not tokens:
-                continue  # no tokens in a list are refused with the rest of what a store must not hold
+                continue  # the store itself refuses empty lists
             said = plain(tokenizer.decode(tokens))
             if column == "tokens":
                 parts = [row.completion]
@@ -107,7 +107,7 @@ def _in_order(parts: Sequence[str], text: str) -> bool:
 
 @command
 def main(argv: list[str]) -> None:
-    """Imports the files and says what came of them."""
+    """Imports the files and prints a summary."""
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
     names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_multi_string(
         "input",
         None,

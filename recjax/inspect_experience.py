@@ -1,8 +1,8 @@
-"""Shows what is in an experience store: numbers, a picture, and a few random samples.
+"""Shows the content of an experience store: numbers, a figure and a few random samples.
 
     python -m recjax.inspect_experience STORE [--figure FILE.png] [--samples N] [--seed S]
 
-A group carries signal when its rewards differ: group-relative algorithms learn nothing from any other.
+A group has signal if its rewards differ: group-relative algorithms learn only from such groups.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ FLAGS = flags.FLAGS
 
 
 def summary(rows: Sequence[Experience]) -> dict[str, str]:
-    """What there is to say of rows, by name; a group is taken as the rows that are among them."""
+    """Summary numbers of the rows, by name; a group has only members among `rows`."""
     groups, scored = groups_of(rows), [row.reward for row in rows if row.reward is not None]
     sizes = [len(group.completions) for group in groups]
     whole = [group for group in groups if is_whole(group)]
@@ -55,13 +55,13 @@ def _span(values: Sequence[int]) -> str:
 
 
 def sampled(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
-    """`count` rows at random, or all if there are no more, in the store's order."""
+    """A random sample of `count` rows, or all rows if there are fewer, in the store's order."""
     places = np.random.default_rng(seed).choice(len(rows), min(count, len(rows)), replace=False)
     return [rows[place] for place in sorted(places)]
 
 
 def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
-    """Prints numbers of all rows and of each source, and the samples."""
+    """Prints summaries of all rows and of each source, then the samples."""
     sources = by_source(rows)
     columns = {"all": summary(rows)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
     table = Table(Column("", no_wrap=True), *columns)
@@ -78,7 +78,7 @@ def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Con
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the store and shows it."""
+    """Reads the store and shows its content."""
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     rows = read(argv[1])
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("figure", None, "File of the picture; without it, none is drawn.")
     flags.DEFINE_integer("samples", 5, "Random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the random rows.")

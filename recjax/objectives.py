@@ -1,4 +1,4 @@
-"""Prints every preset: method, coefficient on ∇log π, what it changes in REINFORCE; draws the coefficients if asked.
+"""Prints every preset: method, coefficient on ∇log π and changes to REINFORCE; with --figure draws the coefficients.
 
 python -m recjax.objectives [--figure] [--output figures]
 """
@@ -19,7 +19,7 @@ FLAGS = flags.FLAGS
 
 @command
 def main(argv: list[str]) -> None:
-    """Prints, and draws where a figure is wanted."""
+    """Prints the table and, if requested, draws the figure."""
     if argv[1:]:
         raise ValueError(f"{argv[1]!r} is not understood; this command takes --figure and --output")
     table = Table("preset", "method", "coefficient on ∇log π(y_t)", "changes in REINFORCE", title="objectives")
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("figure", False, "Also draw the coefficients, as objectives.png.")
     flags.DEFINE_string("output", "figures", "Folder of objectives.png; naming it asks for the figure.")
     app.run(main)

@@ -1,11 +1,11 @@
-"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio, length over optimizer steps.
+"""Draws runs: accuracy, reward, KL, entropy, clipping, ratio and length over optimizer steps.
 
     python -m recjax.plot runs/one runs/other [--output DIR]
     python -m recjax.plot experiments/claims/rates.yaml --lines rate [--only algorithm=reinforce,grpo] [--output DIR]
 
-The source is some folders of runs, each a line; or a sweep file; or a Parquet table that --table wrote. Lines are the
-values of one axis of the sweep. A band goes from the lowest seed to the highest. Panels side by side are the
-combinations of the other axes.
+The source is folders of runs (one line each), a sweep file, or a Parquet table that --table wrote. In a sweep, each
+value of the --lines axis is a line. A band spans the lowest to the highest seed. Each combination of the remaining axes
+is a panel.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ FLAGS = flags.FLAGS
 
 
 def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
-    """The rows that every "axis=value,value" of `only` lets through.
+    """Selects the rows that satisfy every "axis=value,value" in `only`.
 
     Raises:
-        ValueError: an axis or value that the table lacks.
+        ValueError: the table lacks an axis or value.
     """
     for text in only:
         axis, _, values = text.partition("=")
@@ -42,7 +42,7 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the runs, draws them, prints where they end."""
+    """Reads and draws the runs, and prints their final accuracies."""
     sources = argv[1:]
     if not sources or (len(sources) > 1 and not all(Path(source).is_dir() for source in sources)):
         raise ValueError("give folders of runs, or one sweep file or Parquet table: python -m recjax.plot SOURCE …")
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the sweep file's first.")
     flags.DEFINE_multi_string("only", [], "axis=value,value: keep only the runs with these values.")
     flags.DEFINE_list(

@@ -1,10 +1,10 @@
-"""What a run's model wrote in training, as one HTML page to be opened in a browser.
+"""Writes an HTML page with completions that a run's model wrote in training.
 
     python -m recjax.samples RUN [--output FILE.html]
 
-A run keeps completions of some batches; `samples` in its config says how many. The page shows their groups step by
-step, with rewards. For each token it shows the probability, the ratio, and whether the token was clipped or masked. The
-page is one file that needs no network.
+A run keeps completions of some batches; `samples` in its config sets how many. The page shows their groups step by
+step, with rewards. For each token it shows the probability, the ratio, and marks for clipped and masked tokens. The
+page is a single file and needs no network.
 """
 
 import json
@@ -23,10 +23,10 @@ FLAGS = flags.FLAGS
 
 
 def kept_rows(run: Path) -> list[dict[str, Any]]:
-    """The completions that a run has kept, by step.
+    """Reads the completions that a run kept, by step.
 
     Raises:
-        ValueError: there are none, or a file is damaged.
+        ValueError: the run kept no completions, or a file is damaged.
     """
     rows = []
     for path in sorted(folder_of(run).glob("*.jsonl")):
@@ -41,10 +41,10 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def write_page(run: Path, output: Path) -> int:
-    """Writes the page and returns the number of its completions.
+    """Writes the page and returns the number of completions on it.
 
     Raises:
-        ValueError: `run` is no run's folder, it has kept nothing, or the page cannot be written.
+        ValueError: `run` is not a training run or has no kept completions, or the page cannot be written.
     """
     config, rows = run_config(run), kept_rows(run)
     steps = len({row["step"] for row in rows})
@@ -55,7 +55,7 @@ def write_page(run: Path, output: Path) -> int:
 
 @command
 def main(argv: list[str]) -> None:
-    """Writes the page and says where it is."""
+    """Writes the page and prints its path."""
     if len(argv) != 2:
         raise ValueError("name one run: python -m recjax.samples runs/NAME")
     run = Path(argv[1])

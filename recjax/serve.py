@@ -1,11 +1,11 @@
-"""Serves a policy as OpenAI's API does, and records what it serves in an experience store.
+"""Serves a policy with OpenAI's API, and records completions in an experience store.
 
     python -m recjax.serve --run runs/NAME [--step N]
     python -m recjax.serve --model FOLDER
     python -m recjax.serve --follow runs/NAME
 
-With --follow it takes the weights of a run's newest checkpoint as the run writes it, between two rounds of tokens.
-It listens on 127.0.0.1 unless --host says otherwise, and ends at SIGTERM or Ctrl-C. docs/serving.md has the rest.
+With --follow the server loads each new checkpoint of a run between two rounds of tokens. The server listens on
+127.0.0.1 unless --host sets another address, and stops at SIGTERM or Ctrl-C. See docs/serving.md for details.
 """
 
 import functools
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """What is served: its name, the policy, its weights on the devices, and what gives newer ones, if there will be."""
+    """A served model: name, policy, weights on the devices, and a function for newer weights if it follows a run."""
 
     name: str
     policy: Policy
@@ -48,10 +48,10 @@ class Loaded(NamedTuple):
 
 
 def load(run: str | None, step: int | None, model: str | None, follow: str | None) -> Loaded:
-    """A run's checkpoint, a model's folder, or what a run is at; it waits for the first checkpoint of the latter.
+    """Loads a run's checkpoint, a model, or the newest checkpoint of a followed run, and waits for its first one.
 
     Raises:
-        ValueError: none or several are named, or it cannot be read.
+        ValueError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
     """
     named = [name for name, value in (("--run", run), ("--model", model), ("--follow", follow)) if value is not None]
     if len(named) != 1:
@@ -75,23 +75,23 @@ def load(run: str | None, step: int | None, model: str | None, follow: str | Non
 
 
 def _placed(policy: Policy, weights: Weights) -> Weights:
-    """The weights on the devices of the mesh in context, in the dtype that they compute in."""
+    """Moves the weights to the devices of the current mesh, in the compute dtype."""
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return weights._replace(params=in_compute_dtype(policy.decoder, put_params(weights.params), copy=False))
 
 
 def _newer(checkpoints: FollowedRun, mesh: jax.sharding.Mesh) -> Weights | None:
-    """As `FollowedRun.newer`, on the devices; for any thread, of which each has a mesh of its own in context."""
+    """Like `FollowedRun.newer`, but on the devices; sets the mesh because each thread has its own current mesh."""
     weights = checkpoints.newer()
     with jax.set_mesh(mesh):
         return weights and _placed(checkpoints.policy, weights)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound and listens, so that whoever comes before the server is ready waits.
+    """Opens a listening socket, so that clients can connect and wait before the server is ready.
 
     Raises:
-        ValueError: the place is taken, or not one of this machine.
+        ValueError: the address is in use, or does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -103,10 +103,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:
-    """The API keys of a file, one a line.
+    """The API keys in a file, one per line; none without a file.
 
     Raises:
-        ValueError: it cannot be read, or has none.
+        ValueError: the file cannot be read, has no keys, or has an invalid key.
     """
     if file is None:
         return ()
@@ -122,10 +122,10 @@ def read_keys(file: str | None) -> tuple[str, ...]:
 
 
 def check_extra() -> None:
-    """Refuses to go on without the packages that serving needs.
+    """Checks that the packages for serving are installed.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: a package is missing.
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
@@ -134,12 +134,12 @@ def check_extra() -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the flags, loads the policy, serves."""
+    """Reads the flags, loads the policy and serves it."""
     prepare_host_memory()
     if len(argv) > 1:
         raise ValueError(f"{argv[1]!r} is not read; give flags alone, such as --run runs/NAME")
     check_extra()
-    # Not at the top: without the extra there is none of these.
+    # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
     from recjax.serving.recorder import Recording
     from recjax.serving.running import Serving, serve
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> None:
 
 
 def define_flags() -> None:
-    """The command's flags."""
+    """Defines the command's flags."""
     flags.DEFINE_string("run", None, "Folder of a training run; a checkpoint of it is served.")
     flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
     flags.DEFINE_string("model", None, "Hugging Face folder or hub name, in place of a run.")
@@ -207,6 +207,6 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     define_flags()
     app.run(main)

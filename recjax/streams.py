@@ -1,4 +1,4 @@
-"""Standard streams that outlast their readers; imports nothing, as grading workers import it."""
+"""Standard streams that outlast their readers. Imports only the standard library, for the grading workers."""
 
 import contextlib
 import errno
@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # a pipe that nobody reads any more, a terminal that was closed
+_GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # closed pipes and terminals
 
 
 class _Lasting:
-    """A standard stream that outlasts its reader: what is written after that is lost, and the program continues."""
+    """A standard stream that outlasts its reader: later output is lost, and the program continues."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -35,16 +35,16 @@ class _Lasting:
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            # Programs that are started later, and the end of this one, write there as well.
+            # Child processes and the interpreter's shutdown also write to this descriptor.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
 
 
 def outlast_readers() -> None:
-    """Lets the program continue when nobody reads its standard output or error any more, as after `| head`."""
+    """Lets the program continue after the reader of standard output or error is gone, as with `| head`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # it was closed before the program began
+        if stream is None:  # closed before the program started
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         setattr(sys, name, stream if isinstance(stream, _Lasting) else _Lasting(stream))

@@ -1,22 +1,22 @@
-"""Runs many configs from one file: named settings, crossed with each other.
+"""Runs many configs from one file: every combination of named settings.
 
     python -m recjax.sweep experiments/claims/grid.yaml [--smoke] [--workers N] [--dry_run] [key=value ...]
 
 The file:
 
-    config: laboratory.yaml             # the run that all others are changes of; beside this file
-    output: runs/claims                 # one folder a run in it, and logs/
+    config: laboratory.yaml             # base config of all runs; path relative to this file
+    output: runs/claims                 # gets one folder per run, and logs/
     settings:                           # axis → name → overrides of the config
       algorithm: {grpo: {algorithm.preset: grpo}, opmd: {algorithm.preset: opmd}}
       regime: {on_policy: {}, interval_20: {regime.sync_interval: 20}}
       seed: {0: {seed: 0}, 1: {seed: 1}}
     grids:                              # each crosses its axes; "all" takes every name of an axis
       - {algorithm: all, regime: [on_policy, interval_20], seed: all}
-    overrides: {evaluation.samples: 4}                      # optional: for all runs; settings win
-    smoke: {grids: [...], overrides: {training.steps: 20}}   # what --smoke runs instead
+    overrides: {evaluation.samples: 4}                      # optional: for all runs; settings override it
+    smoke: {grids: [...], overrides: {training.steps: 20}}   # --smoke runs this instead
 
-Runs go in parallel, one process each. The same command goes on with a sweep that was stopped: finished runs are left
-alone, unfinished ones resume. A run that fails is reported at the end; the others go on. docs/sweeps.md has an example.
+Runs are parallel processes. The same command resumes an interrupted sweep: it skips finished runs and resumes the
+remaining runs. If a run fails, the sweep continues and reports the failure at the end. docs/sweeps.md has an example.
 """
 
 import os
@@ -37,18 +37,18 @@ FLAGS = flags.FLAGS
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
-    """Runs what is not finished, `workers` at one time.
+    """Runs all unfinished runs, `workers` at a time.
 
     Returns:
-        Name → last line of the log, for each run that failed.
+        Exit status and last log line of each failed run, by name.
     """
     waiting = [run for run in runs if not is_finished(run.config)]
-    # XLA would otherwise start as many threads as there are cores in each of them.
+    # Otherwise XLA would start one thread per core in every run.
     environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
     failed, alive, stopping = {}, set(), threading.Event()
 
@@ -63,7 +63,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
             alive.add(process)
             code = process.wait()
             alive.discard(process)
-        # A reward that ends its process with status 0 leaves no whole run.
+        # A reward function may end the process with status 0 before the run is finished.
         if code or not is_finished(run.config):
             lines = log.read_text(errors="replace").strip().splitlines()
             failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'nothing printed'} ({log})"
@@ -90,7 +90,7 @@ def _stop(number: int, _: object) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the file, runs what is not finished, says what failed."""
+    """Reads the file, runs all unfinished runs and prints the failures."""
     if len(argv) < 2:
         raise ValueError("give the sweep file: python -m recjax.sweep FILE")
     base, runs = read_sweep(argv[1], FLAGS.smoke, argv[2:])
@@ -100,9 +100,9 @@ def main(argv: list[str]) -> None:
         for run in runs:
             print(f"{run.config.output}  {' '.join(run.overrides[:-1])}")
         return
-    # As Ctrl-C does, so that the runs under way end with the sweep.
+    # Like Ctrl-C, these signals must also end the active runs.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _stop)
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("smoke", False, "Run the file's smoke block instead of its grids.")
     flags.DEFINE_integer(
         "workers", None, "Runs at one time; default: the number of cores. On one GPU, give 1.", lower_bound=1

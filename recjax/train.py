@@ -5,8 +5,8 @@
 Several processes, on one host or on many, train together if each gets the same command; see docs/devices.md.
 
 Overrides are dotted keys of the config with their values, such as optimizer.learning_rate=1e-6 or
-regime.sync_interval=20. The same command goes on with a run that was stopped. On SIGTERM, SIGHUP and Ctrl-C a run
-finishes its step, writes a checkpoint and ends with status 143, 129 or 130. --verbosity=0 shows what libraries log.
+regime.sync_interval=20. The same command resumes an interrupted run. On SIGTERM, SIGHUP and Ctrl-C a run finishes its
+step, writes a checkpoint and exits with status 143, 129 or 130. --verbosity=0 shows log messages of libraries.
 """
 
 import json
@@ -36,13 +36,13 @@ flags.DEFINE_string("device", None, "With --dry_run: plan for one of these, such
 
 @command
 def main(argv: list[str]) -> None:
-    """Reads the config, trains, prints the result."""
+    """Reads the config, trains and prints the result."""
     prepare_host_memory()
     if FLAGS.device and not FLAGS.dry_run:
         raise ValueError(f"--device {FLAGS.device!r} is read with --dry_run alone; a run computes where it is started")
     if not FLAGS.dry_run:
         config = load_config(FLAGS.config, argv[1:])
-    # Not at the top, as they take seconds: --help and a wrong config are answered without them.
+    # These imports take seconds, so --help and config errors come first.
     import jax
 
     from recjax import hosts
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
 
 
 def show_result(output: Path, summary: dict) -> None:
-    """Prints accuracies before and after, costs, and a few completions of the same problems before and after."""
+    """Prints accuracy, and completions of a few problems, before and after training, and the costs."""
     console = plain_console()
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     table.add_row("held-out accuracy", _shown(summary["accuracy_before"]), _shown(summary["accuracy_after"]))
@@ -93,13 +93,13 @@ def show_result(output: Path, summary: dict) -> None:
 
 
 def _cut(text: str, width: int) -> Text:
-    """One line of a text: its beginning and, of an answer too long for the width, its end."""
+    """A text as one line; a text longer than twice the width keeps only its beginning and end."""
     line = repr(text)[1:-1]
     return Text(line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}")
 
 
 def _shown(number: float | None, places: int = 3) -> str:
-    """A number of the summary; a dash where the row that had it is lost."""
+    """A number of the summary; a dash if the number is missing."""
     return "–" if number is None else f"{number:.{places}f}"
 
 
@@ -116,6 +116,6 @@ def _samples(path: Path) -> list[dict]:
 
 
 if __name__ == "__main__":
-    if any("help" in argument for argument in sys.argv[1:]):  # its text takes a moment, which no run need wait for
+    if any("help" in argument for argument in sys.argv[1:]):  # only --help needs this text, which takes a moment
         sys.modules["__main__"].__doc__ = f"{__doc__}\nThe keys of a config and their defaults:\n{as_text()}"
     app.run(main)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what is said where one cannot be written."""
+"""Writes files that appear complete or not at all, with clear errors if a path is not writable."""
 
 import contextlib
 import json
@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Names `path` where the block under it cannot write: no room, no right, no such place.
+    """Adds `path` to write errors of the block: disk full, missing permission, missing folder.
 
     Raises:
-        ValueError: in place of an OSError.
+        ValueError: the block raised an OSError.
     """
     try:
         yield
@@ -26,18 +26,18 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def partial_of(name: str) -> str:
-    """The name beside it of a file that is being written."""
+    """Temporary name, in the same folder, of a file during writing."""
     return f".{name}.partial"
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` in one step when the block under it ends without an error.
+    """Yields a file to write, which replaces `path` in one step if the block ends without an error.
 
-    Killed at any time, it leaves what was there before.
+    If the process is killed before that, the previous file remains.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     partial = path.with_name(partial_of(path.name))
     with writing(path):
@@ -52,10 +52,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Standard JSON, which has no NaN and no infinity: null stands for both.
+    """Standard JSON text; NaN and infinity, which JSON lacks, become null.
 
     Args:
-        options: of `json.dumps`.
+        options: arguments of `json.dumps`.
 
     Examples:
         >>> json_text({"reward": float("nan"), "ratios": [1.0, float("inf")]})
@@ -73,10 +73,10 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, or replaces it, in one step, as `whole_file` does.
+    """Writes or replaces a file in one step; see `whole_file`.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)

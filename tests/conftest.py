@@ -7,6 +7,7 @@ sessions share it in the folder that $RECJAX_TEST_PROGRAMS names.
 import gc
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -51,6 +52,16 @@ def room_for_compiled_programs():
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def package_logger():
+    """The package's logger, restored after the test: a command that runs in this process changes it."""
+    logger = logging.getLogger("recjax")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    yield logger
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers[:] = before[1:]
 
 
 @pytest.fixture(scope="session")

@@ -165,16 +165,6 @@ def test_verbosity_shows_what_libraries_log(tmp_path):
     assert len([line for line in lines if "compiled programs are kept in " in line]) == 1
 
 
-@pytest.fixture
-def package():
-    """The package's logger, which is put back as it was."""
-    logger = logging.getLogger("recjax")
-    before = logger.level, logger.propagate, logger.handlers[:]
-    yield logger
-    logger.setLevel(before[0])
-    logger.propagate, logger.handlers[:] = before[1:]
-
-
 class Stream(io.StringIO):
     """A standard error that keeps what it gets, and says that it is a terminal or not."""
 
@@ -186,21 +176,21 @@ class Stream(io.StringIO):
         return self.terminal
 
 
-def test_messages_are_plain_and_warnings_begin_with_the_word(package, capsys):
+def test_messages_are_plain_and_warnings_begin_with_the_word(package_logger, capsys):
     console.configure_logging()
-    package.getChild("somewhere").info("%d problems", 3)
-    package.getChild("somewhere").warning("%d problems", 4)
+    package_logger.getChild("somewhere").info("%d problems", 3)
+    package_logger.getChild("somewhere").warning("%d problems", 4)
     assert capsys.readouterr().err == "3 problems\nwarning: 4 problems\n"
-    package.getChild("somewhere").debug("%d problems", 5)
+    package_logger.getChild("somewhere").debug("%d problems", 5)
     assert capsys.readouterr().err == ""
 
 
-def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package, monkeypatch):
+def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package_logger, monkeypatch):
     terminal = Stream(True)
     monkeypatch.setattr(sys, "stderr", terminal)
     console.configure_logging()
     with console.progress_bar("grpo", 200, unit="step") as bar:
-        package.info("something happened")
+        package_logger.info("something happened")
         bar.update()
     before, after = terminal.getvalue().split("something happened\n")
     assert before.endswith("\r") and after.startswith("\rgrpo   0%|")

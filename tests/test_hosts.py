@@ -171,7 +171,12 @@ tokenizer.chat_template = "{{ messages[0].content }}="
 problems = [Problem([{"role": "user", "content": f"1+{i}"}] if i % 2 else f"1+{i}=", str(i)) for i in range(85, 112)]
 problems[-1] = Problem("?" if fault == "vocabulary" else "2=", "2")
 encoded, encode = [], prompts.encode_prompts
-prompts.encode_prompts = lambda tokenizer, texts, first: encoded.append(len(texts)) or encode(tokenizer, texts, first)
+def counted(tokenizer, texts, first, **options):
+    encoded.append(len(texts))
+    return encode(tokenizer, texts, first, **options)
+
+
+prompts.encode_prompts = counted
 try:
     fitting = [problem.answer for problem in prompts.fitting(problems, tokenizer, 5)]
     tokens, mask, texts, _ = everything = prompts.encode_problems(problems, tokenizer, None)

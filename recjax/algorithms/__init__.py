@@ -1,13 +1,13 @@
-"""The paper and its relatives: losses of off-policy reinforcement learning. Arrays in, arrays out.
+"""Losses for off-policy reinforcement learning, from arXiv 2509.24203 and related papers: functions of arrays.
 
-`PRESETS` by name, `build` with changes of any axis of `AXES`, and `row_terms` and `loss` for a loop of one's own, of
-which EXAMPLE is one.
+`PRESETS` has the algorithms by name, and `build` makes one with changes on any axis of `AXES`. Call `row_terms` and
+`loss` in your own training loop, as EXAMPLE does.
 """
 
 import importlib
 from typing import Any
 
-# Where each public name is from. Nothing is imported before it is asked for: a config's schema needs no JAX.
+# The module of each public name. Names are imported on first use, because a config's schema needs no JAX.
 _PUBLIC = {
     "PRESETS": "presets",
     "AXES": "axes",
@@ -24,7 +24,7 @@ _PUBLIC = {
 _ALIASES = {"build": "build_algorithm"}
 __all__ = list(_PUBLIC)
 
-# Given tokens [batch, time], their mask, rewards and group_ids [batch], and logits [batch, vocab] to train.
+# Expects tokens and mask [batch, time], rewards and group_ids [batch], and trainable logits [batch, vocab].
 EXAMPLE = """
 import jax
 from recjax import algorithms

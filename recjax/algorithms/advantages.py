@@ -14,13 +14,13 @@ Singleton = Literal["zero", "reward"]
 def deviations(
     rewards: Float[Array, " batch"], index: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """r − r̄ over the kept rows of each group, by `group_index`; 0 where not kept. Equal rewards give exactly 0.
+    """Kept rewards minus their group's mean (`index` by `group_index`); 0 where not kept, exactly 0 for equal rewards.
 
     Examples:
         >>> print(deviations(jnp.array([1.0, 0.0, 5.0]), jnp.array([0, 0, 1]), jnp.array([True, True, True])))
         [ 0.5 -0.5  0. ]
     """
-    # From the group's least reward on, equal rewards are all 0 and their mean is free of rounding.
+    # Measured from the group's lowest reward, equal rewards are all 0, so their mean has no rounding error.
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)
     means = group_sums(above, index) / jnp.maximum(group_sizes(index, kept), 1.0)
@@ -28,7 +28,7 @@ def deviations(
 
 
 def _with_singletons(advantages, rewards, index, kept, singleton: Singleton):
-    """The advantages, with the chosen value in groups of one kept row and 0 where not kept."""
+    """Advantages with the chosen value in groups of one kept row, and 0 where not kept."""
     value = {"zero": jnp.zeros_like(rewards), "reward": rewards}[singleton]
     alone = group_sizes(index, kept) == 1
     return jnp.where(kept, jnp.where(alone, value, advantages), 0.0)
@@ -41,15 +41,15 @@ def group_mean_advantages(
     *,
     singleton: Singleton = "zero",
 ) -> Float[Array, " batch"]:
-    """The reward over the group's mean.
+    """Reward minus the group's mean.
 
     A_i = r_i − r̄,  r̄ the mean over the kept rows of the group.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
-        singleton: the advantage of a group's only kept row: 0, or its reward.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
+        singleton: advantage of a group's only kept row: 0, or its reward.
     Reference: arXiv 2509.24203 §2 (REINFORCE).
 
     Examples:
@@ -71,19 +71,19 @@ def group_normalized_advantages(
     ddof: Literal[0, 1] = 0,
     singleton: Singleton = "zero",
 ) -> Float[Array, " batch"]:
-    """The reward in standard deviations over the group's mean.
+    """Reward minus the group's mean, divided by the group's standard deviation.
 
     A_i = (r_i − r̄) / (σ + ε),  σ² = Σ_j (r_j − r̄)² / (K − ddof).
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in mean or deviation.
-        epsilon: in units of reward, above 0.
-        ddof: 0 as in the paper, or 1 as in much GRPO code.
-        singleton: the advantage of a group's only kept row: 0, or its reward.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter mean or deviation.
+        epsilon: constant ε, in units of reward, above 0.
+        ddof: number subtracted from K in σ: 0 as in the paper, 1 as in much GRPO code.
+        singleton: advantage of a group's only kept row: 0, or its reward.
     Raises:
-        ValueError: epsilon not above 0.
+        ValueError: epsilon is not above 0.
     Reference: arXiv 2509.24203 §2 (GRPO).
 
     Examples:
@@ -108,15 +108,15 @@ def leave_one_out_advantages(
     *,
     singleton: Singleton = "zero",
 ) -> Float[Array, " batch"]:
-    """The reward over the mean of the group's other rows.
+    """Reward minus the mean of the group's other rows.
 
     A_i = r_i − (1/(K−1)) Σ_{j≠i} r_j = K/(K−1) · (r_i − r̄).
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
-        singleton: the advantage of a group's only kept row: 0, or its reward.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
+        singleton: advantage of a group's only kept row: 0, or its reward.
     Reference: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!".
 
     Examples:
@@ -139,16 +139,16 @@ def asymmetric_advantages(
     beta: float = 0.1,
     singleton: Singleton = "zero",
 ) -> Float[Array, " batch"]:
-    """The reward over a lowered baseline, which leans on what went well.
+    """Reward minus a lowered baseline, which stresses good completions over bad ones.
 
-    A_i = r_i − (r̄ − β).  In groups of two and more, the gradient is that of `log_likelihood_bonus` with the same β.
+    A_i = r_i − (r̄ − β).  In groups of several rows, this has the gradient of group means plus `log_likelihood_bonus`.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
-        beta: in units of reward; a negative one raises the baseline.
-        singleton: the advantage of a group's only kept row: 0 (not β), or its reward.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
+        beta: reduction β of the baseline, in units of reward; negative values raise it.
+        singleton: advantage of a group's only kept row: 0 (not β), or its reward.
     Reference: arXiv 2509.24203 §2 (AsymRE).
 
     Examples:
@@ -166,7 +166,7 @@ def raw_reward_advantages(
 ) -> Float[Array, " batch"]:
     """The reward itself, without a baseline.
 
-    A_i = r_i.  Groups play no part; 0 where not kept.
+    A_i = r_i.  Groups are ignored; 0 where not kept.
 
     Examples:
         >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])

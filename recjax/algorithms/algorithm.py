@@ -1,4 +1,4 @@
-"""An algorithm: one function on every axis of the equation in `losses`."""
+"""An algorithm: one function for each axis of the equation in `losses`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,11 +20,11 @@ RATIO = frozenset({"ratio", "log_ratio", "anchor_logprobs"})
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """One choice on every axis, options bound by functools.partial; the defaults are plain REINFORCE.
+    """One function for each axis, with options bound by functools.partial; the defaults are plain REINFORCE.
 
-    Hashable: a static argument of jit. `presets.build_algorithm` makes it from names and options. What a function reads
-    are its positional parameters, by the names in `reading`. An objective of None is the policy gradient, the reduction
-    of `losses.token_loss`.
+    Instances are hashable, so jit takes them as static arguments. `presets.build_algorithm` makes one from names and
+    options. A function's positional parameters name the values that it reads; `reading` lists these names. If objective
+    is None, the loss is the policy gradient: the reduction of `losses.token_loss`.
     """
 
     objective: Callable | None = None
@@ -45,7 +45,7 @@ class Algorithm:
     distillation: Callable | None = None
 
     def reads(self, *names: str) -> bool:
-        """Whether any of these is read to compute the loss."""
+        """True if the loss reads any of `names`."""
         axes = [self.selection, self.advantage, self.clip, self.mask, self.row_weight, self.token_weight]
         axes += filter(None, (self.correction, self.regularizer, self.unbiased_reference_kl))
         read = {name for axis in axes for name in names_read(axis)}
@@ -59,43 +59,43 @@ class Algorithm:
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether the ratio of the policy to the anchor, or that of the anchor to the behavior policy, is read."""
+        """True if the loss reads the ratio of policy to anchor, or of anchor to behavior policy."""
         return self.reads(*RATIO) or self.correction is not None
 
     @property
     def needs_behavior_logprobs(self) -> bool:
-        """Whether the log-probabilities under the behavior policy change the loss."""
+        """True if the loss depends on log-probs under the behavior policy."""
         needs = self.compares_completions or self.correction is not None
         return needs or self.reads("behavior_logprobs", "scored_log_ratio")
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether log-probabilities and entropies of the whole batch are read before micro-batches are cut."""
+        """True if the whole batch must be scored (log-probs and entropies) before the split into micro-batches."""
         return self.reads(*SCORED)
 
     @property
     def compares_completions(self) -> bool:
-        """Whether the loss is of whole groups, whose completions a micro-batch must then hold together."""
+        """True if the loss compares the completions of a group, which must then be in one micro-batch."""
         return self.objective is not None
 
     @property
     def relates_rows(self) -> bool:
-        """Whether the loss is of whole completions, whose rows a micro-batch must then hold together."""
+        """True if the loss relates the rows of a completion, which must then be in one micro-batch."""
         axes = [self.ratio, self.clip, self.mask, self.token_weight, self.correction or self.ratio]
         axes += [self.regularizer, self.reduction]
         return self.compares_completions or any("trajectories" in names_read(axis) for axis in axes)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL to a reference policy."""
+        """True if the loss has a KL to a reference policy."""
         return self.reference_kl is not None or self.unbiased_reference_kl is not None
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the advantages have a teacher's part."""
+        """True if a teacher's log-probs add to the advantages."""
         return self.distillation is not None
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss has an entropy bonus."""
+        """True if the loss has an entropy bonus."""
         return self.entropy is not None

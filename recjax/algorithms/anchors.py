@@ -1,7 +1,7 @@
-"""Anchors: the policy that a ratio is measured from.
+"""Anchors: the policy in the denominator of a ratio.
 
-The behavior policy μ sampled the tokens. The proximal policy is the one from which an update starts: where a batch
-gets several updates, it is what a trust region is about, and the correction for μ is a weight apart.
+The behavior policy μ sampled the tokens. The proximal policy is the policy before the update. With several updates of a
+batch, the trust region is around the proximal policy, and a separate weight corrects for μ.
 """
 
 from jaxtyping import Array, Float
@@ -23,8 +23,8 @@ def behavior_anchor(behavior_logprobs: Float[Array, "batch time"]) -> Float[Arra
 def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
     """The policy before the update: log π_prox.
 
-    A run makes one update of a batch, in which the ratio to this anchor is one; a loop that makes several passes its
-    own log-probs.
+    recjax makes one update of each batch, so the ratio to this anchor is 1. In a loop with several updates of a batch,
+    pass your own log-probs.
 
     Reference: arXiv 2110.00641 (PPO with a decoupled objective); arXiv 2505.24298 (AReaL).
 
@@ -39,14 +39,14 @@ def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Arra
 def interpolated_anchor(
     logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: float = 0.5
 ) -> Float[Array, "batch time"]:
-    """Between the policy and the behavior policy, in log-probs: α log μ + (1 − α) log π.  It needs no scoring pass.
+    """Interpolates the log-probs of policy and behavior policy: α log μ + (1 − α) log π.  Needs no scoring pass.
 
     Args:
         logprobs: log π of each token.
         behavior_logprobs: log μ of each token.
-        share: α, of the behavior policy, from 0 to 1.
+        share: share α of the behavior policy, from 0 to 1.
     Raises:
-        ValueError: a share outside of these.
+        ValueError: share is out of range.
     Reference: arXiv 2512.06547 (A-3PO), whose α follows from each token's staleness.
 
     Examples:

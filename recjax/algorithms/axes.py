@@ -1,4 +1,4 @@
-"""The axes of the equation: the names that a config has for their functions, and what these may read."""
+"""The axes of the equation: names of their functions in a config, and values that these functions may read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +122,7 @@ AXES = {
     "regularizer": REGULARIZERS,
     "reduction": REDUCTIONS,
 }
-# Added to the loss, the last one to the advantages, when their coefficient is above 0; there is no choice by name.
+# Terms without a name, on if their coefficient is above 0. The last adds to advantages, the first three to the loss.
 ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
@@ -132,7 +132,7 @@ ADDED_TERMS = {
 _OF_BATCH = [name for name in (*EVERYWHERE, *WHOLE_BATCH)]
 _OF_ROWS = [name for name in _OF_BATCH if name != "advantages" and not name.startswith("scored_")]
 _OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]
-# What a function of the user's own may read on each axis; the pairwise objective is no place for one.
+# Values that a user's own function may read, by axis. The axis `objective` takes no functions of users.
 READABLE = {
     "selection": ["key", *_OF_ROWS],
     "advantage": [*_OF_ROWS, "scored_logprobs", "scored_log_ratio", "scored_entropy"],
@@ -148,10 +148,10 @@ READABLE = {
 
 
 def function_of(axis: str, name: Any) -> Callable:
-    """The function that an axis has by a name of its table, or by the user's own module:function.
+    """Looks up a function by its name in the axis' table, or imports the user's own module:function.
 
     Raises:
-        ValueError: an unknown name, a function that cannot be imported, or one that reads what its axis does not have.
+        ValueError: an unknown name, a function that cannot be imported, or one that reads a value its axis lacks.
 
     Examples:
         >>> function_of("clip", "one_side").__name__

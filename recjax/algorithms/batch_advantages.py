@@ -1,4 +1,4 @@
-"""Advantages that read more than a group's rewards: the whole batch, lengths, parts of the reward, times of tokens."""
+"""Advantages from more than a group's rewards: batch statistics, lengths, reward parts, token positions."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -12,21 +12,21 @@ from recjax.algorithms.options import require
 
 
 def _mean_and_deviation(values, weights, ddof=0):
-    """Weighted mean and standard deviation of all values; of none, 0."""
+    """Weighted mean and standard deviation of all values; 0 if all weights are 0."""
     total = jnp.sum(weights)
     mean = jnp.sum(weights * values) / jnp.maximum(total, 1.0)
     return mean, jnp.sqrt(jnp.sum(weights * jnp.square(values - mean)) / jnp.maximum(total - ddof, 1.0))
 
 
 def _whitened(values, kept, lengths, over, ddof, epsilon):
-    """Values of kept rows with mean 0 and deviation 1 over completions, or over their tokens."""
+    """Scales the values of kept rows to mean 0 and standard deviation 1, over completions or tokens."""
     weights = kept.astype(values.dtype) * (lengths if over == "tokens" else 1)
     mean, deviation = _mean_and_deviation(jnp.where(kept, values, 0.0), weights, ddof)
     return jnp.where(kept, (values - mean) / (deviation + epsilon), 0.0)
 
 
 def _normalized(values, kept, index, ddof, epsilon):
-    """Group-centered values over the group's standard deviation."""
+    """Values minus their group's mean, divided by the group's standard deviation."""
     centered = deviations(values, index, kept)
     variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
     return centered / (jnp.sqrt(variance) + epsilon)
@@ -37,7 +37,7 @@ def _require_epsilon(epsilon: float) -> None:
 
 
 def no_advantages(rewards: Float[Array, " batch"]) -> Float[Array, " batch"]:
-    """0 for every completion, where something else than the reward teaches.
+    """0 for every completion, for training without rewards, such as distillation.
 
     Examples:
         >>> print(no_advantages(jnp.array([1.0, 0.0])))
@@ -57,21 +57,21 @@ def batch_whitened_advantages(
     ddof: Literal[0, 1] = 0,
     epsilon: float = 1e-6,
 ) -> Float[Array, " batch"]:
-    """Rewards, or rewards over their group's mean, brought to mean 0 and deviation 1 over the batch.
+    """Rewards, raw or minus their group's mean, scaled to mean 0 and standard deviation 1 over the batch.
 
     A_i = (a_i − ā) / (σ_a + ε),  a = r or r − r̄; mean and standard deviation over all kept rows.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order; not read with baseline "none".
-        kept: rows that count; the others get 0.
-        lengths: in tokens; read with over "tokens" alone.
-        baseline: what is taken off a reward first.
-        over: what mean and deviation are over; with "tokens" a completion counts as often as it has tokens.
-        ddof: taken off the number that the deviation's mean divides by; 1 in verl's code.
-        epsilon: in units of reward, above 0.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group, any integers in any order; ignored with baseline "none".
+        kept: mask of the rows that count; other rows get 0.
+        lengths: number of tokens of each completion; read only with over "tokens".
+        baseline: baseline to subtract from each reward first.
+        over: unit of mean and deviation; with "tokens" each completion counts once per token.
+        ddof: number subtracted from the divisor in σ_a; 1 in verl's code.
+        epsilon: constant ε, in units of reward, above 0.
     Raises:
-        ValueError: epsilon not above 0.
+        ValueError: epsilon is not above 0.
     Reference: arXiv 2501.03262 (REINFORCE++ and, with the group's baseline, REINFORCE++-baseline).
 
     Examples:
@@ -96,17 +96,17 @@ def batch_deviation_advantages(
     *,
     epsilon: float = 1e-6,
 ) -> Float[Array, " batch"]:
-    """The reward over its group's mean, in standard deviations of all rewards of the batch.
+    """Reward minus the group's mean, divided by the standard deviation of all rewards in the batch.
 
     A_i = (r_i − r̄) / (σ_batch(r) + ε), ddof 0.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0.
-        epsilon: in units of reward, above 0.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0.
+        epsilon: constant ε, in units of reward, above 0.
     Raises:
-        ValueError: epsilon not above 0.
+        ValueError: epsilon is not above 0.
     Reference: arXiv 2508.08221 (LitePPO).
 
     Examples:
@@ -127,15 +127,15 @@ def length_weighted_advantages(
     kept: Bool[Array, " batch"],
     lengths: Int[Array, " batch"],
 ) -> Float[Array, " batch"]:
-    """The reward over the group's mean per token, the baseline of least variance where gradients grow with length.
+    """Reward minus the group's length-weighted mean: the lowest-variance baseline if gradients grow with length.
 
     A_i = r_i − Σ_j L_j r_j / Σ_j L_j.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
-        lengths: L, in tokens.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
+        lengths: number of tokens L of each completion.
     Reference: arXiv 2505.23585 (OPO).
 
     Examples:
@@ -145,7 +145,7 @@ def length_weighted_advantages(
         [ 1.5 -1.5 -1.5]
     """
     index = group_index(group_ids)
-    # From the group's least reward on, equal rewards are all 0, free of rounding.
+    # Measured from the group's lowest reward, equal rewards are all 0, without rounding errors.
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above, weights = jnp.where(kept, above, 0.0), jnp.where(kept, lengths, 0).astype(rewards.dtype)
     means = group_sums(weights * above, index) / jnp.maximum(group_sums(weights, index), 1.0)
@@ -155,14 +155,14 @@ def length_weighted_advantages(
 def mean_relative_advantages(
     rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """The reward over the group's mean, relative to that mean: the rarer success is, the more it weighs.
+    """Reward minus the group's mean, divided by that mean: the rarer success is, the more it weighs.
 
     A_i = (r_i − r̄) / r̄;  0 in groups whose mean is not above 0.
 
     Args:
-        rewards: 0 or more, as of 0 and 1; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
+        rewards: reward of each row, 0 or more (usually 0 and 1); ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
     Reference: arXiv 2602.02710 (MaxRL).
 
     Examples:
@@ -179,14 +179,14 @@ def mean_relative_advantages(
 def signal_scaled_advantages(
     rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """The reward over the group's mean, scaled up for the groups that teach nothing.
+    """Reward minus the group's mean, scaled up to make up for groups without signal (equal rewards).
 
     A_i = (r_i − r̄) · G / G₊,  G groups in the batch, G₊ of them with different rewards.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
     Reference: arXiv 2504.02546 (GPG).
 
     Examples:
@@ -197,7 +197,7 @@ def signal_scaled_advantages(
     """
     index = group_index(group_ids)
     centered = deviations(rewards, index, kept)
-    # Each kept row has its share of its group, so that groups are counted.
+    # The shares of a group add up to 1, so that their sum counts groups.
     shares = jnp.where(kept, 1.0 / jnp.maximum(group_sizes(index, kept), 1.0), 0.0)
     teaches = group_sums(jnp.abs(centered), index) > 0
     return centered * jnp.sum(shares) / jnp.maximum(jnp.sum(jnp.where(teaches, shares, 0.0)), 1.0)
@@ -214,21 +214,21 @@ def part_normalized_advantages(
     ddof: Literal[0, 1] = 0,
     epsilon: float = 1e-6,
 ) -> Float[Array, " batch"]:
-    """Each part of the reward in deviations of its own group, added up by weight, then whitened over the batch.
+    """Weighted sum of reward parts, each normalized within its group; the sum is then whitened over the batch.
 
     a_i = Σ_p w_p (r_p,i − r̄_p) / (σ_p + ε);  A_i = (a_i − ā) / (σ_a + ε), over the kept rows of the batch.
 
     Args:
-        reward_parts: values by part, not weighted; NaN in rows without it, which then is 0 there.
-        part_weights: by part, in the reward.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0.
-        lengths: in tokens; read with over "tokens" only.
-        over: what ā and σ_a are over; with "tokens" a completion counts as often as it has tokens.
-        ddof: taken off the numbers that σ_p and σ_a divide by; both options are "tokens" and 1 in the authors' code.
-        epsilon: in units of a part, and of a, above 0.
+        reward_parts: unweighted values of each part; NaN in rows without the part, where the part adds 0.
+        part_weights: weight of each part in the reward.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0.
+        lengths: number of tokens of each completion; read only with over "tokens".
+        over: unit of ā and σ_a; with "tokens" each completion counts once per token, as in the authors' code.
+        ddof: number subtracted from the divisors in σ_p and σ_a; 1 in the authors' code.
+        epsilon: constant ε, in units of a part in the first equation and of a in the second, above 0.
     Raises:
-        ValueError: epsilon not above 0, or no parts.
+        ValueError: epsilon is not above 0, or no parts.
     Reference: arXiv 2601.05242 (GDPO).
 
     Examples:
@@ -256,17 +256,17 @@ def log_mean_exp_advantages(
     *,
     beta: float = 1.0,
 ) -> Float[Array, " batch"]:
-    """The reward over the soft maximum of its group, the value of the KL-regularized optimum.
+    """Reward minus the group's soft maximum, which is the value of the KL-regularized optimum.
 
     A_i = r_i − β log((1/K) Σ_j exp(r_j / β)).
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0 and no part in the mean.
-        beta: in units of reward, above 0.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
+        beta: temperature β, in units of reward, above 0.
     Raises:
-        ValueError: β not above 0.
+        ValueError: β is not above 0.
     Reference: arXiv 2505.20686 (A*-PO); arXiv 2602.19362 (OAPL).
 
     Examples:
@@ -278,7 +278,7 @@ def log_mean_exp_advantages(
     """
     require(beta > 0, "beta", beta, "must be above 0")
     index = group_index(group_ids)
-    # Down from the group's highest reward, so that no exponent is above 0.
+    # Measured from the group's highest reward, so that no exponent is above 0.
     highest = -group_minima(jnp.where(kept, -rewards, jnp.inf), index)
     below = jnp.where(kept, rewards - highest, 0.0)
     exponentials = jnp.where(kept, jnp.exp(below / beta), 0.0)
@@ -294,18 +294,18 @@ def discounted_advantages(
     *,
     discount: float = 0.99,
 ) -> Float[Array, "batch time"]:
-    """The reward over the group's mean, discounted from the completion's last token back.
+    """Reward minus the group's mean, discounted backward from the completion's last token.
 
     A_i,t = γ^(L_i − t) (r_i − r̄),  t from 1 to L_i.
 
     Args:
-        rewards: of whole completions; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others get 0.
-        completion_mask: True at tokens that count.
-        discount: γ, above 0, at most 1.
+        rewards: reward of each completion; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0.
+        completion_mask: mask of the tokens that count.
+        discount: discount factor γ per token, above 0, at most 1.
     Raises:
-        ValueError: γ out of its range.
+        ValueError: γ is out of range.
 
     Examples:
         >>> rewards, group_ids, kept = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, True])

@@ -1,17 +1,17 @@
-"""The paper's algorithms, as changes of REINFORCE, with where they come from; `field` has those of others."""
+"""The algorithms of arXiv 2509.24203 as changes to REINFORCE, with sources; `field` has other papers' algorithms."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class Preset(NamedTuple):
-    """An algorithm of the literature as changes of REINFORCE.
+    """An algorithm of the literature as changes to REINFORCE.
 
-    title: what it is called there.
-    paper: an arXiv id, or an address; empty where there is none.
-    coefficient: what multiplies ∇log π(y_t) before the reduction.
+    title: name in the literature.
+    paper: arXiv id or URL; empty without a source.
+    coefficient: factor of ∇log π(y_t) before the reduction.
     changes: axis → name and options.
-    note: where it differs from paper or reference code, and what is uncertain.
+    note: differences from paper or reference code, and doubts.
     """
 
     title: str
@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 
 
 def changes_of(preset: Preset) -> str:
-    """What a preset changes in REINFORCE, in words of a config.
+    """Describes a preset's changes to REINFORCE in the terms of a config.
 
     Examples:
         >>> changes_of(PAPER["grpo"])
@@ -39,7 +39,7 @@ REC = "2509.24203"
 IMPORTANCE = {"name": "importance"}
 ONE_SIDE = {"name": "one_side"}
 NORMALIZED = {"name": "group_normalized"}
-# How the field writes PPO's clipping, with the group's deviation in the advantage.
+# PPO's clipping as most papers write it, with advantages divided by the group's standard deviation.
 CLIPPED = {"advantage": NORMALIZED, "clip": ONE_SIDE, "weight": IMPORTANCE}
 
 PAPER = {

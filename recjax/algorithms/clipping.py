@@ -1,4 +1,4 @@
-"""Clip masks: the tokens whose policy-gradient term counts, by ratio or probability and sign of the advantage."""
+"""Clip masks: True for tokens whose policy-gradient term counts, by ratio or probability and the advantage's sign."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def no_clip(completion_mask: Bool[Array, "batch time"]) -> Bool[Array, "batch ti
 
 
 def _sides(advantages):
-    """Whether the advantage pushes up, and whether down; of 0 both are True."""
+    """Masks of advantages that push up and that push down; an advantage of 0 is in both."""
     return per_token(advantages) >= 0, per_token(advantages) <= 0
 
 
@@ -35,16 +35,16 @@ def one_side_mask(
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
 ) -> Bool[Array, "batch time"]:
-    """False where the ratio has already gone beyond the range in the direction that the advantage pushes.
+    """False where the ratio has already left the range in the direction in which the advantage pushes.
 
     M = (A ≥ 0 and ρ ≤ 1+ε_high) or (A ≤ 0 and ρ ≥ 1−ε_low).  With importance weights, the gradient is that of PPO's
     clipped objective.
 
     Args:
-        ratio: ρ = π/μ of each token.
-        advantages: only the sign is read.
-        epsilon_low: how far the ratio may fall below 1 and still be pushed down, 0 or more.
-        epsilon_high: how far the ratio may rise above 1 and still be pushed up, 0 or more.
+        ratio: ratio ρ = π/μ of each token.
+        advantages: advantage of each completion or token; only the sign is read.
+        epsilon_low: distance below 1 up to which a ratio is still pushed down, 0 or more.
+        epsilon_high: distance above 1 up to which a ratio is still pushed up, 0 or more.
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2509.24203 §2 (REC-OneSide).
@@ -68,13 +68,13 @@ def two_side_mask(
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
 ) -> Bool[Array, "batch time"]:
-    """True inside the range, whatever the advantage.
+    """True where the ratio is inside the range, regardless of the advantage.
 
     M = 1−ε_low ≤ ρ ≤ 1+ε_high.
 
     Args:
-        ratio: ρ = π/μ of each token.
-        advantages: ignored.
+        ratio: ratio ρ = π/μ of each token.
+        advantages: advantage of each completion or token; ignored.
         epsilon_low: width of the range below 1, 0 or more.
         epsilon_high: width of the range above 1, 0 or more.
     Raises:
@@ -102,17 +102,17 @@ def ring_mask(
     outer_low: float = 0.6,
     outer_high: float = 2.0,
 ) -> Bool[Array, "batch time"]:
-    """True inside the range, and far outside it where the advantage pushes back towards it.
+    """True inside the range, and also far outside where the advantage pushes the ratio back toward the range.
 
     M = (1−ε_low ≤ ρ ≤ 1+ε_high) or (A ≥ 0 and ρ ≤ 1−ε'_low) or (A ≤ 0 and ρ ≥ 1+ε'_high).
 
     Args:
-        ratio: ρ = π/μ of each token.
-        advantages: only the sign is read.
+        ratio: ratio ρ = π/μ of each token.
+        advantages: advantage of each completion or token; only the sign is read.
         epsilon_low: width of the range below 1, 0 or more.
         epsilon_high: width of the range above 1, 0 or more.
-        outer_low: ε'_low, at least epsilon_low.
-        outer_high: ε'_high, at least epsilon_high.
+        outer_low: distance ε'_low below 1, at least epsilon_low.
+        outer_high: distance ε'_high above 1, at least epsilon_high.
     Raises:
         ValueError: a negative range, or an outer bound inside the inner one.
     Reference: arXiv 2509.24203 §2 (REC-Ring).
@@ -139,14 +139,14 @@ def dual_clip_mask(
     epsilon_high: float = 0.2,
     bound: float = 3.0,
 ) -> Bool[Array, "batch time"]:
-    """`one_side_mask`, and False as well where A < 0 and the ratio is above a bound.
+    """`one_side_mask`, but also False where A < 0 and the ratio is above a bound.
 
     Args:
-        ratio: ρ of each token.
-        advantages: only the sign is read.
-        epsilon_low: as of `one_side_mask`.
-        epsilon_high: as of `one_side_mask`.
-        bound: c, at least 1.
+        ratio: ratio ρ of each token.
+        advantages: advantage of each completion or token; only the sign is read.
+        epsilon_low: see `one_side_mask`.
+        epsilon_high: see `one_side_mask`.
+        bound: largest ratio c where A < 0, at least 1.
     Raises:
         ValueError: a negative range, or a bound below 1.
     Reference: arXiv 1912.09729 (dual-clip PPO).
@@ -168,15 +168,15 @@ def log_one_side_mask(
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
 ) -> Bool[Array, "batch time"]:
-    """`one_side_mask` of each token's own log-ratio, at whatever level the weights are.
+    """`one_side_mask` on each token's own log-ratio, even if weights use the ratio of a completion.
 
     M = (A ≥ 0 and log ρ_t ≤ ε_high) or (A ≤ 0 and log ρ_t ≥ −ε_low).
 
     Args:
         log_ratio: log ρ of each token.
-        advantages: only the sign is read.
-        epsilon_low: in units of log ρ, 0 or more.
-        epsilon_high: in units of log ρ, 0 or more.
+        advantages: advantage of each completion or token; only the sign is read.
+        epsilon_low: distance of the lower bound on log ρ below 0; not negative.
+        epsilon_high: distance of the upper bound on log ρ above 0; not negative.
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2507.20673 (GMPO).
@@ -200,13 +200,13 @@ def probability_difference_mask(
 ) -> Bool[Array, "batch time"]:
     """False where the token's probability has already moved by more than δ in the direction of the advantage.
 
-    M = (A ≥ 0 and π − μ ≤ δ) or (A ≤ 0 and π − μ ≥ −δ): rare tokens, whose ratio moves easily, stay.
+    M = (A ≥ 0 and π − μ ≤ δ) or (A ≤ 0 and π − μ ≥ −δ).  Rare tokens, whose ratio moves easily, are kept.
 
     Args:
         logprobs: log π of each token.
         behavior_logprobs: log μ of each token.
-        advantages: only the sign is read.
-        delta: a difference of probabilities, 0 or more.
+        advantages: advantage of each completion or token; only the sign is read.
+        delta: largest difference δ of probabilities, 0 or more.
     Raises:
         ValueError: a negative δ.
     Reference: arXiv 2602.04879 (DPPO, total variation).
@@ -229,15 +229,15 @@ def binary_kl_mask(
     *,
     delta: float = 0.05,
 ) -> Bool[Array, "batch time"]:
-    """False where the token has moved in the direction of the advantage by more than δ of KL(μ ‖ π).
+    """False where the token has moved in the direction of the advantage and KL(μ ‖ π) is above δ.
 
-    The KL is of "this token or another": μ log(μ/π) + (1−μ) log((1−μ)/(1−π)), in nats.
+    The KL compares two outcomes, this token or any other: μ log(μ/π) + (1−μ) log((1−μ)/(1−π)), in nats.
 
     Args:
         logprobs: log π of each token.
         behavior_logprobs: log μ of each token.
-        advantages: only the sign is read.
-        delta: in nats, 0 or more.
+        advantages: advantage of each completion or token; only the sign is read.
+        delta: largest KL δ, in nats, 0 or more.
     Raises:
         ValueError: a negative δ.
     Reference: arXiv 2602.04879 (DPPO, KL).
@@ -249,7 +249,7 @@ def binary_kl_mask(
     """
     require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
-    # A certain token leaves nothing for the others; the least float32 stands for that.
+    # A token of probability 1 leaves 0 for all other tokens, whose logarithm must stay finite.
     tiny = jnp.finfo(logprobs.dtype).tiny
     others, others_before = (jnp.log(jnp.maximum(-jnp.expm1(x), tiny)) for x in (logprobs, behavior_logprobs))
     before = jnp.exp(behavior_logprobs)
@@ -271,24 +271,24 @@ def balanced_mask(
     step_high: float = 0.05,
     positive_share: float = 0.5,
 ) -> Bool[Array, "batch time"]:
-    """`one_side_mask` with bounds that rise until tokens with A > 0 have their share of the batch's policy gradient.
+    """`one_side_mask` with bounds that rise until tokens with A > 0 reach a share of the batch's policy gradient.
 
-    The share is Σ_{A>0} ρA over Σ ρ|A|, of tokens inside the bounds. The upper bound rises first, to its highest; then
-    the lower one does. Where neither helps both are at their highest.
+    The share is Σ_{A>0} ρA over Σ ρ|A|, over tokens inside the bounds. The upper bound rises first, to its highest
+    value, then the lower bound. If the share is never reached, both bounds end at their highest values.
 
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
-        advantages: of the whole batch.
-        completion_mask: True at tokens that count.
-        low: of the ratio where A < 0, at first.
-        highest_low: at least `low`.
-        high: of the ratio where A > 0, at first.
-        highest_high: at least `high`.
-        step_low: by which the lower bound rises, above 0.
-        step_high: by which the upper bound rises, above 0.
-        positive_share: from 0 to 1.
+        advantages: advantages of the whole batch.
+        completion_mask: mask of the tokens that count.
+        low: initial lower bound of the ratio, for A < 0.
+        highest_low: highest lower bound, at least `low`.
+        high: initial upper bound of the ratio, for A > 0.
+        highest_high: highest upper bound, at least `high`.
+        step_low: step of the lower bound, above 0.
+        step_high: step of the upper bound, above 0.
+        positive_share: share to reach, from 0 to 1.
     Raises:
-        ValueError: a highest bound below the first one, a step not above 0, or a share outside of its range.
+        ValueError: a highest bound below the initial one, a step not above 0, or a share out of range.
     Reference: arXiv 2510.18927 (BAPO).
 
     Examples:

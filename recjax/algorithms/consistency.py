@@ -1,4 +1,4 @@
-"""The paper's surrogate as a loss in its own right: all completions of a prompt should agree on r − τ log(π/π_t)."""
+"""The paper's surrogate objective as a loss: all completions of a prompt should agree on r − τ log(π/π_t)."""
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,20 @@ def pairwise_consistency_loss(
 
     a_i = r_i − τ (log π(y_i) − log π_t(y_i)),  L = (1/K²) Σ_{i<j} w_i w_j (a_i − a_j)² = (W/K²) Σ_i w_i (a_i − ā_w)²
     with W = Σ w and ā_w = Σ w a / W over the K kept rows of a group. At π = π_t the gradient is −(2τ/K) times that of
-    group-relative REINFORCE, whatever sampled the completions.
+    group-relative REINFORCE, regardless of the policy that sampled the completions.
 
     Args:
         sequence_logprobs: log π(y_i), the sum over a completion's tokens.
         anchor_logprobs: log π_t(y_i), constant.
-        rewards: any unit, constant.
-        weights: 0 or more, constant.
-        group_ids: any integers; all kept rows of a group must be in the same call.
-        kept: rows that count; nothing of the others is read.
-        tau: in units of reward, above 0.
+        rewards: reward of each row, in any unit, constant.
+        weights: weight of each row, 0 or more, constant.
+        group_ids: id of each row's group, any integers; all kept rows of a group must be in the same call.
+        kept: mask of the rows that count; values of other rows are ignored.
+        tau: temperature τ, in units of reward, above 0.
     Returns:
-        The sum over groups, and the number of groups with a kept row.
+        Sum over groups, and number of groups with at least one kept row.
     Raises:
-        ValueError: τ not above 0.
+        ValueError: τ is not above 0.
     Reference: arXiv 2509.24203 §1 (pairwise consistency).
 
     Examples:

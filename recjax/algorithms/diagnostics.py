@@ -1,4 +1,4 @@
-"""Numbers that tell how far off-policy a batch is and what the algorithm makes of it."""
+"""Diagnostics of a batch: how far off-policy it is, and its clipping, weights and advantages."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99, "max": 1.0}
 def token_average(
     per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
 ) -> Float[Array, ""]:
-    """The mean over valid tokens; 0 where there is none. Of the entropy, the mean entropy in nats per token.
+    """Mean over valid tokens; 0 without valid tokens. For entropies, this is the mean entropy in nats per token.
 
     Examples:
         >>> mask = jnp.array([[True, True, False]])
@@ -29,7 +29,7 @@ def token_average(
 def ratio_quantiles(
     log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
 ) -> dict[str, Float[Array, ""]]:
-    """Quantiles QUANTILES of the ratio π/μ over valid tokens; NaN where there is none.
+    """QUANTILES of the ratio π/μ over valid tokens; NaN without valid tokens.
 
     Examples:
         >>> log_ratio = jnp.log(jnp.array([[0.5, 1.0, 2.0]]))
@@ -45,7 +45,7 @@ def clip_fraction(
     advantages: Float[Array, "batch *rest"],
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Float[Array, ""]]:
-    """Share of valid tokens that the clip mask leaves out: of all, of those with A > 0, of those with A < 0.
+    """Clipped share of all valid tokens, of tokens with A > 0, and of tokens with A < 0.
 
     Examples:
         >>> clip, mask = jnp.array([[True, False]]), jnp.array([[True, True]])
@@ -81,14 +81,14 @@ def effective_sample_size(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, ""]:
-    """The share of completions that importance weighting would leave effective.
+    """Effective share of completions under importance weighting.
 
-    (Σ w)² / (n Σ w²),  w_i = exp Σ_t log ρ_t: from 1/n to 1, which is on-policy; 0 where n = 0.
+    (Σ w)² / (n Σ w²),  w_i = exp Σ_t log ρ_t: from 1/n to 1 (on-policy); 0 if n = 0.
 
     Args:
         log_ratio: log π − log μ.
-        completion_mask: rows without a valid token do not count.
-        trajectories: equal for rows of one completion; None: each row is one.
+        completion_mask: mask of valid tokens; rows without valid tokens do not count.
+        trajectories: id of each row's completion; None if each row is a completion.
 
     Examples:
         >>> log_ratio, mask = jnp.log(jnp.array([[1.0], [3.0]])), jnp.array([[True], [True]])
@@ -105,9 +105,9 @@ def effective_sample_size(
 def staleness(
     step: Int[Array, ""] | int, policy_version: Shaped[Array | np.ndarray, " batch"]
 ) -> Shaped[Array | np.ndarray, " batch"]:
-    """Optimizer steps between the weights that sampled each row and those that train on it at `step`, counted from 1.
+    """Optimizer steps from the weights that sampled each row to the weights that `step`, counted from 1, starts with.
 
-    step − 1 − version, a version counting the updates made before it.
+    step − 1 − version, where the version is the number of updates in the weights that sampled the row.
 
     Examples:
         >>> print(staleness(12, jnp.array([0, 10, 11])))
@@ -124,10 +124,10 @@ def diagnose(
     entropy: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Float[Array, ""]]:
-    """Scalars of a whole batch, by name; those of the ratio are left out where there are no behavior log-probs.
+    """Computes scalar metrics of a whole batch, by name; without behavior log-probs, it skips metrics of the ratio.
 
-    Entropy, ratio, KL and sample size are of all real rows; clipping, weights and advantages of the rows kept. Rows of
-    a trajectory count as one. Tokens of `ratios.impossible_tokens` are counted by policy and take no other part.
+    Entropy, ratio, KL and sample size cover all real rows; clipping, weights and advantages cover kept rows. Rows of a
+    trajectory count as one. Tokens of `ratios.impossible_tokens` are counted by policy; metrics of the ratio skip them.
 
     Examples:
         >>> from recjax import algorithms
@@ -167,7 +167,7 @@ def diagnose(
 
 
 def _kept_mean(values, rows: RowTerms, completion_mask):
-    """The mean over the completions kept; of values of tokens, over their tokens."""
+    """Mean over kept completions, or over their tokens if the values are per token."""
     if values.ndim == 2:
         return token_average(values, completion_mask & rows.kept[:, None])
     kept = one_per_trajectory(rows.kept, rows.trajectories)

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's log-probs of each token as a part of the advantage."""
+"""On-policy distillation: a teacher's log-probs add to the advantage of each token."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -13,15 +13,15 @@ def teacher_advantages(
     *,
     coefficient: float = 0.0,
 ) -> Float[Array, "batch time"]:
-    """How much likelier the teacher finds each token: A_t = c (log π_teacher − log π).
+    """Teacher's log-probs minus the policy's log-probs: A_t = c (log π_teacher − log π).
 
-    Under the policy's own samples the policy gradient with it is that of c KL(π ‖ π_teacher), token by token.
+    On the policy's own samples, these advantages give the gradient of c KL(π ‖ π_teacher), token by token.
 
     Args:
         logprobs: log π of each token, constant.
         teacher_logprobs: log π_teacher of each token, constant.
-        completion_mask: True at tokens that count; the others get 0.
-        coefficient: c, 0 or more.
+        completion_mask: mask of the tokens that count; other tokens get 0.
+        coefficient: weight c, 0 or more.
     Raises:
         ValueError: a negative coefficient.
     Reference: arXiv 2306.13649 (GKD, its reverse KL on the student's samples).

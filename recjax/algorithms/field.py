@@ -1,4 +1,4 @@
-"""Algorithms of the field as compositions of the axes. Options are the papers'; notes say what differs or is unsure."""
+"""Algorithms of other papers, composed from the axes. Options are the papers'; notes list differences and doubts."""
 
 from recjax.algorithms.catalog import CLIPPED, IMPORTANCE, NORMALIZED, ONE_SIDE, Preset
 
@@ -289,7 +289,7 @@ FIELD = {
         {**CLIPPED, "anchor": {"name": "interpolated"}, "correction": IMPORTANCE},
         "α = 0.5; in the paper it follows from a token's staleness",
     ),
-    # --- Beside the reward.
+    # --- Without rewards.
     "on_policy_distillation": Preset(
         "On-policy distillation",
         "2306.13649",

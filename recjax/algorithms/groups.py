@@ -1,6 +1,6 @@
-"""Sums over groups of completions. A group is a set of rows with the same id; ids, sizes and order are free.
+"""Sums over groups of completions. Rows with the same id form a group; ids, group sizes and row order are free.
 
-The functions take `index`, the ids as renumbered by `group_index`.
+The functions take `index`: the group ids renumbered by `group_index`.
 """
 
 import jax
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def group_index(group_ids: Int[Array, " batch"]) -> Int[Array, " batch"]:
-    """The ids renumbered 0, 1, 2, … so that they can index segments.
+    """Renumbers group ids to 0, 1, 2, …, as JAX's segment functions require.
 
     Examples:
         >>> print(group_index(jnp.array([40, 7, 40])))
@@ -19,7 +19,7 @@ def group_index(group_ids: Int[Array, " batch"]) -> Int[Array, " batch"]:
 
 
 def group_sums(values: Float[Array, " batch"], index: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """For each row, the sum of `values` over the rows of its group.
+    """For each row, the sum of `values` in its group.
 
     Examples:
         >>> print(group_sums(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 0, 1])))
@@ -29,7 +29,7 @@ def group_sums(values: Float[Array, " batch"], index: Int[Array, " batch"]) -> F
 
 
 def group_minima(values: Float[Array, " batch"], index: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """For each row, the least of `values` over the rows of its group.
+    """For each row, the lowest of `values` in its group.
 
     Examples:
         >>> print(group_minima(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 0, 1])))
@@ -39,7 +39,7 @@ def group_minima(values: Float[Array, " batch"], index: Int[Array, " batch"]) ->
 
 
 def group_sizes(index: Int[Array, " batch"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
-    """For each row, the number of kept rows of its group, as a float.
+    """For each row, the number of kept rows in its group, as a float.
 
     Examples:
         >>> print(group_sizes(jnp.array([1, 0, 1]), jnp.array([True, True, False])))

@@ -1,8 +1,8 @@
-"""The one equation that every algorithm of the family is a case of.
+"""One equation, of which every algorithm in this package is a special case.
 
     loss = reduce_t [ −sg(w · w_t · c_t · A · M_t) · log π(y_t) + regularizer_t + c_KL · KL_t − c_H · H_t ]
 
-`row_terms` is taken once on the whole batch; `loss` on any micro-batch of it, as (sum, count) that add.
+Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from recjax.algorithms.trajectories import first_rows, one_per_trajectory, traje
 
 
 class Scored(NamedTuple):
-    """What the scoring pass finds of the tokens of a whole batch before the update; see `Algorithm.needs_scoring`."""
+    """Results of the scoring pass over a whole batch before the update; see `Algorithm.needs_scoring`."""
 
     logprobs: Float[Array, "batch time"]
     entropy: Float[Array, "batch time"]
@@ -31,16 +31,16 @@ class Scored(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What a loss takes as constants of each completion; `batch` rows.
+    """Constants of each row in a loss; `batch` is the number of rows.
 
-    Rows that are padding or were dropped have kept False and zeros elsewhere. Advantages and weights are of
-    completions, or of tokens where an algorithm tells these apart.
+    Padding and dropped rows have kept False, and advantages, weights and rewards of 0. Advantages and weights have a
+    time axis if the algorithm distinguishes the tokens of a completion.
 
-    foreign: the completion is another model's; None where nobody said.
-    mask: of clip and mask where these are of the whole batch.
-    proximal_logprobs: log π before the update, where the algorithm reads it.
-    teacher_logprobs: of a teacher, where the algorithm reads them.
-    trajectories: equal for rows of one completion, which stay in one micro-batch; None: each row is one.
+    foreign: True where another model wrote the completion; None if unknown.
+    mask: joint mask of the axes `clip` and `mask`, as far as their functions read the whole batch.
+    proximal_logprobs: log π before the update, if the algorithm reads it.
+    teacher_logprobs: log-probs of a teacher, if the algorithm reads them.
+    trajectories: id of each row's completion, which stays in one micro-batch; None if each row is a completion.
     """
 
     advantages: Float[Array, "batch *rest"]
@@ -56,12 +56,12 @@ class RowTerms(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """What multiplies −∇log π of each token, in parts; constants.
+    """Factors of −∇log π at each token, all constants.
 
-    ratio: to the anchor, at the level of the axis `ratio`.
+    ratio: ratio to the anchor, at the level of the axis `ratio`.
     advantages: [batch, 1] or [batch, time].
-    clip: False where clip or mask leaves the token out.
-    coefficients: the whole product, 0 where left out or masked.
+    clip: False where clip or mask drops the token.
+    coefficients: whole factor w · w_t · c_t · A · M_t, 0 where dropped or masked.
     """
 
     ratio: Float[Array, "batch time"]
@@ -77,9 +77,9 @@ def impossible(
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
 ) -> dict[str, Bool[Array, "batch time"]]:
-    """The `impossible_tokens` of rows kept under the policies that an algorithm reads, by policy.
+    """Applies `impossible_tokens` to kept rows, for each policy that the algorithm reads.
 
-    Arguments are those of `token_loss`.
+    Takes the arguments of `token_loss`.
 
     Examples:
         >>> from recjax import algorithms
@@ -96,7 +96,7 @@ def impossible(
 
 
 def _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask):
-    """`completion_mask` in rows kept, without impossible tokens."""
+    """`completion_mask` in kept rows, without impossible tokens."""
     mask = completion_mask & rows.kept[:, None]
     for tokens in impossible(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():
         mask &= ~tokens
@@ -109,7 +109,7 @@ def _behavior(algorithm: Algorithm, logprobs, behavior_logprobs):
             "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose one that"
             " does without: no clip, no importance weights, no squared log-ratio, objective policy_gradient"
         )
-    # Nothing reads the ratio where there is none.
+    # An algorithm that does not need μ never reads this stand-in.
     return jax.lax.stop_gradient(logprobs if behavior_logprobs is None else behavior_logprobs)
 
 
@@ -130,27 +130,27 @@ def row_terms(
     turn_rewards: Float[Array, "batch turns"] | None = None,
     token_turns: Int[Array, "batch time"] | None = None,
 ) -> RowTerms:
-    """Selection, advantages, row weights and masks of a whole batch; take it before micro-batches are cut.
+    """Computes selection, advantages, row weights and masks of a whole batch, before the split into micro-batches.
 
-    What is left out must be something that the algorithm does not read.
+    You can omit inputs that the algorithm does not read.
 
     Args:
-        rewards: any unit; ignored where row_mask is False.
-        group_ids: any integers, any group sizes, any order.
-        row_mask: False for padding rows, `completion_mask.any(-1)`.
-        key: for random selections.
-        completion_mask: True where the behavior policy chose the token.
-        foreign: True where the completion is another model's.
-        reward_parts: parts of the rewards by name, not weighted; NaN in rows without one.
-        part_weights: by name of a part.
-        scored: of the scoring pass; its values are ignored where masked.
-        teacher_logprobs: of a teacher, at each token; ignored where masked.
-        trajectories: equal for rows of one completion, whose rewards are equal too; None: each row is one.
-        turn_rewards: of the turns of each row's trajectory; NaN behind its last one.
-        token_turns: the turn that sampled each token; ignored where masked.
+        rewards: reward of each row, in any unit; ignored where row_mask is False.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        row_mask: mask of rows without padding rows, `completion_mask.any(-1)`.
+        key: random key for selections.
+        completion_mask: mask of the tokens that the behavior policy chose.
+        foreign: mask of completions by other models.
+        reward_parts: unweighted values of each reward part, by name; NaN in rows without the part.
+        part_weights: weight of each reward part, by name.
+        scored: results of the scoring pass; ignored where masked.
+        teacher_logprobs: log-probs of a teacher at each token; ignored where masked.
+        trajectories: id of each row's completion, whose rows have equal rewards; None if each row is a completion.
+        turn_rewards: rewards of the turns in each row's trajectory; NaN after the last turn.
+        token_turns: index of the turn that sampled each token; ignored where masked.
     Raises:
-        ValueError: an input that the algorithm reads is None; beside trajectories, advantages of tokens by a function
-            that does not read these.
+        ValueError: an input that the algorithm reads is None; or, with trajectories, an advantage function that does
+            not read `trajectories` returns an advantage for each token.
 
     Examples:
         >>> from recjax import algorithms
@@ -160,7 +160,7 @@ def row_terms(
         >>> print(rows.advantages, rows.weights, rows.kept)
         [ 0.5 -0.5] [1. 1.] [ True  True]
     """
-    # Selection, advantages and weights are of completions: of the first row of each, which gives them to the others.
+    # Selection, advantages and weights are computed at the first row of each completion and copied to its other rows.
     first = None if trajectories is None else first_rows(trajectories, row_mask)
     values = {"rewards": rewards, "group_ids": group_ids, "key": key, "foreign": foreign}
     values |= {"reward_parts": reward_parts, "part_weights": part_weights, "completion_mask": completion_mask}
@@ -205,7 +205,7 @@ def row_terms(
 
 
 def _scored_values(algorithm: Algorithm, scored: Scored, mask):
-    """Results of the scoring pass by the names that functions read them by, 0 where masked, and the mask to read."""
+    """Results of the scoring pass under the names in `reading`, 0 where masked, with the mask of valid tokens."""
     mask &= ~jnp.isneginf(scored.logprobs)
     if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
         mask &= ~jnp.isneginf(scored.behavior_logprobs)
@@ -223,9 +223,9 @@ def token_terms(
     rows: RowTerms,
     completion_mask: Bool[Array, "batch time"],
 ) -> TokenTerms:
-    """Ratio, advantages, clip and weights of each token; constants.
+    """Computes ratio, advantages, clip and coefficients of each token, as constants.
 
-    Arguments are those of `token_loss`.
+    Takes the arguments of `token_loss`.
 
     Raises:
         ValueError: an input that the algorithm needs is None.
@@ -258,7 +258,7 @@ def token_terms(
     of_anchor = values | {"log_ratio": mismatch, "ratio": bounded_exp(mismatch)}
     if algorithm.correction is not None:
         weights *= call(algorithm.correction, of_anchor)
-    # A mask measures how far a batch is off-policy: where the anchor is not μ, as anchor/μ.
+    # A mask measures how far a batch is off-policy, so with another anchor than μ it reads anchor/μ.
     of_anchor["ratio"] = bounded_exp(call(algorithm.ratio, of_anchor))
     masked_by = values if algorithm.anchor is behavior_anchor else of_anchor
     clip = mask if rows.mask is None else rows.mask
@@ -285,13 +285,13 @@ def token_loss(
 
     Args:
         logprobs: log π, differentiated; ignored where masked.
-        behavior_logprobs: log μ, constant; None where the algorithm does not need them; ignored where masked.
-        rows: of these rows.
-        completion_mask: True where the behavior policy chose the token.
+        behavior_logprobs: log μ, constant; None if the algorithm does not need it; ignored where masked.
+        rows: result of `row_terms`, for the rows of this call.
+        completion_mask: mask of the tokens that the behavior policy chose.
         reference_logprobs: log π_ref, constant; needed for a KL to a reference, else ignored.
-        entropy: of π at each token, in nats, differentiated; needed for an entropy bonus, else ignored.
+        entropy: entropy of π at each token, in nats, differentiated; needed for an entropy bonus, else ignored.
     Returns:
-        Zero where masked and in rows not kept.
+        Loss of each token; 0 where masked and in rows not kept.
     Raises:
         ValueError: an input that the algorithm needs is None.
     Reference: arXiv 2509.24203 §2.
@@ -338,7 +338,7 @@ def policy_gradient(
     reference_logprobs: Float[Array, "batch time"] | None,
     entropy: Float[Array, "batch time"] | None,
 ) -> SumAndCount:
-    """The reduction of `token_loss`; rows not kept leave both sum and count.
+    """Policy gradient: reduces `token_loss` to (sum, count); rows not kept add to neither.
 
     Examples:
         >>> from recjax import algorithms
@@ -375,9 +375,9 @@ def pairwise_consistency(
     *,
     tau: float = 1.0,
 ) -> SumAndCount:
-    """`pairwise_consistency_loss` with the behavior policy as the anchor; a slice must hold whole groups.
+    """`pairwise_consistency_loss` with the behavior policy as anchor; a micro-batch must hold whole groups.
 
-    Of the algorithm, only selection and row weights are read.
+    It reads only the algorithm's selection and row weights.
 
     Examples:
         >>> from recjax import algorithms
@@ -407,13 +407,13 @@ def loss(
     reference_logprobs: Float[Array, "batch time"] | None = None,
     entropy: Float[Array, "batch time"] | None = None,
 ) -> SumAndCount:
-    """The loss of any micro-batch, as a sum and a count; add both over micro-batches and devices, then divide once.
+    """Computes the loss of a micro-batch as (sum, count); add both over micro-batches and devices, then divide once.
 
-    Arguments are those of `token_loss`. Rows of a trajectory, and for the pairwise objective those of a group, must be
-    in the same micro-batch.
+    Takes the arguments of `token_loss`. All rows of a trajectory must be in the same micro-batch; for the pairwise
+    objective, all rows of a group.
 
     Returns:
-        Sum and count under the algorithm's reduction (for the pairwise objective, over groups). Both are 0 where no row
+        Sum and count under the algorithm's reduction (for the pairwise objective, over groups). Both are 0 if no row
         is kept.
     Raises:
         ValueError: an input that the algorithm needs is None.

@@ -1,6 +1,6 @@
-"""Masks beside the clip: completions, or tokens of the whole batch, whose policy-gradient term does not count.
+"""Masks next to the clip: they drop policy-gradient terms of completions, or of tokens compared in the whole batch.
 
-What is masked stays in the denominator of a mean, as a clipped token does.
+Masked tokens stay in the denominator of a mean, like clipped tokens.
 """
 
 from typing import Literal
@@ -30,14 +30,14 @@ def off_policy_negatives_mask(
     *,
     delta: float = 0.5,
 ) -> Bool[Array, "batch time"]:
-    """False in completions with A < 0 that the policy has left: mean_t log(μ/π) > δ.
+    """False in completions with A < 0 that the policy has moved away from: mean_t log(μ/π) > δ.
 
     Args:
         log_ratio: log ρ of each token.
-        advantages: only the sign is read.
-        completion_mask: True at tokens that count.
-        trajectories: equal for rows of one completion; None: each row is one.
-        delta: in nats per token.
+        advantages: advantage of each completion or token; only the sign is read.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        delta: threshold δ, in nats per token.
     Reference: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking).
 
     Examples:
@@ -59,17 +59,17 @@ def sequence_band_mask(
     low: float = 0.99,
     high: float = 1.01,
 ) -> Bool[Array, "batch time"]:
-    """False in completions whose ratio is outside of a band.
+    """False in completions whose ratio is outside a band.
 
-    The product of a completion's token ratios leaves any band with its length, however near to 1 each of them is; their
-    geometric mean does not.
+    The product of token ratios leaves any band in long completions, however near to 1 each ratio is; the geometric mean
+    does not.
 
     Args:
         log_ratio: log ρ of each token.
-        completion_mask: True at tokens that count.
-        trajectories: equal for rows of one completion; None: each row is one.
-        level: which ratio of a completion, the geometric mean or the product.
-        low: least ratio, from 0 to 1.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        level: geometric mean or product of a completion's token ratios.
+        low: lowest ratio, from 0 to 1.
         high: largest ratio, 1 or more.
     Raises:
         ValueError: a band without 1 in it.
@@ -91,14 +91,14 @@ def sequence_band_mask(
 def second_moment_mask(
     scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, tau: float = 0.04
 ) -> Bool[Array, "batch time"]:
-    """True for the most tokens of least (log ρ)² whose mean is at most τ; equal ones are kept or left together.
+    """True for as many tokens of lowest (log ρ)² as keep its mean at most τ; ties are kept or dropped together.
 
-    Tokens count whatever their advantage, as in AReaL; `one_side_second_moment_mask` is the authors' own form.
+    Advantages play no role, as in AReaL; `one_side_second_moment_mask` is the authors' own form.
 
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
-        completion_mask: True at tokens that count.
-        tau: in nats², 0 or more.
+        completion_mask: mask of the tokens that count.
+        tau: largest mean τ, in nats², 0 or more.
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2510.01161 (M2PO).
@@ -123,16 +123,16 @@ def one_side_second_moment_mask(
     *,
     tau: float = 0.04,
 ) -> Bool[Array, "batch time"]:
-    """False for tokens that went furthest where the advantage pushes, once (log ρ)² of such tokens is above τ in mean.
+    """False for the tokens that moved furthest in the advantage's direction, if their mean (log ρ)² is above τ.
 
-    Such tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1; all others are kept. The bound b is the largest |log ρ| among
-    them with mean min((log ρ)², b²) below τ; tokens beyond it are left out. Without one that small all are left out.
+    Candidates have A > 0 and ρ > 1, or A < 0 and ρ < 1; all other tokens are kept. The bound b is the largest |log ρ|
+    among candidates with mean min((log ρ)², b²) below τ. Candidates beyond b are dropped; without such a b, all are.
 
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
-        advantages: only the sign is read.
-        completion_mask: True at tokens that count.
-        tau: in nats², 0 or more.
+        advantages: advantage of each completion or token; only the sign is read.
+        completion_mask: mask of the tokens that count.
+        tau: largest mean τ, in nats², 0 or more.
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, whose moment is of a micro-batch.
@@ -156,14 +156,14 @@ def one_side_second_moment_mask(
 def high_entropy_mask(
     scored_entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, share: float = 0.2
 ) -> Bool[Array, "batch time"]:
-    """True for the share of the batch's tokens at which the policy is least certain; equal ones are kept together.
+    """True for a share of the batch's tokens, chosen by highest entropy; ties are kept together.
 
     Args:
-        scored_entropy: in nats, of the whole batch.
-        completion_mask: True at tokens that count.
-        share: above 0, at most 1.
+        scored_entropy: entropy at each token of the whole batch, in nats.
+        completion_mask: mask of the tokens that count.
+        share: share of tokens to keep, above 0, at most 1.
     Raises:
-        ValueError: a share out of its range.
+        ValueError: share is out of range.
     Reference: arXiv 2506.01939 (beyond the 80/20 rule).
 
     Examples:
@@ -181,17 +181,17 @@ def covariance_mask(
     *,
     share: float = 0.0002,
 ) -> Bool[Array, "batch time"]:
-    """False for the share of the batch's tokens that lower the entropy most, by how log π and A go together.
+    """False for a share of the batch's tokens, chosen by highest covariance of log π and A: they lower entropy most.
 
-    Ranked by (log π_t − mean log π)(A_t − mean A), means over tokens.
+    Tokens are ranked by (log π_t − mean log π)(A_t − mean A), with means over tokens.
 
     Args:
-        scored_logprobs: of the whole batch.
-        advantages: of the whole batch.
-        completion_mask: True at tokens that count.
-        share: from 0 to below 1; of any positive one, at least a token.
+        scored_logprobs: log π of each token of the whole batch.
+        advantages: advantages of the whole batch.
+        completion_mask: mask of the tokens that count.
+        share: share of tokens to drop, from 0 to below 1; a positive share drops at least one token.
     Raises:
-        ValueError: a share out of its range.
+        ValueError: share is out of range.
     Reference: arXiv 2505.22617 (Clip-Cov, here by rank and without chance).
 
     Examples:
@@ -211,8 +211,8 @@ def covariance_mask(
 
 
 def _highest(values: Float[Array, "batch time"], mask: Bool[Array, "batch time"], share: float):
-    """True for the highest ceil(share · n) of n values, and for those equal to the last of them."""
+    """True for the highest ceil(share · n) of n unmasked values, and for values equal to the lowest chosen one."""
     falling = -jnp.sort(-jnp.where(mask, values, -jnp.inf).reshape(-1))
-    # A little less than the share, for a product that rounding puts above a whole number.
+    # Slightly below the share, because rounding may put the product just above a whole number.
     last = jnp.ceil(share * jnp.sum(mask) * (1 - 1e-6)).astype(int) - 1
     return mask & (values >= falling[jnp.maximum(last, 0)])

@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters: values in range, and options that the chosen function reads."""
+"""Checks of hyperparameters: their names, types and ranges."""
 
 import difflib
 import importlib
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def require(condition: bool, name: str, value: Any, remedy: str) -> None:
-    """Refuses an option's value.
+    """Raises an error about an option's value unless `condition` is true.
 
     Raises:
-        ValueError: where `condition` is false, naming the option, the value and the remedy.
+        ValueError: `condition` is false; the message contains the option, the value and the remedy.
 
     Examples:
         >>> require(False, "epsilon_low", -0.2, "must be 0 or more")
@@ -25,7 +25,7 @@ def require(condition: bool, name: str, value: Any, remedy: str) -> None:
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
-    """The end of an error message that offers the nearest of `names`, or nothing.
+    """End of an error message that suggests the most similar of `names`; empty if none is similar.
 
     Examples:
         >>> did_you_mean("one_sided", ["one_side", "two_side"])
@@ -36,12 +36,12 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
 
 
 def imported(place: str, name: str) -> Callable:
-    """The user's own function, named module:function.
+    """Imports the user's own function, named module:function.
 
     Args:
-        place: in a config.
+        place: key of the name in a config.
     Raises:
-        ValueError: there is no such module or function.
+        ValueError: the module cannot be imported, or has no such function.
 
     Examples:
         >>> imported("weight.name", "math:sqrt")(9.0)
@@ -60,7 +60,7 @@ def imported(place: str, name: str) -> Callable:
 
 
 def readable_options(function: Callable) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of an axis function: its options.
+    """Options of an axis function: its keyword-only parameters.
 
     Examples:
         >>> def bounded(ratio, *, cap: float = 3.0): ...
@@ -70,16 +70,16 @@ def readable_options(function: Callable) -> dict[str, inspect.Parameter]:
     """
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
-    except (NameError, AttributeError):  # an annotation that is no name here
+    except (NameError, AttributeError):  # an annotation that cannot be evaluated here
         parameters = inspect.signature(function).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def checked_value(place: str, annotation: Any, value: Any) -> Any:
-    """`value` as the annotated type; whole numbers pass for floats.
+    """Returns `value` as the annotated type; a whole number is accepted as a float.
 
     Raises:
-        ValueError: for a value of another type.
+        ValueError: the value has another type.
 
     Examples:
         >>> checked_value("clip.epsilon_low", float, 1)
@@ -87,10 +87,10 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
     """
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
-        # 1 == 1.0 == True, and only the first is a choice.
+        # The type is compared too, because 1 == 1.0 == True.
         require(any(value == x and type(value) is type(x) for x in choices), place, value, f"takes one of {choices}")
         return value
-    if annotation not in (int, float, str, bool):  # the user's own function says no more
+    if annotation not in (int, float, str, bool):  # in a user's own function
         require(isinstance(value, int | float | str | None), place, value, "takes a number, a text, or true or false")
         return value
     accepted = int | float if annotation is float else annotation
@@ -100,11 +100,11 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
 
 
 def resolved_options(axis: str, name: str, function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of `function` with its value: the given one, or the default of the signature.
+    """Every option of `function` with its value: the given value, or the signature's default.
 
     Args:
         axis: first part of the option's place in a config, such as "clip".
-        name: what the config calls `function`.
+        name: name of `function` in the config.
     Raises:
         ValueError: an option that `function` does not read, a value of another type, or a required option without one.
 
@@ -129,7 +129,7 @@ def resolved_options(axis: str, name: str, function: Callable, given: Mapping[st
 
 
 def _type_of(parameter: inspect.Parameter) -> Any:
-    """The type of an option: as annotated, or, without an annotation, that of its default."""
+    """Type of an option: its annotation, or else the type of its default, with float for an integer."""
     if parameter.annotation is not parameter.empty:
         return parameter.annotation
     found = type(parameter.default) if parameter.default is not parameter.empty else object

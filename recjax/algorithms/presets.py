@@ -1,4 +1,4 @@
-"""Names to algorithms: presets, and the changes that a config makes to them."""
+"""Builds algorithms from names: presets, and a config's changes to them."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -32,9 +32,9 @@ REINFORCE = {
     "entropy": {},
     "distillation": {},
 }
-# What each algorithm changes in REINFORCE. Options left out are the defaults of the functions' signatures.
+# Changes of each algorithm to REINFORCE. Omitted options have the defaults of the functions' signatures.
 PRESETS = {name: preset.changes for name, preset in {**PAPER, **FIELD}.items()}
-# Axes that the pairwise objective does not read; its row weights come from group-mean advantages.
+# Axes that the pairwise objective does not read; its row weights depend on group-mean advantages.
 NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
 
 
@@ -48,23 +48,23 @@ def _check_pairwise(changes: Mapping[str, Mapping[str, Any]], weight: str) -> No
 
 
 def _weighs_rows(function: Callable) -> bool:
-    """Whether a weight follows from advantages alone."""
+    """True if a weight reads only advantages and kept rows."""
     return {*names_read(function)} <= {"advantages", "kept"}
 
 
 def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every axis that the algorithm reads, with the name of its function and the value of every option.
+    """Lists every axis that the algorithm reads, with the name of its function and the value of every option.
 
-    An override of some options of an axis keeps the preset's others; one that changes the name of an axis' function
-    drops the preset's options of that axis.
+    An override of some options keeps the preset's remaining options of the axis. An override that names another
+    function drops the preset's options of the axis.
 
     Args:
-        preset: a name of PRESETS.
-        overrides: axis → {"name": …, option: …}; a name may be the user's own module:function. reference_kl and the
-            other added terms take options only.
+        preset: key of PRESETS.
+        overrides: map of axis → {"name": …, option: …}; a name may be the user's own module:function. ADDED_TERMS
+            (such as reference_kl) take only options.
     Raises:
         ValueError: an unknown preset, axis, function or option; a value of another type; a required option without a
-            value; a setting that nothing would read.
+            value; a setting without effect.
 
     Examples:
         >>> resolve("rec_one_side_nois", {"clip": {"epsilon_high": 2.0}})["clip"]
@@ -100,16 +100,16 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
 
 @functools.cache
 def _bound(function: Callable, **options: Any) -> functools.partial:
-    """A partial; the same one for the same options, so that equal algorithms are equal and share a jit cache."""
+    """Returns one partial per function and options, so that equal algorithms compare equal and share a jit cache."""
     return functools.partial(function, **options)
 
 
-ROWS, TIME = 4, 3  # of the arrays that an algorithm is traced with
+ROWS, TIME = 4, 3  # shape of the arrays that trace an algorithm
 
 
 @functools.cache
 def _try(algorithm: Algorithm) -> None:
-    """Traces an algorithm once, which runs the range checks of its functions and compares shapes."""
+    """Traces an algorithm once, to run the range checks of its functions and to check shapes."""
 
     def once(row, ids, flag, token, mask, key):
         parts = {"reward_parts": {"part": row}, "part_weights": {"part": row}, "foreign": flag}
@@ -121,7 +121,7 @@ def _try(algorithm: Algorithm) -> None:
         _check_shapes(rows)
         return losses.loss(algorithm, token, token, rows, mask, reference_logprobs=token, entropy=token)
 
-    # Shapes only: a config is read before a cluster of devices is set up, and a real array would claim the local ones.
+    # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
     row, token = (ROWS,), (ROWS, TIME)
     shapes = [(row, jnp.float32), (row, jnp.int32), (row, jnp.bool_), (token, jnp.float32), (token, jnp.bool_)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
@@ -136,10 +136,10 @@ def _check_shapes(rows: losses.RowTerms) -> None:
 
 
 def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> Algorithm:
-    """The algorithm of a preset with a config's changes; see `resolve` for what they may be.
+    """Builds the algorithm of a preset with a config's changes, which `resolve` describes.
 
     Raises:
-        ValueError: as `resolve`, and a value out of its function's range.
+        ValueError: an error of `resolve`, or a value out of its function's range.
 
     Examples:
         >>> algorithm = build_algorithm("gspo", {"clip": {"epsilon_high": 1e-3}})
@@ -160,7 +160,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
         chosen[field] = _bound(function, **options) if options else function
         own = ":" in block.get("name", "")
         if options or own:
-            # Nothing else reads an anchor.
+            # The default algorithm never reads its anchor; importance weights do.
             reader = {"token_weight": WEIGHTS["importance"]} if axis == "anchor" else {}
             _tried(axis, block, Algorithm(**{field: chosen[field]}, **reader), own)
     algorithm = Algorithm(**chosen)
@@ -169,7 +169,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool) -> None:
-    """Traces an axis' function; all that a function of the user's own raises is an error of the config."""
+    """Traces an axis' function; reports any exception in a user's own function as a config error."""
     try:
         _try(algorithm)
     except ValueError as error:
@@ -184,7 +184,7 @@ def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool)
 
 
 def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuses a ratio, an anchor or a correction that changes nothing."""
+    """Rejects a ratio, anchor or correction without effect, and a correction that would count twice."""
     if algorithm.correction is not None and algorithm.anchor is Algorithm().anchor:
         remedy = "is of the anchor to the behavior policy, and here they are the same; set anchor.name, or use weight"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)

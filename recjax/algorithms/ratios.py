@@ -1,4 +1,4 @@
-"""The ratio of the policy being trained to an anchor, of tokens and of completions.
+"""Ratios of the trained policy to an anchor, for tokens and for completions.
 
 The functions of the axis `ratio` map the log-ratio of each token to the log-ratio that clip and weight read.
 """
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.algorithms.options import require
 from recjax.algorithms.trajectories import trajectory_sums
 
-# e^20 ≈ 5e8: beyond every clip range, and its square is far from overflowing float32.
+# e^20 ≈ 5e8 is beyond every clip range, and its square does not overflow float32.
 MAX_LOG_RATIO = 20.0
 
 
@@ -20,9 +20,9 @@ def log_difference(
     other_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
 ) -> Float[Array, "batch time"]:
-    """log ρ = log π − log μ; 0, with zero gradient, where masked, whatever stands there.
+    """log ρ = log π − log μ; masked values, even −inf and NaN, give 0 with zero gradient.
 
-    It has no bound: sums and means over a completion come first, and `bounded_exp` bounds their result.
+    It is unbounded: `bounded_exp` applies bounds after any sum or mean over a completion.
 
     Examples:
         >>> logprobs, behavior_logprobs = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[-1.5, -2.0, -1.0]])
@@ -34,7 +34,7 @@ def log_difference(
 
 
 def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp of a log-ratio, of a token or of a completion, that is first brought within ±MAX_LOG_RATIO.
+    """exp of a token's or completion's log-ratio, which is first clipped to ±MAX_LOG_RATIO.
 
     Examples:
         >>> print(bounded_exp(jnp.array([0.0, 1e6])))
@@ -46,14 +46,14 @@ def bounded_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
 def impossible_tokens(
     logprobs: Mapping[str, Float[Array, "batch time"] | None], completion_mask: Bool[Array, "batch time"]
 ) -> dict[str, Bool[Array, "batch time"]]:
-    """True at tokens to which a policy gives probability 0, a log-probability of −inf, by policy.
+    """For each policy, True at tokens of probability 0 (log-prob −inf).
 
-    No ratio or loss of such a token is finite. The losses treat it as a token that nobody chose, in values, gradients
-    and counts. NaN is not −inf and stays NaN in the loss.
+    Such a token has no finite ratio or loss. The losses treat it as a token that the policy did not choose, in values,
+    gradients and counts. NaN is not −inf and stays NaN in the loss.
 
     Args:
-        logprobs: by policy; None: not read.
-        completion_mask: True at tokens that count.
+        logprobs: log-probs by policy; None for policies that the algorithm does not read.
+        completion_mask: mask of the tokens that count.
 
     Examples:
         >>> mask = jnp.array([[True, True, False]])
@@ -68,7 +68,7 @@ def sequence_sum(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch 1"]:
-    """The sum over the tokens of each completion, whatever turns, gaps or rows it has.
+    """Sum over the tokens of each completion, across turns, gaps and rows.
 
     Examples:
         >>> mask = jnp.array([[True, True, False]])
@@ -83,7 +83,7 @@ def sequence_mean(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch 1"]:
-    """The mean over the tokens of each completion, whatever turns, gaps or rows it has; 0 without a token.
+    """Mean over the tokens of each completion, across turns, gaps and rows; 0 without tokens.
 
     Examples:
         >>> mask = jnp.array([[True, True, False]])
@@ -95,7 +95,7 @@ def sequence_mean(
 
 
 def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """Each token its own: log ρ_t.
+    """Each token's own ratio: log ρ_t.
 
     Examples:
         >>> print(token_ratio(jnp.array([[0.5, 0.0]])))
@@ -109,7 +109,7 @@ def sequence_mean_ratio(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch time"]:
-    """The geometric mean over the completion, for each of its tokens: (1/L) Σ_t log ρ_t.
+    """Geometric mean of the completion's token ratios, for every token: (1/L) Σ_t log ρ_t.
 
     Reference: arXiv 2507.18071 (GSPO).
 
@@ -126,7 +126,7 @@ def sequence_product_ratio(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch time"]:
-    """The ratio of the whole completion, for each of its tokens: Σ_t log ρ_t.
+    """Ratio of the whole completion, for every token: Σ_t log ρ_t.
 
     Examples:
         >>> mask = jnp.array([[True, True, False]])
@@ -145,18 +145,18 @@ def clipped_sequence_mean_ratio(
     epsilon_low: float = 0.4,
     epsilon_high: float = 0.4,
 ) -> Float[Array, "batch time"]:
-    """The geometric mean over the completion of ratios clipped on the side that the advantage pushes to.
+    """Geometric mean of the completion's token ratios, each clipped on the side to which the advantage pushes.
 
     (1/L) Σ_t (min(log ρ_t, ε_high) where A ≥ 0, max(log ρ_t, −ε_low) where A < 0).  With `log_one_side` as the clip,
-    which gives the tokens clipped here no gradient, this is GMPO.
+    which removes the gradient of tokens clipped here, this is GMPO.
 
     Args:
         log_ratio: log ρ of each token.
-        advantages: only the sign is read.
-        completion_mask: True at tokens that count.
-        trajectories: equal for rows of one completion; None: each row is one.
-        epsilon_low: in units of log ρ, 0 or more.
-        epsilon_high: in units of log ρ, 0 or more.
+        advantages: advantage of each completion or token; only the sign is read.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        epsilon_low: distance of the lower bound on log ρ below 0; not negative.
+        epsilon_high: distance of the upper bound on log ρ above 0; not negative.
     Raises:
         ValueError: a negative range.
     Reference: arXiv 2507.20673 (GMPO).
@@ -174,7 +174,7 @@ def clipped_sequence_mean_ratio(
 
 
 def per_token(values: Float[Array, "batch *rest"]) -> Float[Array, "batch #time"]:
-    """Values of completions, or of tokens, with an axis for tokens: [batch, 1] or [batch, time].
+    """Gives values of completions a token axis, [batch, 1]; returns values of tokens, [batch, time], unchanged.
 
     Examples:
         >>> per_token(jnp.array([1.0, 0.0])).shape

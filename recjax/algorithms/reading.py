@@ -1,6 +1,6 @@
-"""What a function of an axis reads: the names of its positional parameters say it, and nothing else is passed to it.
+"""Inputs of axis functions: a function receives exactly the values that its positional parameters name.
 
-A function that names one of WHOLE_BATCH is evaluated once, on the whole batch; any other on each micro-batch.
+A function that names a value of WHOLE_BATCH is evaluated once, on the whole batch; other functions on each micro-batch.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 from recjax.algorithms.options import did_you_mean
 
-# Of a micro-batch, as the gradient is taken.
+# Available on the whole batch and on each micro-batch.
 EVERYWHERE = {
     "advantages": "A, [batch] or [batch, time]; inside the loss always the latter, or [batch, 1]",
     "completion_mask": "[batch, time], True at tokens that count: sampled by the behavior policy, in rows kept",
@@ -44,7 +44,7 @@ SCORED = frozenset({"proximal_logprobs", "scored_logprobs", "scored_log_ratio", 
 
 
 def base(function: Callable) -> Callable:
-    """The function under its bound options.
+    """The function without its bound options.
 
     Examples:
         >>> import functools
@@ -56,14 +56,14 @@ def base(function: Callable) -> Callable:
 
 @functools.cache
 def _optional(function: Callable) -> frozenset[str]:
-    """Those of its positional parameters that may be None."""
+    """Names of parameters that may be None, because their default is None."""
     parameters = inspect.signature(base(function)).parameters.values()
     return frozenset(one.name for one in parameters if one.default is None)
 
 
 @functools.cache
 def names_read(function: Callable) -> tuple[str, ...]:
-    """The names of a function's positional parameters.
+    """Names of a function's positional parameters.
 
     Examples:
         >>> def bounded(ratio, advantages, *, cap=3.0): ...
@@ -76,7 +76,7 @@ def names_read(function: Callable) -> tuple[str, ...]:
 
 
 def is_of_whole_batch(function: Callable) -> bool:
-    """Whether the function names something that only the whole batch has.
+    """True if the function reads a value that only the whole batch has.
 
     Examples:
         >>> def by_reward(rewards): ...
@@ -88,10 +88,10 @@ def is_of_whole_batch(function: Callable) -> bool:
 
 
 def call(function: Callable, values: Mapping[str, Any]) -> Any:
-    """The function's value, its positional parameters looked up by name.
+    """Calls a function with the values that its positional parameters name.
 
     Raises:
-        ValueError: something that it reads is not there, or None.
+        ValueError: a value that the function reads is missing or None.
 
     Examples:
         >>> def doubled(ratio): return 2 * ratio
@@ -107,12 +107,12 @@ def call(function: Callable, values: Mapping[str, Any]) -> Any:
 
 
 def check_names(place: str, name: str, function: Callable, known: Iterable[str]) -> None:
-    """Refuses a function that reads what its axis does not have, or both of a micro-batch and of the whole batch.
+    """Rejects a function that reads values unknown to its axis, or values of both micro-batch and whole batch.
 
     Args:
-        place: of the function in a config, such as "clip.name".
-        name: what the config calls it.
-        known: names that the axis has.
+        place: key of the function in a config, such as "clip.name".
+        name: name of the function in the config.
+        known: names of the values that the axis has.
 
     Examples:
         >>> def bounded(ratio, *, cap=3.0): ...

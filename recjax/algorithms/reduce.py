@@ -1,8 +1,8 @@
 """Reductions of a per-token loss to (sum, count).
 
-Sums and counts add over micro-batches and devices; the caller divides once, after adding, so that the result depends on
-neither. Masked values are never read, and a row without a valid token adds to neither sum nor count. Rows of one
-trajectory are one completion, and must then be in the same call.
+Sums and counts add up over micro-batches and devices; the caller divides once, after adding, so that the split does not
+matter. Masked values are never read, and a row without valid tokens adds to neither sum nor count. All rows of a
+trajectory form one completion and must be in the same call.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def _completions(per_token, completion_mask, trajectories):
 
 
 def token_mean(per_token: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]) -> SumAndCount:
-    """Every token counts the same: Σ over valid tokens, over their number.
+    """Every token counts equally: the sum over valid tokens, divided by their number.
 
     Examples:
         >>> per_token = jnp.array([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])
@@ -37,7 +37,7 @@ def sequence_mean_token_mean(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> SumAndCount:
-    """Every completion counts the same: Σ of the means over their tokens, over the number of completions.
+    """Every completion counts equally: the mean over completions of their token means.
 
     Examples:
         >>> per_token = jnp.array([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])
@@ -56,7 +56,7 @@ def sequence_mean_token_sum(
     completion_mask: Bool[Array, "batch time"],
     trajectories: Int[Array, " batch"] | None = None,
 ) -> SumAndCount:
-    """A completion's loss is the sum over its tokens, as in the paper's sequence-level terms; mean over completions.
+    """Mean over completions of the sums over their tokens, as in the paper's sequence-level terms.
 
     Examples:
         >>> per_token = jnp.array([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])
@@ -75,12 +75,12 @@ def fixed_length(
     *,
     length: int,
 ) -> SumAndCount:
-    """Every token counts the same in every batch: Σ over valid tokens / length, over the number of completions.
+    """Every token counts equally in every batch: sum over valid tokens / length, divided by the number of completions.
 
     Args:
-        length: in tokens, usually the longest completion allowed; 1 or more.
+        length: number of tokens, usually of the longest completion allowed; 1 or more.
     Raises:
-        ValueError: length below 1.
+        ValueError: length is below 1.
 
     Examples:
         >>> per_token = jnp.array([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])

@@ -1,6 +1,6 @@
 """Terms added to the loss of each token: the paper's REP terms, KL to a reference, and entropy.
 
-All are zero, with zero gradient, where masked.
+All terms are zero, with zero gradient, where masked.
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def no_regularizer(logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """Zero.
+    """Zero for every token.
 
     Examples:
         >>> print(no_regularizer(jnp.array([[-1.0, -2.0]])))
@@ -31,13 +31,13 @@ def log_likelihood_bonus(
     *,
     beta: float = 0.1,
 ) -> Float[Array, "batch time"]:
-    """Imitation of the behavior policy: β KL(μ ‖ π) up to a constant, sampled.
+    """Imitation of the behavior policy: a sample of β KL(μ ‖ π), up to a constant.
 
     −β log π_t.
 
     Args:
         logprobs: log π of each token; ignored where masked.
-        beta: in units of advantage, 0 or more.
+        beta: coefficient β, in units of advantage, 0 or more.
     Raises:
         ValueError: a negative β.
     Reference: arXiv 2509.24203 §2 (AsymRE).
@@ -59,14 +59,14 @@ def squared_log_ratio_per_token(
     *,
     tau: float = 0.1,
 ) -> Float[Array, "batch time"]:
-    """A pull of every token back to the behavior policy.
+    """Pulls every token's probability back to the behavior policy.
 
     (τ/2) (log π_t − log μ_t)².
 
     Args:
         logprobs: log π of each token; ignored where masked.
         behavior_logprobs: log μ, constant; ignored where masked.
-        tau: in units of advantage, 0 or more.
+        tau: coefficient τ, in units of advantage, 0 or more.
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2509.24203 §2 (OPMD), by token rather than by completion.
@@ -89,16 +89,16 @@ def squared_log_ratio_per_completion(
     *,
     tau: float = 0.1,
 ) -> Float[Array, "batch time"]:
-    """A pull of every completion back to the behavior policy.
+    """Pulls every completion's probability back to the behavior policy.
 
-    (τ/2) (Σ_t [log π_t − log μ_t])², spread evenly over the completion's tokens: it sums to the paper's term, and
-    every reduction treats it like the completion's policy-gradient term.
+    (τ/2) (Σ_t [log π_t − log μ_t])², spread evenly over the completion's tokens. The sum is the paper's term, and
+    every reduction treats the spread term like the policy-gradient term.
 
     Args:
         logprobs: log π of each token; ignored where masked.
         behavior_logprobs: log μ, constant; ignored where masked.
-        trajectories: equal for rows of one completion; None: each row is one.
-        tau: in units of advantage, 0 or more.
+        trajectories: id of each row's completion; None if each row is a completion.
+        tau: coefficient τ, in units of advantage, 0 or more.
     Raises:
         ValueError: a negative τ.
     Reference: arXiv 2509.24203 §2 (OPMD).
@@ -119,7 +119,7 @@ def squared_log_ratio_per_completion(
 def kl_estimate(log_ratio: Float[Array, "..."], estimator: KLEstimator) -> Float[Array, "..."]:
     """Estimates of KL(p ‖ q) from samples of p, given log_ratio = log q − log p.
 
-    k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1, the exponent within ±MAX_LOG_RATIO.
+    k1 = −log_ratio;  k2 = log_ratio² / 2;  k3 = exp(log_ratio) − log_ratio − 1, the exponent clipped to ±MAX_LOG_RATIO.
 
     Reference: Schulman 2020, "Approximating KL divergence".
 
@@ -139,13 +139,13 @@ def kl_estimate(log_ratio: Float[Array, "..."], estimator: KLEstimator) -> Float
 def reference_kl(
     logprobs: Float[Array, "batch time"], reference_logprobs: Float[Array, "batch time"], *, estimator: KLEstimator
 ) -> Float[Array, "batch time"]:
-    """KL(π ‖ π_ref), sampled, differentiable in `logprobs`.
+    """Estimates KL(π ‖ π_ref) from samples; differentiable in `logprobs`.
 
-    With d = log π_ref − log π, values and gradients, the latter times ∇log π:
+    Values, and gradients as factors of ∇log π, with d = log π_ref − log π:
 
-    k1: −d, gradient 1, which is zero on average under π: as a loss term it regularizes nothing;
-    k2: d²/2, gradient −d, on average under π the gradient of KL(π ‖ π_ref);
-    k3: exp(d) − d − 1, gradient 1 − exp(d), on average under π the gradient of KL(π_ref ‖ π).
+    k1: −d, gradient 1, which averages to zero under π: k1 as a loss term does not regularize;
+    k2: d²/2, gradient −d, which averages under π to the gradient of KL(π ‖ π_ref);
+    k3: exp(d) − d − 1, gradient 1 − exp(d), which averages under π to the gradient of KL(π_ref ‖ π).
 
     Args:
         logprobs: log π of each token.
@@ -167,12 +167,12 @@ def reference_kl_penalty(
     coefficient: float = 0.0,
     estimator: KLEstimator = "k3",
 ) -> Float[Array, "batch time"]:
-    """`coefficient` · `reference_kl`.
+    """`coefficient` · `reference_kl`: a penalty on the KL to the reference policy.
 
     Args:
         logprobs: log π of each token; ignored where masked.
         reference_logprobs: log π_ref of each token, constant; ignored where masked.
-        coefficient: in units of advantage, 0 or more.
+        coefficient: weight of the term, in units of advantage, 0 or more.
         estimator: k1, k2 or k3; see `reference_kl`.
     Raises:
         ValueError: a negative coefficient.
@@ -195,16 +195,16 @@ def unbiased_reference_kl_penalty(
     *,
     coefficient: float = 0.0,
 ) -> Float[Array, "batch time"]:
-    """`coefficient` · KL(π ‖ π_ref), estimated on tokens of μ, value and gradient without bias.
+    """`coefficient` · KL(π ‖ π_ref), estimated on tokens that μ sampled, with unbiased value and gradient.
 
-    ρ (exp(d) − d − 1) with d = log π_ref − log π and ρ = π/μ, which is differentiated as well: the gradient is −ρ d
-    times ∇log π, of which the mean under μ is that of KL(π ‖ π_ref).
+    ρ (exp(d) − d − 1) with d = log π_ref − log π and ρ = π/μ, which is differentiated too. The gradient is −ρ d times
+    ∇log π; its mean under μ is the gradient of KL(π ‖ π_ref).
 
     Args:
         logprobs: log π of each token; ignored where masked.
         behavior_logprobs: log μ of each token, constant; ignored where masked.
         reference_logprobs: log π_ref of each token, constant; ignored where masked.
-        coefficient: in units of advantage, 0 or more.
+        coefficient: weight of the term, in units of advantage, 0 or more.
     Raises:
         ValueError: a negative coefficient.
     Reference: arXiv 2512.02556 (DeepSeek-V3.2).
@@ -224,11 +224,11 @@ def unbiased_reference_kl_penalty(
 def entropy_bonus(
     entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: float = 0.0
 ) -> Float[Array, "batch time"]:
-    """`coefficient` · entropy, which a loss subtracts.
+    """Entropy bonus, `coefficient` · entropy, which the loss subtracts.
 
     Args:
-        entropy: of π at each token, in nats; ignored where masked.
-        coefficient: in units of advantage, 0 or more.
+        entropy: entropy of π at each token, in nats; ignored where masked.
+        coefficient: weight of the term, in units of advantage, 0 or more.
     Raises:
         ValueError: a negative coefficient.
 

@@ -1,4 +1,4 @@
-"""Selections: which completions of a batch are learned from."""
+"""Selections: choose the completions of a batch to learn from."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from recjax.algorithms.advantages import deviations
 from recjax.algorithms.groups import group_index, group_minima, group_sums
 
-# Rewards this close to the group's mean, as a share of the group's range, are at the mean: float32 means are rounded.
+# Rewards within this share of the group's range around the mean count as equal to the mean: float32 means are rounded.
 TIE = 1e-6
 
 
 def keep_all(
     rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
 ) -> Bool[Array, " batch"]:
-    """All rows that were kept before.
+    """Keeps all completions.
 
     Examples:
         >>> rewards, group_ids, kept = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, False])
@@ -28,16 +28,16 @@ def keep_all(
 def drop_excess_negatives(
     rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
 ) -> Bool[Array, " batch"]:
-    """Drops random negatives of a group until it has no more of them than positives.
+    """Drops random negatives of each group until the group has no more negatives than positives.
 
     Negatives have r < r̄, positives r > r̄; rows at the mean are neither, and stay. A group without positives has equal
-    rewards, hence no negatives either, and stays whole with advantages of zero.
+    rewards, so it has no negatives either, and stays whole with advantages of zero.
 
     Args:
-        rewards: any unit; ignored where not kept.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count; the others stay dropped.
-        key: decides which negatives go.
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows stay dropped.
+        key: random key that picks the negatives to drop.
     Reference: arXiv 2509.24203 §2 (RED-Drop).
 
     Examples:
@@ -52,7 +52,7 @@ def drop_excess_negatives(
     spread = -group_minima(-centered, index) - group_minima(centered, index)
     negative = centered < -TIE * spread
     positives = group_sums((centered > TIE * spread).astype(rewards.dtype), index)
-    # Sorted by group, negatives first in random order, a negative's place in its group is its rank in that order.
+    # Sorting by group, with negatives first in random order, makes a negative's place in its group a random rank.
     order = jnp.lexsort((jax.random.uniform(key, rewards.shape), ~negative, index))
     place = jnp.argsort(order)
     start = jax.ops.segment_min(place, index, num_segments=index.shape[0])[index]

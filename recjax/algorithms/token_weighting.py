@@ -1,4 +1,4 @@
-"""Weights of tokens by ratio and sign of the advantage. A loss takes them as constants."""
+"""Token weights, from the ratio and the advantage's sign. The loss treats them as constants."""
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch
 
 
 def truncated_weights(ratio: Float[Array, "batch time"], *, cap: float = 5.0) -> Float[Array, "batch time"]:
-    """The ratio up to a cap: w_t = min(ρ_t, c).  The token keeps its gradient beyond it.
+    """The ratio up to a cap: w_t = min(ρ_t, c).  Tokens beyond the cap keep their gradient.
 
     Args:
-        ratio: ρ of each token.
-        cap: c, an absolute ratio and not a distance from 1; 1 or more.
+        ratio: ratio ρ of each token.
+        cap: cap c, an absolute ratio and not a distance from 1; 1 or more.
     Raises:
-        ValueError: a cap below 1, at which every weight would be the cap.
+        ValueError: a cap below 1, with which nearly every weight would be the cap.
     Reference: arXiv 2506.13585 (CISPO); arXiv 2505.24034 (AIPO); TIS.
 
     Examples:
@@ -51,11 +51,11 @@ def truncated_weights(ratio: Float[Array, "batch time"], *, cap: float = 5.0) ->
 def banded_weights(
     ratio: Float[Array, "batch time"], *, low: float = 0.5, high: float = 5.0
 ) -> Float[Array, "batch time"]:
-    """The ratio inside a band, and 0 outside of it.
+    """The ratio inside a band, and 0 outside the band.
 
     Args:
-        ratio: ρ of each token.
-        low: least ratio that counts, from 0 to 1.
+        ratio: ratio ρ of each token.
+        low: lowest ratio that counts, from 0 to 1.
         high: largest ratio that counts, 1 or more.
     Raises:
         ValueError: a band without 1 in it.
@@ -73,11 +73,11 @@ def banded_weights(
 def bounded_weights(
     ratio: Float[Array, "batch time"], *, low: float = 0.5, high: float = 2.0
 ) -> Float[Array, "batch time"]:
-    """The ratio brought into a band: w_t = min(max(ρ_t, low), high).
+    """The ratio clipped to a band: w_t = min(max(ρ_t, low), high).
 
     Args:
-        ratio: ρ of each token.
-        low: least weight, from 0 to 1.
+        ratio: ratio ρ of each token.
+        low: lowest weight, from 0 to 1.
         high: largest weight, 1 or more.
     Raises:
         ValueError: a band without 1 in it.
@@ -99,12 +99,12 @@ def _require_around_one(low: float, high: float) -> None:
 def tapered_weights(
     ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: float = 1.0
 ) -> Float[Array, "batch time"]:
-    """1 where A ≥ 0, min(ρ, c) where A < 0: what the policy has given up is not pushed down further.
+    """1 where A ≥ 0, min(ρ, c) where A < 0: the less likely bad tokens have become, the less they are pushed down.
 
     Args:
-        ratio: ρ of each token.
-        advantages: only the sign is read.
-        cap: c, above 0.
+        ratio: ratio ρ of each token.
+        advantages: advantage of each completion or token; only the sign is read.
+        cap: cap c of the ratio, above 0.
     Raises:
         ValueError: a cap not above 0.
     Reference: arXiv 2503.14286 (TOPR).
@@ -127,13 +127,13 @@ def inverse_weights(
 ) -> Float[Array, "batch time"]:
     """min(1/ρ, c) where A > 0, so that unlikely tokens gain most; min(ρ, c') elsewhere.
 
-    The token keeps its gradient beyond either cap, the soft dual clip.
+    Tokens beyond either cap keep their gradient, which is called a soft dual clip.
 
     Args:
-        ratio: ρ of each token, above 0.
-        advantages: only the sign is read.
-        cap: c, 1 or more.
-        cap_negative: c', 1 or more.
+        ratio: ratio ρ of each token, above 0.
+        advantages: advantage of each completion or token; only the sign is read.
+        cap: cap c of 1/ρ, 1 or more.
+        cap_negative: cap c' of ρ, 1 or more.
     Raises:
         ValueError: a cap below 1.
     Reference: arXiv 2510.06062 (ASPO).
@@ -155,15 +155,15 @@ def soft_weights(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Float[Array, "batch time"]:
-    """The ratio under a gate that closes smoothly away from 1.
+    """The ratio times a gate that closes smoothly as the ratio moves away from 1.
 
-    4σ(1−σ)ρ with σ = 1/(1 + exp(−τ(ρ−1))): the gradient of the objective (4/τ)σ, the gate itself differentiated.
+    4σ(1−σ)ρ with σ = 1/(1 + exp(−τ(ρ−1))): the gradient of the objective (4/τ)σ, whose gate is differentiated too.
 
     Args:
-        ratio: ρ of each token.
-        advantages: only the sign is read.
-        tau_positive: τ where A > 0, above 0.
-        tau_negative: τ where A ≤ 0, above 0.
+        ratio: ratio ρ of each token.
+        advantages: advantage of each completion or token; only the sign is read.
+        tau_positive: temperature τ where A > 0, above 0.
+        tau_negative: temperature τ where A ≤ 0, above 0.
     Raises:
         ValueError: a τ not above 0.
     Reference: arXiv 2511.20347 (SAPO).
@@ -188,15 +188,15 @@ def peaked_weights(
     power_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> Float[Array, "batch time"]:
-    """ρ^k exp(λ(1−ρ)), which is 1 at ρ = 1 and falls to 0 far from it.
+    """ρ^k exp(λ(1−ρ)), which is 1 at ρ = 1 and falls to 0 far from ρ = 1.
 
     Args:
-        ratio: ρ, of whole completions in the paper.
-        advantages: only the sign is read.
-        power_positive: k where A > 0, 0 or more.
-        decay_positive: λ where A > 0, 0 or more.
-        power_negative: k where A ≤ 0, 0 or more.
-        decay_negative: λ where A ≤ 0, 0 or more.
+        ratio: ratio ρ; in the paper, the ratio of a whole completion.
+        advantages: advantage of each completion or token; only the sign is read.
+        power_positive: power k where A > 0, 0 or more.
+        decay_positive: decay λ where A > 0, 0 or more.
+        power_negative: power k where A ≤ 0, 0 or more.
+        decay_negative: decay λ where A ≤ 0, 0 or more.
     Raises:
         ValueError: a negative power or decay.
     Reference: arXiv 2602.10693 (VESPO).
@@ -211,7 +211,7 @@ def peaked_weights(
         require(value >= 0, name, value, "must be 0 or more")
     up = per_token(advantages) > 0
     power, decay = jnp.where(up, power_positive, power_negative), jnp.where(up, decay_positive, decay_negative)
-    # In one exponent: neither factor overflows by itself.
+    # A single exponent, so that neither factor overflows by itself.
     return jnp.exp(power * jnp.log(ratio) + decay * (1 - ratio))
 
 
@@ -222,17 +222,17 @@ def expert_shaped_weights(
     *,
     gamma: float = 0.1,
 ) -> Float[Array, "batch time"]:
-    """The ratio on the policy's own tokens; γp/(p+γ)² on those of other models, p being the policy's probability.
+    """The ratio on the policy's own tokens; γp/(p+γ)² on other models' tokens, with the policy's probability p.
 
-    That is the gradient of p/(p+γ), the ratio to an expert of probability one under a shaping that lifts rare tokens.
+    γp/(p+γ)² is the gradient of p/(p+γ): the ratio to an expert of probability 1, reshaped to give rare tokens weight.
 
     Args:
-        ratio: ρ of each token.
+        ratio: ratio ρ of each token.
         logprobs: log π of each token.
-        foreign: True where the completion is another model's.
-        gamma: γ, above 0.
+        foreign: mask of completions by other models.
+        gamma: shaping constant γ, above 0.
     Raises:
-        ValueError: γ not above 0.
+        ValueError: γ is not above 0.
     Reference: arXiv 2504.14945 (LUFFY).
 
     Examples:
@@ -250,13 +250,13 @@ def expert_shaped_weights(
 def effective_size_capped_weights(
     scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"]
 ) -> Float[Array, "batch time"]:
-    """The ratio up to a cap that falls as the batch goes stale: min(ρ_t, the share of it that is effective).
+    """The ratio up to a cap that falls as the batch gets stale: min(ρ_t, effective share of the batch).
 
-    The share is `diagnostics.effective_sample_size` of tokens: (Σρ)² / (n Σρ²), from 1/n to 1.
+    The effective share is `diagnostics.effective_sample_size` over tokens: (Σρ)² / (n Σρ²), from 1/n to 1.
 
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
-        completion_mask: True at tokens that count.
+        completion_mask: mask of the tokens that count.
     Reference: arXiv 2605.12380 (P3O), which ties the cap to the effective sample size; by a summary of it.
 
     Examples:
@@ -265,7 +265,7 @@ def effective_size_capped_weights(
         [0.8, 0.8]
     """
     ratio = jnp.where(completion_mask, bounded_exp(scored_log_ratio), 0.0)
-    # The largest ratio out, so that no square overflows.
+    # Divided by the largest ratio, so that no square overflows.
     scaled = ratio / jnp.maximum(jnp.max(ratio), jnp.finfo(ratio.dtype).tiny)
     count = jnp.maximum(jnp.sum(completion_mask), 1)
     share = jnp.square(jnp.sum(scaled)) / (count * jnp.maximum(jnp.sum(jnp.square(scaled)), 1e-30))

@@ -1,7 +1,7 @@
 """Rows that belong together: a trajectory of several turns is one completion, in one row or in several.
 
-Rows of one trajectory have the same id. What is counted by completions is then counted at the first of its rows, and
-what is found there is given to the others. Without ids every row is a trajectory of its own.
+All rows of a trajectory have the same id. Values per completion are computed at the trajectory's first row and copied
+to its other rows. Without ids, every row is a trajectory.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from recjax.algorithms.groups import group_index, group_sums
 
 
 class FirstRows(NamedTuple):
-    """The first row of each trajectory: True there; and for each row the place of its trajectory's first one."""
+    """First rows: `is_first` marks the first row of each trajectory; `place` is the index of each row's first row."""
 
     is_first: Bool[Array, " batch"]
     place: Int[Array, " batch"]
@@ -25,11 +25,11 @@ class FirstRows(NamedTuple):
 
 
 def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch"]) -> FirstRows:
-    """The first rows among those of `row_mask`; a trajectory without any of these has none.
+    """Finds each trajectory's first row among the rows of `row_mask`; a trajectory without such rows has no first row.
 
     Args:
-        trajectories: any integers, any order.
-        row_mask: rows that count.
+        trajectories: id of each row's trajectory; any integers in any order.
+        row_mask: mask of the rows that count.
 
     Examples:
         >>> first = first_rows(jnp.array([3, 3, 8]), jnp.array([True, True, True]))
@@ -44,7 +44,7 @@ def first_rows(trajectories: Int[Array, " batch"], row_mask: Bool[Array, " batch
 def one_per_trajectory(
     row_mask: Bool[Array, " batch"], trajectories: Int[Array, " batch"] | None
 ) -> Bool[Array, " batch"]:
-    """`row_mask` at the first of its rows in each trajectory, False elsewhere; all of it without trajectories.
+    """Keeps only the first row of each trajectory in `row_mask`; without trajectories, returns `row_mask` unchanged.
 
     Examples:
         >>> print(one_per_trajectory(jnp.array([True, True, True]), jnp.array([3, 3, 8])))
@@ -56,7 +56,7 @@ def one_per_trajectory(
 def trajectory_sums(
     row_sums: Float[Array, " batch"], trajectories: Int[Array, " batch"] | None
 ) -> Float[Array, " batch"]:
-    """For each row the sum over the rows of its trajectory.
+    """For each row, the sum over its trajectory's rows.
 
     Examples:
         >>> print(trajectory_sums(jnp.array([1.0, 2.0, 4.0]), jnp.array([3, 3, 8])))

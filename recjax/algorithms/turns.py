@@ -1,4 +1,4 @@
-"""Advantages of the turns of trajectories, whose rewards come turn by turn."""
+"""Advantages for trajectories with a reward for each turn."""
 
 from typing import Literal
 
@@ -13,13 +13,13 @@ from recjax.algorithms.trajectories import first_rows, trajectory_sums
 
 
 def turn_returns(turn_rewards: Float[Array, "batch turns"], *, discount: float) -> Float[Array, "batch turns"]:
-    """The discounted sum of a trajectory's rewards from each turn on.
+    """Discounted sum of a trajectory's rewards from each turn onward.
 
-    G_k = r_k + γ G_{k+1};  behind its last turn a trajectory has the return of that turn.
+    G_k = r_k + γ G_{k+1};  after its last turn, a trajectory has the return of that turn.
 
     Args:
-        turn_rewards: NaN behind the last turn; without any turn the returns are 0.
-        discount: γ, for a turn.
+        turn_rewards: reward of each turn; NaN after the last turn. A trajectory without turns gets returns of 0.
+        discount: discount factor γ per turn.
 
     Examples:
         >>> print(turn_returns(jnp.array([[1.0, 0.0, 4.0], [0.0, 2.0, jnp.nan]]), discount=0.5))
@@ -46,23 +46,23 @@ def turn_return_advantages(
     discount: float = 1.0,
     baseline: Literal["none", "group"] = "group",
 ) -> Float[Array, "batch time"]:
-    """The discounted rewards from a turn on over the group's mean, for each turn of a trajectory.
+    """Discounted rewards from each turn onward, minus the group's mean for that turn.
 
-    A_i,t = G_i,k − (1/K) Σ_j G_j,k,  k the turn of token t,  G_k = r_k + γ G_{k+1}.  Trajectories that have fewer turns
-    are in the mean with the return of their last one. With γ = 1 and a reward at the last turns alone this is
+    A_i,t = G_i,k − (1/K) Σ_j G_j,k,  k the turn of token t,  G_k = r_k + γ G_{k+1}.  Shorter trajectories enter the
+    mean with the return of their last turn. With γ = 1 and rewards only at the last turns, this is
     `group_mean_advantages`.
 
     Args:
-        turn_rewards: equal in all rows of a trajectory; NaN behind its last turn.
-        token_turns: the turn that sampled a token, from 0; ignored where masked.
-        group_ids: any integers, any group sizes, any order.
-        kept: rows that count, the first one of each trajectory; the others have no part in the mean.
-        completion_mask: True at tokens that count, in all rows.
-        trajectories: equal for rows of one trajectory; None: each row is one.
-        discount: γ, for a turn, above 0, at most 1.
-        baseline: what is taken off a return.
+        turn_rewards: reward of each turn, equal in all rows of a trajectory; NaN after the last turn.
+        token_turns: index of the turn that sampled each token, from 0; ignored where masked.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count, only the first row of each trajectory; other rows do not enter the mean.
+        completion_mask: mask of the tokens that count, in all rows.
+        trajectories: id of each row's trajectory; None if each row is a trajectory.
+        discount: discount factor γ per turn, above 0, at most 1.
+        baseline: baseline to subtract from each return.
     Raises:
-        ValueError: γ out of its range.
+        ValueError: γ is out of range.
 
     Examples:
         >>> turn_rewards = jnp.array([[1.0, 0.0], [0.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Weights of completions by advantage, of the whole batch. A loss takes them as constants."""
+"""Row weights, from the advantages of the whole batch. The loss treats them as constants."""
 
 import math
 
@@ -8,14 +8,14 @@ from jaxtyping import Array, Bool, Float
 
 from recjax.algorithms.options import require
 
-# e^20 ≈ 5e8: no useful weight is larger, and a product of two such weights is far from overflowing float32.
+# e^20 ≈ 5e8: no useful weight is larger, and a product of two such weights does not overflow float32.
 MAX_EXPONENT = 20.0
 # Halves log(ceiling/floor) to below float32's resolution.
 BISECTIONS = 40
 
 
 def unit_weights(advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
-    """1 for every kept row, 0 for the others.
+    """1 for every kept row, 0 for other rows.
 
     Examples:
         >>> print(unit_weights(jnp.array([0.5, -0.5]), jnp.array([True, False])))
@@ -25,7 +25,7 @@ def unit_weights(advantages: Float[Array, "batch *rest"], kept: Bool[Array, " ba
 
 
 def _like(kept, advantages):
-    """`kept` for advantages of completions or of tokens."""
+    """`kept`, reshaped to broadcast with advantages of completions or tokens."""
     return kept.reshape(kept.shape + (1,) * (advantages.ndim - 1))
 
 
@@ -40,14 +40,14 @@ def exp_advantage_weights(
 ) -> Float[Array, "batch *rest"]:
     """Weights that grow with the advantage.
 
-    w_i = exp(A_i / τ), the exponent within ±MAX_EXPONENT.
+    w_i = exp(A_i / τ), the exponent clipped to ±MAX_EXPONENT.
 
     Args:
-        advantages: ignored where not kept.
-        kept: rows that count; the others get 0.
-        temperature: τ, in units of advantage, above 0.
+        advantages: advantage of each completion or token; ignored where not kept.
+        kept: mask of the rows that count; other rows get 0.
+        temperature: temperature τ, in units of advantage, above 0.
     Raises:
-        ValueError: τ not above 0.
+        ValueError: τ is not above 0.
     Reference: arXiv 2509.24203 §2 (RED-Weight).
 
     Examples:
@@ -62,16 +62,16 @@ def exp_advantage_weights(
 def bisected_temperature(
     advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: float, ceiling: float
 ) -> Float[Array, ""]:
-    """The τ of exponential weights for which the weighted advantages of the batch cancel.
+    """Temperature τ at which the batch's exponentially weighted advantages sum to zero.
 
     f(τ) = Σ_i A_i exp(A_i / τ) = 0.  f falls strictly, from +∞ (if any A > 0) to Σ A as τ → ∞, so that a root exists
-    only if Σ A < 0 < max A. Without one in range the nearer end is returned: the ceiling where f is still positive
-    there, as it is for group-centered advantages (Σ A = 0); the floor where f(floor) ≤ 0, which all-zero A include.
+    only if Σ A < 0 < max A. Without a root in range, the result is the nearer end. It is the ceiling if f(ceiling) > 0,
+    as for group-centered advantages (Σ A = 0), and the floor if f(floor) ≤ 0, as for advantages that are all 0.
 
     Args:
-        advantages: ignored where not kept.
-        kept: rows that count.
-        floor: lowest τ, above 0, in units of advantage.
+        advantages: advantage of each completion or token; ignored where not kept.
+        kept: mask of the rows that count.
+        floor: lowest τ, in units of advantage, above 0.
         ceiling: highest τ, at least the floor.
     Raises:
         ValueError: floor not above 0, or ceiling below it.
@@ -106,15 +106,15 @@ def bisected_temperature(
 def bisected_exp_advantage_weights(
     advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: float = 0.8, ceiling: float = 100.0
 ) -> Float[Array, "batch *rest"]:
-    """Weights that grow with the advantage, at the τ for which the weighted advantages of the batch cancel.
+    """Weights that grow with the advantage, at the τ at which the batch's weighted advantages sum to zero.
 
-    w_i = exp(A_i / τ),  τ = `bisected_temperature`; the exponent within ±MAX_EXPONENT.
+    w_i = exp(A_i / τ),  τ = `bisected_temperature`; the exponent is clipped to ±MAX_EXPONENT.
 
     Args:
-        advantages: of the whole batch; ignored where not kept.
-        kept: rows that count; the others get 0.
-        floor: lowest τ, above 0, in units of advantage.
-        ceiling: highest τ, at least the floor; what group-centered advantages get.
+        advantages: advantages of the whole batch; ignored where not kept.
+        kept: mask of the rows that count; other rows get 0.
+        floor: lowest τ, in units of advantage, above 0.
+        ceiling: highest τ, at least the floor; group-centered advantages get this τ.
     Raises:
         ValueError: floor not above 0, or ceiling below it.
     Reference: see `bisected_temperature`.

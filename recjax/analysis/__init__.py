@@ -1,1 +1,1 @@
-"""From the metrics of many runs to tables and figures."""
+"""Tables and figures from the metrics of many runs."""

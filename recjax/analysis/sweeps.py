@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from recjax.config import Config, load_config
 from recjax.config.yaml_values import read_yaml_file, write_override
 
-LOGS = "logs"  # the folder beside those of the runs
+LOGS = "logs"  # the folder next to the runs' folders
 _OPTIONAL = ("overrides", "smoke")  # keys of a file
 
 
@@ -90,7 +90,7 @@ def _named(path: Path, axis: str, names: Any) -> dict[str, list[tuple[str, Any]]
 
 
 def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, str]]:
-    """Every combination of a grid's names, the last axis changing fastest."""
+    """All combinations of a grid's names; the last axis changes fastest."""
     if not isinstance(grid, dict) or list(grid) != list(settings):
         raise ValueError(f"{path}: a grid must name the axes {', '.join(settings)} in this order; got {grid!r}")
     choices = []

@@ -1,1 +1,1 @@
-"""What the trainer learns from, whoever produced it."""
+"""Experience: the completions that the trainer learns from, from any source."""

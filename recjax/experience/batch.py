@@ -1,4 +1,4 @@
-"""What the update takes: groups of any sizes, padded to arrays of one shape."""
+"""The batch that an update trains on: groups of any sizes, padded to arrays of one shape."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,25 +9,25 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.config import Config, TaskConfig
 from recjax.experience.group import Completion, Grade, Group
 
-FOREIGN = -1  # policy version of a batch's rows that another model wrote
+FOREIGN = -1  # policy version of rows that another model sampled
 
 
 class Batch(NamedTuple):
-    """Completions of prompts, as many consecutive rows for each prompt; host arrays, right-padded.
+    """Prompts and their completions, with the same number of consecutive rows per prompt; host arrays, right-padded.
 
-    completion_mask: True at tokens that the behavior policy chose, its end-of-sequence token among them; False
-        everywhere in rows that only fill the shape.
-    behavior_logprobs: under the distribution that sampled each token; None where no algorithm reads them.
-    policy_version: optimizer updates of the weights that sampled the row; FOREIGN: of another model.
-    truncated: the row ran into the token limit.
-    accurate: the answer is right, whatever else the reward is of.
-    reward_parts: the named terms, not weighted, that the reward is the weighted sum of; NaN where a row has none.
-    part_weights: the weight of each of these parts, equal in all rows; empty where nothing reads it.
-    token_mask: of trajectories, True at real tokens, what stands between turns among them; None: as completion_mask.
-    trajectories: equal for rows of one completion; None: each row is one.
-    turn_rewards: of each turn of the row's trajectory, in their order; NaN behind the last one; None where no
-        algorithm reads them.
-    token_turns: the turn that sampled each token, from 0; likewise.
+    completion_mask: True at tokens that the behavior policy chose, including its end-of-sequence token; all False in
+        padding rows.
+    behavior_logprobs: log-probs under the distribution that sampled each token; None if the algorithm does not read
+        them.
+    policy_version: optimizer updates of the weights that sampled the row; FOREIGN for rows of another model.
+    truncated: True if the completion reached the token limit.
+    accurate: True if the answer is right, independent of other reward terms.
+    reward_parts: unweighted terms of the reward, by name; NaN in rows without that term.
+    part_weights: weight of each reward part, equal in all rows; empty if the algorithm reads no parts.
+    token_mask: mask of real tokens in trajectories, including tokens between turns; None: same as completion_mask.
+    trajectories: number shared by all rows of one trajectory; None: every row is a completion.
+    turn_rewards: rewards of the trajectory's turns, in order; NaN after the last turn; None if not read.
+    token_turns: the turn that sampled each token, from 0; None if not read.
     """
 
     prompts: Int[np.ndarray, "prompts prompt_time"]
@@ -49,12 +49,12 @@ class Batch(NamedTuple):
 
     @property
     def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
-        """True at tokens that a row goes on from."""
+        """Mask of the tokens that later tokens have as context: `token_mask`, or `completion_mask` without one."""
         return self.completion_mask if self.token_mask is None else self.token_mask
 
 
 class Shape(NamedTuple):
-    """Of a batch's arrays: prompts, completions of each prompt, tokens of a prompt, tokens of a completion."""
+    """The shape of a batch: prompts, completions per prompt, tokens per prompt, tokens per completion."""
 
     prompts: int
     group: int
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Tokens that an update runs, each prompt once for its group; no token comes after a completion's last."""
+        """Token positions that an update computes: each prompt once, and completions without their last token."""
         return self.prompts * (self.prompt_time + self.group * (self.time - 1))
 
 
@@ -71,23 +71,23 @@ def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
     """The shape of the batches that a run samples.
 
     Args:
-        prompt_tokens: of the longest prompt.
+        prompt_tokens: number of tokens in the longest prompt.
     """
     rollout = config.rollout
-    if config.has_trajectories:  # a row is a whole sequence, of which the first token is the prompt
+    if config.has_trajectories:  # each row is a whole sequence with its first token as the prompt
         return Shape(rollout.prompts_per_step * rollout.group_size, 1, 1, rollout.max_context_tokens - 1)
     return Shape(rollout.prompts_per_step, rollout.group_size, prompt_tokens, rollout.max_completion_tokens)
 
 
 def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
-    """Groups of any sizes as a batch; the rest of the shape is filled with rows that have no token.
+    """Pads groups of any sizes to a batch; rows without tokens fill the rest of the shape.
 
-    Such rows take no part in loss, advantages or metrics. What a completion does not say becomes FOREIGN (its policy
-    version), False (accurate), NaN (a part of the reward) or, without a grade, a reward of NaN.
+    Padding rows do not affect loss, advantages or metrics. Missing values become FOREIGN (policy version), False
+    (accurate) or NaN (reward parts; the reward of a completion without a grade).
 
     Args:
-        logprobs: False leaves behavior log-probs out of the batch, for algorithms that read none. Where True, those of
-            a completion without any are NaN, so that no number comes of them unnoticed.
+        logprobs: False to omit behavior log-probs, for algorithms that do not read them. If True, completions without
+            log-probs get NaN, so that a loss that reads them becomes NaN too.
     Raises:
         ValueError: a group that does not fit the shape, or a completion with tokens that its policy did not choose.
     """
@@ -98,7 +98,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
     parts = sorted({name for grade in grades for name in grade.reward_parts or ()})
     batch = Batch(
         prompts=np.zeros((shape.prompts, shape.prompt_time), np.int32),
-        # A prompt has a token.
+        # Every prompt has at least one token, also in padding rows.
         prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
         completions=np.zeros((rows, shape.time), np.int32),
         completion_mask=np.zeros((rows, shape.time), bool),
@@ -123,7 +123,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
 
 
 def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequence[Completion]) -> None:
-    """Writes completions into rows of the batch."""
+    """Writes completions into the given rows of the batch."""
     names = [f"row {one.id!r}" for one in completions]
     for name, one in zip(names, completions, strict=True):
         if not one.mask.all():
@@ -152,7 +152,7 @@ def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequen
 def _fill(
     tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, found: Sequence[np.ndarray], names: Sequence[str]
 ) -> None:
-    """Writes rows of tokens, and where there are some into the mask."""
+    """Writes tokens into the given rows, and True into the mask at each token."""
     room, lengths = tokens.shape[1], np.array([len(each) for each in found], int)
     for name, length in zip(names, lengths, strict=True):
         if length > room:
@@ -164,10 +164,10 @@ def _fill(
 
 
 def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
-    """The batch as the update sees it, by what `task.truncated` says of completions that ran into the token limit.
+    """Applies `task.truncated` to the completions that reached the token limit.
 
-    train: they are as any other. mask: they leave the loss and their group's statistics, as if never sampled.
-    penalize: their reward is `task.truncated_reward`, whatever they say.
+    train: keep them unchanged. mask: exclude them from the loss and from group statistics, as if never sampled.
+    penalize: set their reward to `task.truncated_reward`.
     """
     if task.truncated == "mask":
         return batch._replace(completion_mask=batch.completion_mask & ~batch.truncated[:, None])
@@ -178,10 +178,10 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
 
 
 def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batch:
-    """The batch with the weight of each part of the reward, as the update reads them; None: without any parts.
+    """Adds the weights of reward parts to the batch, or removes the parts if `weights` is None.
 
     Args:
-        weights: by part; one that is not named weighs 1, and one of weight 0 is left out.
+        weights: weights by part name, with default 1; parts with weight 0 are removed.
     """
     if weights is None:
         return batch._replace(reward_parts={})

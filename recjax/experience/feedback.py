@@ -1,4 +1,4 @@
-"""Grade rewards: completes the pending rows of a store."""
+"""Adds rewards that arrive late to the pending rows of a store."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _KEYS = (*_COLUMNS, "comment")
 
 
 class Given(NamedTuple):
-    """Rows that were completed, and rows that had the very same reward before."""
+    """Number of rows that got their reward, and number of rows that already had exactly this reward."""
 
     completed: int
     had_it: int
@@ -29,23 +29,22 @@ def give_rewards(
     place: Callable[[int], str] = "entry {}".format,
     refuse: Callable[[int, str], None] | None = None,
 ) -> Given:
-    """Completes pending rows of a store.
+    """Adds rewards to pending rows of a store.
 
-    An entry has `id` or `group_id`, `reward`, and, if they are known, `reward_parts` and `accurate`. For a group, each
-    of the three is one value for all its rows, or a list with one value a row in the store's order. A `comment` goes
-    to the metadata of rows that are completed. Part files that
-    change are replaced one after the other, each whole or not at all. If that is cut short, the same entries given
-    again complete the rest: a row that has the very same reward already is left as it is.
+    An entry has `id` or `group_id`, `reward`, and optionally `reward_parts` and `accurate`. For a group, each of the
+    three is one value for all rows, or a list with one value per row in the store's order. A `comment` is added to the
+    metadata of the completed rows. Part files are replaced one by one, each whole or not at all. After an interruption,
+    pass the same entries again: rows that already have exactly the same reward stay unchanged.
 
     Args:
-        place: what error messages call each entry, by its number.
-        refuse: is told the number of each entry that cannot be used, and why, and the other entries are written; None:
-            such an entry is an error.
+        place: function from an entry's number to its name in error messages.
+        refuse: function that receives the number of each unusable entry and the reason; the usable entries are still
+            written. None: an unusable entry raises an error.
     Raises:
-        ValueError: an entry that cannot be used, an unknown id, two rewards for a row, or a row that has another
-            reward already; nothing is written.
+        ValueError: an unusable entry, an unknown id, two rewards for one row, or a row with a different reward. The
+            store stays unchanged.
     """
-    store.existing_parts(folder)  # before the lock, which would make a folder where there is none
+    store.existing_parts(folder)  # before taking the lock, which would create a missing folder
     with store.locked(folder):
         rows, groups = {}, {}
         for part in store.existing_parts(folder):
@@ -74,7 +73,7 @@ def give_rewards(
             if entry.get("comment") is not None:
                 comments |= dict.fromkeys(given, str(entry["comment"]))
         new = {name: given for name, given in late.items() if rows[name][1] is None}
-        # All of them before the first is written: a bad row must change nothing.
+        # Build all tables before writing the first: after a bad row the store must be unchanged.
         tables = {part: _completed(part, new, comments) for part in sorted({rows[name][0] for name in new})}
         for part, table in tables.items():
             store.write_part(table, part)
@@ -84,7 +83,7 @@ def give_rewards(
 def _resolved(
     entry: Mapping[str, Any], rows: Mapping[str, Any], groups: Mapping[str, list[str]], place: str
 ) -> list[tuple[str, Grade]]:
-    """The rows that an entry is about, and what it gives each of them."""
+    """The ids of an entry's rows, each with its grade."""
     if unknown := [key for key in entry if key not in _KEYS]:
         raise ValueError(f"{place}: {unknown[0]!r} is not read; an entry takes {', '.join(_KEYS)}")
     if (entry.get("id") is None) == (entry.get("group_id") is None):
@@ -116,7 +115,7 @@ def _checked(late: Grade, place: str) -> Grade:
 
 
 def _completed(part: Path, late: Mapping[str, Grade], comments: Mapping[str, str]) -> pa.Table:
-    """A part's table with rewards in it."""
+    """The table of a part file after adding rewards and comments."""
     rows = []
     for row in store.to_rows(store.read_part(part)):
         if row.id in late:

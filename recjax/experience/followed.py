@@ -1,15 +1,15 @@
-"""Which completions of a followed store were taken from it: what a checkpoint holds, so that none is taken twice."""
+"""Record of the completions already taken from a followed store; checkpoints save it so that none is taken twice."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
 class Followed(NamedTuple):
-    """A completion is known by its id, which no other of the store has; a trajectory by that of its first row.
+    """The completions taken from a store, identified by their unique ids; a trajectory has the id of its first row.
 
-    ids: of completions that were taken, in parts of which others have not been.
-    parts: ids of the first rows of parts that are taken whole.
-    unrewarded: ids that were taken at the deadline, without a reward.
+    ids: ids of completions taken from part files that also contain completions not taken yet.
+    parts: part files with all completions taken, each identified by the id of its first row.
+    unrewarded: ids of completions that reached the deadline without a reward.
     """
 
     ids: frozenset[str] = frozenset()
@@ -17,28 +17,28 @@ class Followed(NamedTuple):
     unrewarded: frozenset[str] = frozenset()
 
     def has(self, part: str, completion: str) -> bool:
-        """Whether a completion of the part that begins with a row of the id `part` was taken."""
+        """True if a completion was taken; `part` is the id of the first row in its part file."""
         return completion in self.ids or part in self.parts
 
     def with_taken(self, ids: Iterable[str], unrewarded: Iterable[str] = ()) -> "Followed":
-        """The same, with further completions, and those among them that have no reward."""
+        """Adds completions that were taken, and the ids among them that have no reward."""
         return self._replace(ids=self.ids | {*ids}, unrewarded=self.unrewarded | {*unrewarded})
 
     def compacted(self, parts: Mapping[str, Iterable[str]]) -> "Followed":
-        """The same in fewer words: a part of which all is taken is named by its first row.
+        """Makes the record smaller: replaces the ids in a completely taken part by the id of the part's first row.
 
         Args:
-            parts: ids of the completions of each part, by the id of its first row.
+            parts: ids of each part's completions, by the id of the part's first row.
         """
         whole = {first: {*ids} for first, ids in parts.items() if ids and self.ids.issuperset(ids)}
         return self._replace(ids=self.ids.difference(*whole.values()), parts=self.parts | whole.keys())
 
 
 def to_plain(followed: Followed) -> dict[str, Any]:
-    """As JSON holds it; `from_plain` makes it again."""
+    """Converts the record to JSON data; `from_plain` is the inverse."""
     return {name: sorted(ids) for name, ids in followed._asdict().items()}
 
 
 def from_plain(plain: Mapping[str, Any]) -> Followed:
-    """What `to_plain` took apart."""
+    """Converts the JSON data of `to_plain` back."""
     return Followed(**{name: frozenset(ids) for name, ids in plain.items()})

@@ -1,8 +1,8 @@
-"""A store that grows while it is trained on: its completions become groups when they have their rewards.
+"""Follows a store that grows during training: completions become groups when they have their rewards.
 
-Whoever writes the store, such as the server, is another process, which appends parts, replaces those to which rewards
-have come, and may delete old ones, at any time. What is kept here is a cache of the parts; what was taken from them is
-in the queue.
+Another process, such as the server, writes the store. At any time it may append part files, replace parts to add
+rewards, and delete old parts. This module keeps a cache of the parts; the queue records the completions that were
+taken.
 """
 
 import hashlib
@@ -25,26 +25,26 @@ from recjax.models.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
-# Why a completion cannot be trained on, whatever its reward.
+# Reasons why a completion cannot be trained on, independent of its reward.
 UNUSABLE = ("no_tokens", "no_logprobs", "other_sampling", "too_long")
 
 
 class Candidate(NamedTuple):
-    """A group that can be trained on: ids of its completions, and of those that it goes without at its deadline."""
+    """A group to train on: ids of its completions, and ids of completions still without a reward at its deadline."""
 
     ids: tuple[str, ...]
     unrewarded: tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """What of a store has not been taken.
+    """Completions in a store that have not been taken.
 
-    candidates: groups to train on, those of the oldest weights first.
-    unusable: ids of completions that cannot be trained on, and why.
-    unrewarded: ids of completions that have no reward at their deadline, and that no group of these goes without.
-    without_reward: groups of which these are all.
-    late: ids that were left without a reward, and have one now.
-    waiting: groups that wait, their completions, and how many of these have no reward.
+    candidates: groups to train on, with the oldest weights first.
+    unusable: ids of completions that cannot be trained on, with the reasons.
+    unrewarded: ids of completions without a reward at their deadline that no candidate lists as unrewarded.
+    without_reward: number of groups that consist only of `unrewarded` completions.
+    late: ids of completions that got their reward only after they were given up at the deadline.
+    waiting: number of waiting groups, their completions, and their completions without a reward.
     """
 
     candidates: list[Candidate]
@@ -56,8 +56,8 @@ class Found(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A completion that was not taken: its rows with tokens, what those of a group have in common, and its policy
-    version, if that counts this run's updates."""
+    """A completion not taken yet: its tokenized rows, the key that it shares with its group, and its policy version
+    (None if the version does not count updates of this run)."""
 
     rows: list[Experience]
     key: str
@@ -69,13 +69,13 @@ class _Waiting(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part as it was read: what tells it from its next state, the id of its first row, and its completions.
+    """A part file after reading, with a stamp that changes when a writer replaces it, and the id of its first row.
 
     Attributes:
-        completions: those that may be trained on, by id.
-        ids: of all completions.
-        rewarded: ids of those that have a reward.
-        unusable: ids of those that cannot be trained on, and why.
+        completions: usable completions, by id, that were not taken when the part was read.
+        ids: ids of all completions.
+        rewarded: ids of completions with a reward.
+        unusable: ids of completions that cannot be trained on, with the reasons.
     """
 
     stamp: tuple[int, int, int]
@@ -90,16 +90,16 @@ class Follower:
     """Reads a store as it grows.
 
     Attributes:
-        folder: of the store.
-        waited_seconds: for the groups of the last step.
-        last: what was found for them.
+        folder: folder of the store.
+        waited_seconds: seconds spent waiting for the groups of the last step.
+        last: completions found for the last step.
     """
 
     def __init__(self, config: Config, policy: Policy, run: str):
-        """Reads nothing yet; the store need not be there.
+        """Reads no files; the store need not exist yet.
 
         Args:
-            run: the id of this run, which the rows of a server that follows it have in their metadata.
+            run: id of this run; a server that follows the run writes it into the metadata of its rows.
         """
         experience = config.experience
         self.folder = Path(experience.store)
@@ -113,10 +113,10 @@ class Follower:
         self.last: Found | None = None
 
     def found(self, followed: Followed, step: int) -> Found:
-        """What of the store, as it is now, has not been taken.
+        """Reads the current store and finds the completions that have not been taken.
 
         Args:
-            step: that is trained next.
+            step: number of the next training step.
         Raises:
             ValueError: the store is damaged.
         """
@@ -140,7 +140,7 @@ class Follower:
         return Found(candidates, unusable, tuple(unrewarded), without_reward, frozenset(late), tuple(waiting))
 
     def compacted(self, followed: Followed) -> Followed:
-        """The same in fewer words; completions that were taken are forgotten here."""
+        """Makes the record of taken completions smaller and removes taken completions from the cache."""
         followed = followed.compacted({part.first: part.ids for part in self._parts.values()})
         for path, part in self._parts.items():
             kept = {name: one for name, one in part.completions.items() if not followed.has(part.first, name)}
@@ -150,10 +150,10 @@ class Follower:
         return followed
 
     def group(self, candidate: Candidate, step: int) -> Group:
-        """A group of what was found last.
+        """Makes the group of a candidate from the latest call of `found`.
 
         Args:
-            step: that is trained next.
+            step: number of the next training step.
         """
         success, chosen = self._config.task.success, [self._left[name] for name in candidate.ids]
         group = group_of(chosen[0].rows[0].group_id, [row for one in chosen for row in one.rows])
@@ -164,8 +164,8 @@ class Follower:
     # --- Groups.
 
     def _divided(self, completions: dict[str, _Waiting]) -> tuple[list[Candidate], list[str], list[str]]:
-        """Completions that belong together: groups to train on, ids that are left at their deadline without a group,
-        and ids that wait."""
+        """Divides completions with the same key into groups to train on, ids given up at their deadline without a
+        group, and waiting ids."""
         rewarded = [name for name, one in completions.items() if one.has_reward]
         pending = [name for name, one in completions.items() if not one.has_reward]
         over = [name for name in pending if self._is_over(completions[name])]
@@ -187,9 +187,9 @@ class Follower:
         return self._deadline is not None and datetime.now(UTC) - one.rows[0].time >= self._deadline
 
     def _version(self, one: _Waiting, step: int) -> int | None:
-        """The policy version, where staleness can be told of it.
+        """The policy version; None if it cannot measure staleness.
 
-        A version that the run has not reached is of a checkpoint that was damaged since, from before which it went on.
+        A version ahead of the run is from a checkpoint that was damaged later; the run resumed from an earlier one.
         """
         return one.version if one.version is not None and one.version < step else None
 
@@ -201,15 +201,15 @@ class Follower:
             key = f"prompt {hashlib.sha256(row.prompt_tokens.tobytes()).hexdigest()}"
         elif value is not None:
             key = f"value {json.dumps(value, sort_keys=True)}"
-        # Of another run's updates no staleness comes; a version 0 is taken for this run's initial policy.
+        # Updates of another run cannot measure staleness; version 0 is assumed to be this run's initial policy.
         is_known = row.policy_version == 0 or said.get("run") == self._run
         return _Waiting(rows, key, row.policy_version if is_known else None)
 
     # --- Parts.
 
     def _refresh(self, followed: Followed) -> None:
-        """Reads what is new or has changed. A part that cannot be read is looked at again before that is an error, as
-        it may have been replaced or deleted meanwhile."""
+        """Reads new and changed parts. An unreadable part raises an error only at the second attempt, because a writer
+        may have replaced or deleted it during the first."""
         try:
             ledger.check_none_lost(self.folder)
             self._failed.pop(None, None)
@@ -257,7 +257,7 @@ class Follower:
         return _Part(stamp, first, usable, frozenset(completions), frozenset(rewarded), unusable)
 
     def _usable(self, rows: list[Experience]) -> tuple[list[Experience], str | None, str]:
-        """The rows of a completion with their tokens, why they cannot be trained on, if so, and that in words."""
+        """The tokenized rows of a completion, the reason why they are unusable (or None), and a message about it."""
         first, missing, rollout = rows[0], self._config.experience.missing_logprobs, self._config.rollout
         try:
             rows = tokenized(rows, self._policy)

@@ -1,4 +1,4 @@
-"""Completions from elsewhere as rows of a store: JSON Lines, CSV and Parquet files."""
+"""Converts completions in JSON Lines, CSV and Parquet files to rows of a store."""
 
 import csv
 import hashlib
@@ -16,10 +16,10 @@ from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, Row, as
 
 
 class Columns(NamedTuple):
-    """Which columns hold what; those that a file lacks are null, but for the completion and its prompt.
+    """Names of a file's columns. Columns that a file lacks are null, except for the completion and its prompt.
 
-    `messages` is a chat, whose last message is the completion where there is no column of that. `group` None: rows with
-    equal prompts are a group. `id` None: rows are numbered. `source` None: all rows of a file have one.
+    `messages` is a chat; without a completion column, its last message is the completion. `group` None: rows with equal
+    prompts form a group. `id` None: rows are numbered. `source` None: all rows of a file have the same source.
     """
 
     prompt: str = "prompt"
@@ -39,7 +39,7 @@ class Columns(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """Rows, what each is called in error messages, and the columns that nothing was taken from."""
+    """Imported rows, their names in error messages, and the names of unused columns."""
 
     rows: list[Experience]
     places: list[str]
@@ -55,20 +55,20 @@ def imported(
     tokenizer: str | None = None,
     sampling: Sampling | None = None,
 ) -> Imported:
-    """Rows of files, in their order; rows of several files that share a prompt share a group.
+    """Imports the rows of files, in order; rows with the same prompt form one group, also across files.
 
     Args:
-        columns: their names.
-        time: of all rows.
-        source: name of the rows; None: each file's name without its ending.
-        tokenizer: `tokenize.tokenizer_name` of the vocabulary that columns of tokens are of.
-        sampling: the distribution that sampled them; needed where there are log-probabilities.
+        columns: names of the columns.
+        time: time to record in all rows.
+        source: source of all rows; None: the name of each file without its ending.
+        tokenizer: name of the vocabulary for columns with tokens; see `tokenize.tokenizer_name`.
+        sampling: distribution that sampled the tokens; required for rows with log-probs.
     Raises:
-        ValueError: a file that cannot be read, or a row that cannot be used, with file, line or row, and reason.
+        ValueError: an unreadable file or an unusable row; the message contains file, line or row, and reason.
     """
     if source is not None and columns.source is not None:
         raise ValueError(f"--source {source!r} is not read beside --source_column {columns.source!r}; remove one")
-    # Without what came later, so that a file that an older store has is known again.
+    # The newest field, `source`, counts only if set, so that files in older stores keep their ids.
     named = {name: column for name, column in columns._asdict().items() if (name, column) != ("source", None)}
     listed = ", ".join(f"{name}={column!r}" for name, column in named.items())
     digest = hashlib.sha256(f"({source!r}, Columns({listed}))".encode())
@@ -94,7 +94,7 @@ def imported(
 
 
 def _read(file: Path, columns: Columns) -> Iterable[Row]:
-    """Rows of a file and where they stand: by line from 1, in Parquet by row from 0."""
+    """Reads the rows of a file with their places: line numbers from 1, or row numbers from 0 in Parquet files."""
     if file.suffix.lower() == ".csv":
         return _csv_rows(file, columns)
     if not ENDING.search(file.name):
@@ -103,10 +103,10 @@ def _read(file: Path, columns: Columns) -> Iterable[Row]:
 
 
 def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
-    """Cells of text, numbers and JSON; an empty cell is null, except that a completion may be empty."""
+    """Reads a CSV file with cells of text, numbers and JSON; an empty cell is null unless it is a completion."""
     structured = {columns.messages, columns.reward_parts, columns.prompt_tokens, columns.tokens, columns.logprobs}
     structured |= {columns.reward, columns.truncated}
-    csv.field_size_limit(2**31 - 1)  # a completion may be longer than the library's own limit
+    csv.field_size_limit(2**31 - 1)  # completions may be longer than the csv module's default limit
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.DictReader(text, restkey="", strict=True)
         try:
@@ -129,25 +129,25 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
 
 def _parsed(cell: str | None, place: str) -> Any:
     try:
-        # Spreadsheets write truth values in capitals.
+        # Spreadsheets write TRUE and FALSE.
         return None if cell is None else json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {cell!r:.80} is neither a number nor JSON ({error})") from error
 
 
 class _Source(NamedTuple):
-    """A row of a file, how its columns are called, and where it stands."""
+    """A row of a file, the names of the columns, and the row's place for error messages."""
 
     values: Mapping[str, Any]
     columns: Columns
     place: str
 
     def get(self, column: str) -> Any:
-        """The value of a column by what it holds; None where there is none."""
+        """The row's value for a field of `Columns`; None if it has no value."""
         return self.values.get(getattr(self.columns, column) or "")
 
     def require(self, fits: object, column: str, reason: str) -> None:
-        """Refuses this row, unless what it has in a column fits."""
+        """Raises an error about the value in a column unless `fits` is true."""
         if not fits:
             name = getattr(self.columns, column)
             raise ValueError(f"{self.place}: {name}: {self.values.get(name)!r:.80}: {reason}")
@@ -178,7 +178,7 @@ def _row(
 
 
 def _texts(row: _Source) -> tuple[str | None, list | None, str]:
-    """Prompt or messages, and the completion."""
+    """The prompt or the messages (one is None), and the completion."""
     prompt, messages, completion = (row.get(name) for name in ("prompt", "messages", "completion"))
     column = "messages"
     if isinstance(prompt, list) and messages is None:
@@ -203,10 +203,10 @@ def _texts(row: _Source) -> tuple[str | None, list | None, str]:
 
 
 def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
-    """Messages with role and content alone.
+    """Checks that messages have only role and content.
 
     Raises:
-        ValueError: something else, or messages that say more than that, such as calls of tools.
+        ValueError: a value that is not a chat, or messages with other fields, such as tool calls.
     """
     reason = "takes a list of messages, each with role and content, both text"
     row.require(messages and isinstance(messages, list), column, reason)
@@ -243,7 +243,7 @@ def _reward_parts(row: _Source) -> dict[str, float] | None:
     if parts is None:
         return None
     row.require(isinstance(parts, dict), "reward_parts", "takes names and numbers")
-    # In Parquet a row has the names of all others too, with nothing under them.
+    # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
     return {name: _number(row, "reward_parts", value) for name, value in parts.items() if value is not None} or None
 
 

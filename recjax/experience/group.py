@@ -1,4 +1,4 @@
-"""The record that passes from the sampler to the update: a group, which is one prompt and its completions."""
+"""Groups: one prompt and its completions, the record that passes from the sampler to the update."""
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
@@ -11,12 +11,13 @@ from recjax.models.sampling import Sampling
 
 
 class Grade(NamedTuple):
-    """What a completion is worth.
+    """The grade of a completion.
 
-    reward: the weighted sum of its parts; None: the reward function gave none, and the completion is left out.
-    reward_parts: the named terms, not weighted; None where there are none.
-    accurate: whether the answer is right, whatever else the reward is of; None: not known.
-    failure: of recjax.tasks.grading.pool.FAILURES; None where the grade is from a store.
+    reward: weighted sum of the reward parts; None if the reward function gave no reward; training skips such
+        completions.
+    reward_parts: unweighted terms of the reward, by name; None if the reward has no parts.
+    accurate: True if the answer is right, independent of other reward terms; None: not known.
+    failure: one of `recjax.tasks.grading.pool.FAILURES`; None for a grade from a store.
     """
 
     reward: float | None
@@ -26,11 +27,11 @@ class Grade(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A sequence that a policy wrote parts of: a turn or several, each of which goes on from all that is before it.
+    """A token sequence with one or more turns of a policy; every turn has all earlier tokens as context.
 
-    prompt_tokens: what its first turn follows.
-    tokens: all that comes after, turns and what stands between them.
-    mask, behavior_logprobs: as in `Completion`; the latter are 0 where the mask is False.
+    prompt_tokens: tokens before the first turn.
+    tokens: all later tokens: the turns and the text between them.
+    mask, behavior_logprobs: see `Completion`; log-probs are 0 at tokens with mask False.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
@@ -42,10 +43,10 @@ class Row(NamedTuple):
 class Turn(NamedTuple):
     """A reply in a trajectory.
 
-    row: of the trajectory's rows, in order; 0 is the first.
-    end: the place behind its last token among the row's tokens; its other tokens are the sampled ones between this and
-        the end of the row's turn before.
-    reward: what its agent gave it, weighted; it stands at the last token.
+    row: index of the row that contains the turn, from 0.
+    end: index after the turn's last token in the row's tokens. The turn consists of the sampled tokens between the end
+        of the row's previous turn and this index.
+    reward: weighted reward that the agent gave the turn; it belongs to the turn's last token.
     """
 
     row: int
@@ -54,27 +55,26 @@ class Turn(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """One answer to a group's prompt, whoever gave it, in one turn or in many; ragged host arrays.
+    """One answer to a group's prompt, from any source, with one or many turns; host arrays of any length.
 
-    The trajectory of an agent is one completion: it has one grade and one advantage, and usually one row. Where a turn
-    does not go on from what is before it, because a template has dropped something or a context was cut, it begins a
-    further row.
+    An agent's trajectory is one completion, with one grade, one advantage and usually one row. A turn starts a further
+    row if it does not extend the tokens before it, because the template dropped text or the context was cut.
 
-    id: given to no other completion of a run or a store.
-    source: who sampled it.
-    text: what it says, without the token that ended it.
-    tokens: the end-of-sequence token among them.
-    mask: True where the behavior policy chose the token.
-    behavior_logprobs: under `sampling`, the distribution that sampled the tokens; None: not known.
-    policy_version: optimizer updates of the weights that sampled it, the oldest where there were several; None: of
-        another model.
-    truncated: whether it ran into the token limit.
-    grade: None while it is still to come.
-    prompt_tokens: what it follows, where that is an agent's own context; None: its group's prompt.
-    further: an agent's further rows.
-    version_runs: where new weights came on the way, (version, tokens) of one after the other, of the tokens that the
-        policy chose in all rows; empty: all are of `policy_version`.
-    turns: of an agent, in the order of its replies; what its reward is above the sum of theirs came at the end.
+    id: unique in a run and in a store.
+    source: name of the sampler.
+    text: the reply without its end token.
+    tokens: tokens of the reply, including the end-of-sequence token.
+    mask: True at tokens that the behavior policy chose.
+    behavior_logprobs: log-probs under `sampling`, the distribution that sampled the tokens; None: not known.
+    policy_version: optimizer updates of the weights that sampled the completion, or of the oldest such weights; None
+        for a completion of another model.
+    truncated: True if the completion reached the token limit.
+    grade: None until the completion is graded.
+    prompt_tokens: context before the tokens, if an agent built its own; None: the group's prompt.
+    further: further rows of an agent's trajectory.
+    version_runs: pairs (policy version, number of tokens) for the sampled tokens of all rows in order, if the weights
+        changed during sampling; empty: all tokens have `policy_version`.
+    turns: turns of an agent's trajectory, in order; any reward beyond the sum of turn rewards was given at the end.
     """
 
     id: str
@@ -94,16 +94,16 @@ class Completion(NamedTuple):
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy chose, in all rows."""
+        """Number of tokens that the policy chose, in all rows."""
         return int(sum(row.mask.sum() for row in (self, *self.further)))
 
 
 class Group(NamedTuple):
-    """One prompt and its completions: any number of them, from any sources. Rewards are compared inside a group.
+    """One prompt and any number of completions from any sources. Algorithms compare rewards inside a group.
 
-    prompt_tokens: as the model sees the prompt.
-    prompt: text, or the messages of a chat.
-    answer: the true one; None: not known.
+    prompt_tokens: tokens of the prompt as the model reads it.
+    prompt: text of the prompt, or the messages of a chat.
+    answer: reference answer; None: not known.
     """
 
     id: str
@@ -114,7 +114,7 @@ class Group(NamedTuple):
 
 
 def is_whole(group: Group) -> bool:
-    """Whether every completion has its reward."""
+    """True if every completion is graded."""
     return all(completion.grade is not None for completion in group.completions)
 
 
@@ -124,10 +124,10 @@ def completion_ids(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
-    """The group with grades, by completion id, in it.
+    """Adds grades, by completion id, to the group.
 
     Raises:
-        ValueError: a completion has another grade already.
+        ValueError: a completion already has a different reward.
     """
     if not any(completion.id in grades for completion in group.completions):
         return group
@@ -143,42 +143,42 @@ def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
 
 
 def without(group: Group, ids: Container[str]) -> Group:
-    """The group without the completions of these ids."""
+    """Removes the completions with the given ids from the group."""
     return group._replace(completions=tuple(one for one in group.completions if one.id not in ids))
 
 
 def rewards(group: Group) -> np.ndarray:
-    """The rewards that are there."""
+    """The rewards of all graded completions."""
     return np.array([completion.grade.reward for completion in group.completions if completion.grade], np.float64)
 
 
 def reward_spread(group: Group) -> float:
-    """Highest less lowest reward; 0 where the group teaches a group-relative algorithm nothing."""
+    """The highest minus the lowest reward; at 0, a group-relative algorithm learns nothing from the group."""
     return float(np.ptp(rewards(group))) if len(rewards(group)) else 0.0
 
 
 def mean_absolute_advantage(group: Group) -> float:
-    """The mean of |r − r̄|."""
+    """The mean absolute difference from the group's mean reward: mean of |r − r̄|."""
     return float(np.abs(rewards(group) - rewards(group).mean()).mean()) if len(rewards(group)) else 0.0
 
 
 def oldest_version(group: Group) -> int | None:
-    """The least policy version of its completions; None where all are of other models."""
+    """The lowest policy version of the group's completions; None if other models sampled all."""
     versions = [completion.policy_version for completion in group.completions]
     return min((version for version in versions if version is not None), default=None)
 
 
 def runs_of(versions: Int[np.ndarray, " tokens"]) -> tuple[tuple[int, int], ...]:
-    """The versions of tokens as `Completion.version_runs`."""
+    """Converts a policy version per token to the format of `Completion.version_runs`."""
     runs = tuple((version, len(list(same))) for version, same in itertools.groupby(versions.tolist()))
     return runs if len(runs) > 1 else ()
 
 
 def token_staleness(groups: Sequence[Group], step: int) -> float | None:
-    """The mean over sampled tokens of the optimizer steps since the weights that sampled each; None: of other models.
+    """Mean staleness of the sampled tokens, in optimizer steps; None if there are no tokens of this policy.
 
     Args:
-        step: that trains on them, from 1.
+        step: number of the step that trains on the groups, from 1.
     """
     known = [one for group in groups for one in group.completions if one.policy_version is not None]
     runs = [run for one in known for run in one.version_runs or ((one.policy_version, one.sampled_tokens),)]
@@ -187,9 +187,9 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
 
 
 def staleness(group: Group, step: int) -> int:
-    """Optimizer steps between the oldest weights that sampled a completion and those that train on it at `step`.
+    """Optimizer steps from the oldest weights that sampled a completion to the weights that train on it at `step`.
 
-    Completions of other models have none; it is 0 for a group of these alone.
+    Ignores completions of other models; 0 for a group that consists only of such completions.
     """
     version = oldest_version(group)
     return 0 if version is None else step - 1 - version

@@ -1,7 +1,7 @@
-"""What a store's files are: size and checksum of every part, by which a lost or damaged one is noticed.
+"""The ledger of a store: size and checksum of every part file, to detect lost and damaged parts.
 
-A part is entered before it appears and confirmed after it: whoever is killed between the two leaves an entry with two
-states, of which the part has either.
+A writer enters a part in the ledger before it writes the part, and confirms the entry afterwards. A writer that is
+killed in between leaves an entry with the states before and after; the part is in either state.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from recjax.manifest import read_sealed, size_and_digest, sync_folder, write_sea
 
 NAME = ".manifest.json"
 
-State = list[Any] | None  # size and checksum of a part; None: it is not there
-Ledger = dict[str, list[State]]  # a part's name → the states that it may be in
+State = list[Any] | None  # size and checksum of a part; None: the part does not exist
+Ledger = dict[str, list[State]]  # a part's name → its possible states
 
 logger = logging.getLogger(__name__)
 
 
 def read_ledger(folder: Path) -> Ledger | None:
-    """A store's ledger; None: it has none, being of an earlier recjax.
+    """Reads a store's ledger; None if an earlier version of recjax, without ledgers, wrote the store.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the ledger is damaged.
     """
     path = folder / NAME
     try:
@@ -37,7 +37,7 @@ def read_ledger(folder: Path) -> Ledger | None:
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, inode: int, modified: int) -> Ledger:
-    # Kept, because every part of a store is looked up in it.
+    # Cached, because recjax looks up every part of a store in the ledger.
     try:
         return read_sealed(path)
     except ValueError as error:
@@ -45,10 +45,10 @@ def _read(path: Path, inode: int, modified: int) -> Ledger:
 
 
 def check_none_lost(folder: Path) -> None:
-    """Refuses a store of which a part is missing.
+    """Raises an error if a part of the store is missing.
 
     Raises:
-        ValueError: with the part.
+        ValueError: a part is missing; the message names it.
     """
     for name, states in (read_ledger(folder) or {}).items():
         if None not in states and not (folder / name).exists():
@@ -58,10 +58,10 @@ def check_none_lost(folder: Path) -> None:
 
 
 def check_part(part: Path) -> None:
-    """Refuses a part that is not as it was written; one that is not in the ledger is taken with a warning.
+    """Raises an error if a part has changed since it was written; only warns if the ledger does not list the part.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the part is damaged.
     """
     ledger = read_ledger(part.parent)
     if ledger is None:
@@ -69,7 +69,7 @@ def check_part(part: Path) -> None:
     elif part.name not in ledger:
         _warn_once(f"{part} was not written by recjax, or got lost from {NAME}: damage in it would not be noticed")
     elif (found := size_and_digest(part)) not in ledger[part.name]:
-        # A writer may have replaced it meanwhile.
+        # A writer may have replaced the part after the ledger was read.
         if found not in (read_ledger(part.parent) or {}).get(part.name, [found]):
             raise ValueError(
                 f"{part} is damaged: it is not as it was written; bring it back from a copy, or, if it was changed on"
@@ -79,12 +79,12 @@ def check_part(part: Path) -> None:
 
 @contextlib.contextmanager
 def entered(part: Path, state: State) -> Iterator[None]:
-    """A block in which a part comes into a state; the store's lock is held.
+    """Updates the ledger around a block that writes or deletes a part; the caller holds the store's lock.
 
-    A store without a ledger gets one, with its parts as they are.
+    A store without a ledger gets one, with the current state of its parts.
 
     Args:
-        state: the part's after the block; None deletes it.
+        state: state of the part after the block; None if the block deletes the part.
     """
     folder = part.parent
     ledger = read_ledger(folder)
@@ -99,7 +99,7 @@ def entered(part: Path, state: State) -> Iterator[None]:
 
 
 def settled(folder: Path) -> None:
-    """Confirms what a writer who was killed had entered; the store's lock is held."""
+    """Confirms the entries that a killed writer left unconfirmed; the caller holds the store's lock."""
     ledger = read_ledger(folder)
     if ledger is None or all(len(states) == 1 for states in ledger.values()):
         return

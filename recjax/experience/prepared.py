@@ -1,8 +1,7 @@
-"""A store as it is trained from: its rows, checked and with tokens, as an Arrow table of which only what is asked for
-is read.
+"""Prepares a store for training: checks and tokenizes its rows and makes an Arrow table that is read on demand.
 
-The table of a store that is not small is a file in the cache: made once for each state of the store and each tokenizer,
-part by part, and made anew if it is damaged.
+The table of a large store is a file in the cache. recjax writes the file part by part, once for each state of the store
+and each tokenizer, and writes it again if it is damaged.
 """
 
 import hashlib
@@ -32,9 +31,9 @@ from recjax.hub.policy import Policy
 from recjax.manifest import check_manifest, size_and_digest, write_manifest
 from recjax.whole_files import whole_file, writing
 
-SMALL = 2**24  # bytes of a store's parts up to which its table is made in memory at every start
-_TOGETHER = 4096  # rows that are Python objects at one time
-_PIECE = 2**16  # bytes of the table, about, that are read for one row
+SMALL = 2**24  # largest size of a store's parts, in bytes, for making the table in memory at every start
+_TOGETHER = 4096  # rows converted to Python objects at a time
+_PIECE = 2**16  # approximate bytes of the table that reading one row loads
 _STATE_KEY = b"recjax.experience.made_of"
 _FILE = "rows.arrow"
 
@@ -42,31 +41,31 @@ logger = logging.getLogger(__name__)
 
 
 class Rows:
-    """Rows of a table that is read piece by piece. Their numbers are places in the order of the store."""
+    """The rows of a table that is read piece by piece. Row numbers count in the order of the store."""
 
     def __init__(self, source: pa.Buffer | pa.NativeFile, columns: Sequence[str] | None = None):
-        """Reads how long the pieces are, and no more.
+        """Reads only the lengths of the pieces.
 
         Args:
-            source: of the table: bytes in memory, or an open file, which stays what it is if another takes its place.
-            columns: those to read; None: all.
+            source: data of the table: bytes in memory, or an open file, which stays valid if its path is replaced.
+            columns: names of the columns to read; None: all.
         """
         self._source = source
         self._reader = self._open(columns)
         self._starts = np.cumsum([0, *(len(piece) for piece in self._pieces([SCHEMA.names[0]]))])
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return int(self._starts[-1])
 
     def select(self, columns: Sequence[str]) -> "Rows":
-        """The same rows with some of their columns."""
+        """All rows with only some of the columns."""
         return Rows(self._source, columns)
 
     def at(self, numbers: np.ndarray) -> pa.Table:
-        """Some rows, which are read now."""
+        """Reads the rows with the given numbers."""
         pieces = np.searchsorted(self._starts, numbers, side="right") - 1
-        # Rows that stand one after the other are one slice.
+        # Consecutive rows of a piece are one slice.
         cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(pieces) != 0)) + 1
         begins, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(numbers)]
         slices, last = [], None
@@ -78,7 +77,7 @@ class Rows:
         return pa.Table.from_batches(slices)
 
     def each(self, function: Callable[..., np.ndarray], *columns: str) -> np.ndarray:
-        """What a function of columns makes of every row, asked piece by piece: an array with a value a row."""
+        """Applies a function of columns, piece by piece; returns an array with one value per row."""
         found = None
         for start, piece in zip(self._starts.tolist(), self._pieces(columns), strict=False):
             made = function(*map(piece.column, columns))
@@ -87,11 +86,11 @@ class Rows:
         return found
 
     def kinds(self, column: str) -> np.ndarray:
-        """A number for each row, equal where the column's texts are; from 0, in the order in which texts come first.
+        """Numbers the distinct texts of a column, from 0 in order of first appearance; returns the number of each row.
 
-        Texts are told apart by checksums of 64 bits: of ten million, two have the same one in 3 cases of a million.
+        Compares 64-bit checksums of the texts: among ten million, the probability of a collision is 3 in a million.
         """
-        # One text for rows that stand one after the other and say the same.
+        # Consecutive rows often have equal texts; each run is hashed only once.
         found, sizes = [], []
         for piece in self._pieces([column]):
             runs = pc.run_end_encode(piece.column(column))
@@ -112,12 +111,12 @@ class Rows:
 
 
 def checksums(values: Iterable[bytes | np.ndarray]) -> np.ndarray:
-    """Checksums of 64 bits."""
+    """The 64-bit checksum of each value."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, values), np.uint64)
 
 
 def prepared_rows(folder: str | Path, policy: Policy) -> Rows:
-    """The rows of a store, checked, with tokens of the policy's vocabulary.
+    """Checks the rows of a store and tokenizes them for the policy.
 
     Raises:
         ValueError: a store that cannot be read or tokenized, or a cache that cannot be written.
@@ -138,7 +137,7 @@ def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     state = _state(parts, made_by)
-    # Of several processes that open the same store, one prepares it and the others wait.
+    # If several processes open the same store, one prepares it and the rest wait.
     with FileLock(f"{folder}.lock"):
         if not _is_current(folder, state):
             logger.info(
@@ -155,7 +154,7 @@ def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
 
 
 def _is_current(folder: Path, state: str) -> bool:
-    """Whether the file is there, of this state of the store, every byte as it was written."""
+    """True if the cached file exists, is undamaged and was made from this state of the store."""
     if not (folder / _FILE).exists():
         return False
     try:
@@ -168,7 +167,7 @@ def _is_current(folder: Path, state: str) -> bool:
 
 
 def _of_tokenizer(policy: Policy) -> str:
-    """A digest of all that decides which tokens a text becomes."""
+    """A digest of everything that determines how texts are tokenized."""
     with tempfile.TemporaryDirectory() as folder:
         policy.tokenizer.save_pretrained(folder)
         files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
@@ -177,7 +176,7 @@ def _of_tokenizer(policy: Policy) -> str:
 
 
 def _state(parts: Sequence[Path], made_by: str) -> str:
-    """A digest of the parts, none of which is damaged, and of what makes tokens of them."""
+    """A digest of the parts, after checking that they are undamaged, and of the tokenizer's digest `made_by`."""
     for part in parts:
         ledger.check_part(part)
     return _digest([[[part.name, *size_and_digest(part)] for part in parts], made_by])
@@ -188,7 +187,7 @@ def _digest(content: object) -> str:
 
 
 def _write(sink: object, parts: Sequence[Path], policy: Policy, state: str = "") -> np.ndarray:
-    """Writes the table of a store, one part after the other; returns the number of rows up to the end of each part."""
+    """Writes the table of a store part by part; returns the cumulative number of rows at the end of each part."""
     name, counts, waiting = tokenizer_name(policy.tokenizer), [], []
     schema = SCHEMA.with_metadata({_STATE_KEY: state.encode()})
     bar = progress_bar("reading", len(parts), unit="part", shown=bool(state) and hosts.is_first())
@@ -213,7 +212,7 @@ def _write_piece(file: pa.ipc.RecordBatchFileWriter, waiting: list[pa.Table]) ->
 
 
 def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
-    """The rows with tokens in every one of them; see `tokenized`."""
+    """Adds tokens to all rows that lack them; see `tokenized`."""
     named = set(table["tokenizer"].unique().to_pylist())
     lacking = table["prompt_tokens"].null_count or table["completion_tokens"].null_count
     if named <= {name} and not lacking and _highest_token(table) < policy.vocabulary:
@@ -231,10 +230,10 @@ def _highest_token(table: pa.Table) -> int:
 
 
 def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:
-    """Refuses an id that two rows have."""
+    """Raises an error if two rows have the same id."""
     names = rows.select(["id"])
     found = _checksums_of_ids(names)
-    found.sort()  # in its place, as it is large
+    found.sort()  # in place, because the array is large
     repeated = found[1:][found[1:] == found[:-1]]
     if not len(repeated):
         return

@@ -1,9 +1,9 @@
-"""The one queue between the sampler and the update. Plain data and pure functions.
+"""The queue between the sampler and the update: plain data and pure functions.
 
-A group enters once, with or without its rewards, and leaves once. Time is in rounds. A round adds the batch that is
-due and delivers the rewards that are due; then a step trains on what it takes. Once a run is under way, a round is a
-step. Every regime is a setting: `sync_offset` and late rewards are delays of rewards, a deadline lets groups go without
-some, replay is a number of uses with limits, and asynchronous sampling is an order.
+A group enters once, with or without its rewards, and leaves once. Time is measured in rounds. Each round adds the batch
+that is due and delivers the rewards that are due; then a step takes groups and trains on them. After the first rounds,
+every round is a step. Every regime is a setting of the queue: `sync_offset` and late rewards delay rewards, a deadline
+releases groups with missing rewards, replay allows several uses, and asynchronous sampling changes the order.
 """
 
 import sys
@@ -30,24 +30,24 @@ from recjax.experience.replay import Entry, Judge
 from recjax.experience.rows import groups_of, rows_of
 from recjax.experience.store import Experience
 
-# Without replay a group is trained on once, in the order of arrival, whatever it teaches.
+# Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.
 ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
 
-# Why completions and groups leave without being trained on, or before their last use.
+# Reasons for removing completions and groups before their first or last use.
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
 LEFT = ("capacity", "stale", "stale_tokens", "used_up", "no_signal", "no_signal_completions", "no_signal_tokens")
 
 
 class Settings(NamedTuple):
-    """What a config says of the way that groups take.
+    """The queue's settings.
 
-    offset: rounds that every reward comes later, the batches being sampled so much ahead.
+    offset: rounds by which every reward is delayed, because batches are sampled this many rounds ahead.
     sampling_interval: rounds from one batch that the policy samples to the next.
-    late: how much later than that rewards come.
-    replay: whether groups are sampled from those that are ready, or taken in order.
-    oldest_first: the order is that of the weights that sampled a group, not that of arrival.
-    limits: of the groups that are ready; without replay those of a queue.
-    judge: says which groups have a signal, and what a group's priority is of.
+    late: delays of rewards in addition to `offset`, and their deadline.
+    replay: True to sample from the ready groups at random; False to take them in order.
+    oldest_first: True to take groups with the oldest weights first; False to take them in order of arrival.
+    limits: limits for ready groups; see `ONCE` for the limits without replay.
+    judge: decides which groups have a signal, and which completions and rewards count for a group's priority.
     """
 
     offset: int
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(config: Config) -> Settings:
-    """The settings that a config says; `judge` also depends on the weights of the reward."""
+    """Builds the settings from a config, except for `judge`, which also depends on the reward weights."""
     experience, regime = config.experience or ExperienceConfig(), config.regime
     once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
@@ -78,19 +78,19 @@ def settings_of(config: Config) -> Settings:
 
 @runtime_checkable
 class ToCome(Protocol):
-    """Grades that are still computed; `result` waits for them."""
+    """Grades that are still being computed."""
 
     def result(self) -> Sequence[Grade]:
-        """One grade a completion, in order."""
+        """Waits for the grades; returns one per completion, in order."""
 
 
 class Coming(NamedTuple):
-    """Rewards on their way to the completions of a batch.
+    """Rewards of a batch that are not delivered yet.
 
-    ids: of the completions.
-    rounds: in which each of them is delivered.
-    grades: theirs.
-    groups: the batch as it was sampled, until its grades are known.
+    ids: ids of the completions.
+    rounds: round in which each completion gets its reward.
+    grades: grades of the completions.
+    groups: the sampled batch; empty once the grades are known.
     """
 
     ids: tuple[str, ...]
@@ -100,26 +100,26 @@ class Coming(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A group without all of its rewards, and the round from which its deadline counts."""
+    """A group with missing rewards, and the round from which its deadline counts."""
 
     group: Group
     since: int
 
 
 class Queue(NamedTuple):
-    """Where every group is that was sampled and may still be trained on.
+    """All sampled groups that may still be trained on.
 
-    round: the one begun last.
-    added: batches that have come.
-    idle: rounds since a step was trained.
-    coming: rewards on their way.
-    early: groups sampled before their round, and in it not yet.
-    waiting: groups without all of their rewards, in the order of arrival.
+    round: number of the current round.
+    added: number of batches added so far.
+    idle: rounds since the last training step.
+    coming: rewards that are not delivered yet.
+    early: groups sampled before their round, which has not begun yet.
+    waiting: groups with missing rewards, in order of arrival.
     ready: groups to train on.
     beside: groups of a store for the next step.
-    left: how many left over the whole run, by reason.
-    ungraded: completions delivered since the last step, by why they could not be graded.
-    followed: what has come from a store that is followed.
+    left: number of groups, completions or tokens removed over the whole run, by reason.
+    ungraded: number of completions delivered since the last step that could not be graded, by reason.
+    followed: record of the completions taken from a followed store.
     """
 
     round: int = 0
@@ -136,18 +136,18 @@ class Queue(NamedTuple):
 
 
 def begin_step(queue: Queue) -> Queue:
-    """The queue before the rounds of a step."""
+    """Resets the counts of the previous step; call it before the rounds of a step."""
     return queue._replace(ungraded={})
 
 
 def begin_round(queue: Queue) -> Queue:
-    """The queue in its next round, which the groups that were sampled early for it have reached."""
+    """Begins the next round; the groups that were sampled early for this round start to wait."""
     waiting, added = (*queue.waiting, *queue.early), queue.added + bool(queue.early)
     return queue._replace(round=queue.round + 1, idle=queue.idle + 1, added=added, waiting=waiting, early=())
 
 
 def is_sampling_round(round_: int, settings: Settings) -> bool:
-    """Whether the policy samples a batch for a round."""
+    """True if the policy samples a batch for a round."""
     return (round_ - 1) % settings.sampling_interval == 0
 
 
@@ -160,21 +160,19 @@ def add(
     settings: Settings,
     early: bool = False,
 ) -> Queue:
-    """The queue with a batch, and with its rewards on their way.
-
-    When each reward is delivered follows from (seed, number).
+    """Adds a batch and schedules the delivery of its rewards; the schedule depends only on (seed, number).
 
     Args:
-        groups: the batch. Completions that have a grade, of others, keep it.
-        grades: of all completions that have none, in order.
-        number: of the batch, from 1.
-        early: the batch is of the next round.
+        groups: groups of the batch; completions that already have a grade, such as stored ones, keep it.
+        grades: grades of all completions without one, in order.
+        number: number of the batch, from 1.
+        early: True if the batch belongs to the next round.
     """
     own = [group._replace(completions=tuple(one for one in group.completions if not one.grade)) for group in groups]
     ids, round_ = completion_ids(own), queue.round + early
     delays = reward_delays(len(ids), settings.late.shortest, settings.late.longest, number, seed) + settings.offset
     coming = Coming(ids, tuple((round_ + delays).tolist()), grades, tuple(own))
-    # Batches that are sampled ahead begin to wait only when their time has come.
+    # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
     waiting = tuple(Waiting(group, round_ + settings.offset) for group in groups)
     queue = queue._replace(coming=(*queue.coming, coming))
     if early:
@@ -183,22 +181,22 @@ def add(
 
 
 def add_beside(queue: Queue, groups: Sequence[Group]) -> Queue:
-    """The queue with whole groups of a store, which the next step takes."""
+    """Adds whole groups of a store, which the next step takes."""
     return queue._replace(beside=tuple(groups))
 
 
 def add_rewarded(queue: Queue, groups: Sequence[Group], step: int, settings: Settings) -> Queue:
-    """The queue with whole groups, which are ready at once, within the limits.
+    """Adds whole groups, which are ready at once if the limits allow them.
 
     Args:
-        step: that is trained next, from 1.
+        step: number of the next training step, from 1.
     """
     arrived = tuple(Waiting(group, queue.round) for group in groups)
     return _released(queue._replace(waiting=(*queue.waiting, *arrived)), step, settings)
 
 
 def reward_delays(rows: int, shortest: int, longest: int, batch: int, seed: int) -> np.ndarray:
-    """Rounds that the reward of each row of a batch comes late, sampled evenly from both ends and between.
+    """The delay of each row's reward in rounds, sampled uniformly from `shortest` to `longest`, both included.
 
     A pure function of its arguments.
     """
@@ -206,12 +204,12 @@ def reward_delays(rows: int, shortest: int, longest: int, batch: int, seed: int)
 
 
 def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, list[list[Group]]]:
-    """The queue with the grades of every batch of which a reward is due, and the batches that have grades since.
+    """Waits for the grades of every batch with a reward that is due; returns the queue and the newly graded batches.
 
-    Batches are waited for in order, so a batch behind one that is not due may have to wait as well.
+    Waits for batches in order, and so also for every batch before one that is due.
 
     Args:
-        all_of_them: also those of batches of which no reward is due, which leaves plain data.
+        all_of_them: True to wait for all batches, so that the queue is plain data.
     """
     due = [all_of_them or min(one.rounds, default=queue.round) <= queue.round for one in queue.coming]
     last = max((place for place, is_due in enumerate(due) if is_due), default=-1)
@@ -226,13 +224,13 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
 
 
 def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
-    """The queue after the rewards of this round have been given to their groups and whole groups have become ready.
+    """Gives the rewards of this round to their groups and makes groups ready; call `wait_for_grades` before.
 
-    A group is ready when it is whole, or `late.deadline` rounds after it began to wait: then without the completions
-    that have no reward, and not at all if that is every one. Grades that are due have been waited for.
+    A group becomes ready when all its rewards are there, or `late.deadline` rounds after it began to wait. At the
+    deadline it loses the completions without rewards; a group without any rewards is removed.
 
     Args:
-        step: that is trained next, from 1.
+        step: number of the next training step, from 1.
     """
     now, coming = {}, []
     for one in queue.coming:
@@ -247,7 +245,7 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
 
 
 def _rewarded(queue: Queue, now: dict[str, Grade]) -> Queue:
-    """The queue after rewards have reached their groups; those of completions that have left are counted."""
+    """Gives rewards to waiting groups; counts the rewards whose completions have already left the queue."""
     here = {*completion_ids([one.group for one in queue.waiting])}
     none = {name for name, grade in now.items() if grade.reward is None}
     waiting = tuple(one._replace(group=without(graded(one.group, now), none)) for one in queue.waiting)
@@ -285,7 +283,7 @@ def _released(queue: Queue, step: int, settings: Settings) -> Queue:
 
 
 def _kept(queue: Queue, kept: Sequence[Entry], of: Sequence[Entry], reason: str) -> Queue:
-    """The queue with `kept` as what is ready, and the others of `of` counted under `reason`."""
+    """Replaces the ready entries with `kept` and counts the entries that were only in `of` under `reason`."""
     gone = {reason: len(of) - len(kept)}
     if reason == "stale" and gone[reason]:
         gone["stale_tokens"] = _tokens(of) - _tokens(kept)
@@ -294,17 +292,17 @@ def _kept(queue: Queue, kept: Sequence[Entry], of: Sequence[Entry], reason: str)
 
 
 def _tokens(entries: Sequence[Entry]) -> int:
-    """That were sampled."""
+    """The number of sampled tokens."""
     return sum(completion.sampled_tokens for entry in entries for completion in entry.group.completions)
 
 
 def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> tuple[Queue, list[Group] | None]:
-    """The groups to train on at `step`, those of a store behind them, and the queue without what has had its last use.
+    """Takes the groups to train on at `step`: sampled groups, then stored ones. Removes groups after their last use.
 
     Args:
-        count: of groups that the policy sampled.
+        count: number of groups that the policy sampled.
     Returns:
-        None in place of the groups where there are not enough yet.
+        The queue, and the groups; None instead of the groups if fewer than `count` are ready.
     """
     queue = _kept(queue, replay.fresh(queue.ready, step, settings.limits), queue.ready, "stale")
     ready = queue.ready
@@ -325,14 +323,14 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
 
 
 def queued_versions(queue: Queue, settings: Settings) -> list[int]:
-    """The policy versions of groups whose turn is still to come; in replay the ready ones have no turn."""
+    """The policy versions of groups that wait for training; excludes ready groups in replay, which have no order."""
     groups = [one.group for one in queue.waiting]
     groups += [] if settings.replay else [entry.group for entry in queue.ready]
     return [version for group in groups if (version := oldest_version(group)) is not None]
 
 
 def counts(queue: Queue) -> dict[str, int]:
-    """What a run logs of its queue; what left adds up over the run. Groups that were used up are not lost."""
+    """The queue's metrics; counts of removed groups are totals over the run and exclude groups that were used up."""
     return {
         "experience/drawn_batches": queue.added,
         "experience/waiting_groups": len(queue.waiting),
@@ -342,10 +340,10 @@ def counts(queue: Queue) -> dict[str, int]:
 
 
 def to_plain(queue: Queue) -> tuple[list[Experience], dict[str, Any]]:
-    """A queue as one list of groups, their rows end to end, and as what JSON holds; `from_plain` makes it again.
+    """Converts a queue to store rows of all its groups, and JSON data; `from_plain` is the inverse.
 
     Args:
-        queue: between two steps, its grades all waited for.
+        queue: queue between two steps, after waiting for all grades.
     """
     placed = [("early", one.group, [one.since]) for one in queue.early]
     placed += [("waiting", one.group, [one.since]) for one in queue.waiting]
@@ -358,7 +356,7 @@ def to_plain(queue: Queue) -> tuple[list[Experience], dict[str, Any]]:
 
 
 def from_plain(rows: Sequence[Experience], plain: dict[str, Any]) -> Queue:
-    """The queue that `to_plain` took apart."""
+    """Converts the rows and JSON data of `to_plain` back to a queue."""
     held: dict[str, list] = {"early": [], "waiting": [], "ready": []}
     for group, (place, *numbers) in zip(groups_of(rows), plain["groups"], strict=True):
         held[place].append(Entry(group, *numbers) if place == "ready" else Waiting(group, *numbers))

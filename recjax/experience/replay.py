@@ -1,4 +1,4 @@
-"""Replay: which of the groups that are ready a step trains on, where groups are trained on more than once."""
+"""Replay: selects the ready groups that a step trains on when groups are used more than once."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ PRIORITIES: dict[str, Callable[[Group], float]] = {
 
 
 class Entry(NamedTuple):
-    """A group, the optimizer step at which it became ready, and how often it was trained on."""
+    """A group, the optimizer step at which it became ready, and the number of times it was trained on."""
 
     group: Group
     added: int
@@ -26,11 +26,11 @@ class Entry(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """How an update reads a group's rewards.
+    """The settings by which an update reads a group's rewards.
 
-    task: its `truncated` says what happens to completions that ran into the token limit.
-    part_weights: the weights of reward parts other than 1; None: the algorithm reads no parts.
-    discount: for a turn, where the algorithm reads the rewards of turns; None: it does not.
+    task: task settings; `task.truncated` decides how the update treats completions that reached the token limit.
+    part_weights: weights of reward parts, by name, with default 1; None if the algorithm does not read parts.
+    discount: discount factor for turn rewards; None if the algorithm does not read turn rewards.
     """
 
     task: TaskConfig = TaskConfig()
@@ -38,7 +38,7 @@ class Judge(NamedTuple):
     discount: float | None = None
 
     def seen(self, group: Group) -> Group:
-        """The group as the update sees it; `recjax.experience.batch.to_learn_from` does the same to a batch."""
+        """Applies `task.truncated` to a group; `recjax.experience.batch.to_learn_from` does the same to a batch."""
         if self.task.truncated == "mask":
             return group._replace(completions=tuple(one for one in group.completions if not one.truncated))
         if self.task.truncated == "penalize":
@@ -50,7 +50,7 @@ class Judge(NamedTuple):
         return group
 
     def has_signal(self, group: Group) -> bool:
-        """Whether the completions of a graded group differ in a reward, or in a part or turn of it, that is read."""
+        """True if a graded group's completions differ in a reward, reward part or return that the algorithm reads."""
         group = self.seen(group)
         if reward_spread(group) > 0:
             return True
@@ -67,7 +67,7 @@ class Judge(NamedTuple):
 
 
 def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
-    """How the updates of a run read rewards."""
+    """Builds the `Judge` that matches the algorithm and task of a config."""
     algorithm = config.algorithm.build()
     options = getattr(algorithm.advantage, "keywords", {})
     discount = options.get("discount", 1.0) if algorithm.reads("turn_rewards") else None
@@ -75,27 +75,27 @@ def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
 
 
 def _turn_returns(rewards: np.ndarray, discount: float) -> list[float]:
-    """The discounted sum of rewards from each turn on."""
+    """The return of each turn: the discounted sum of its reward and all later rewards."""
     sums = itertools.accumulate(reversed(rewards.tolist()), lambda after, reward: reward + discount * after)
     return list(sums)[::-1]
 
 
 def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Entry]:
-    """The entries that are not too stale to be trained on at `step`."""
+    """Keeps the entries that are within `max_staleness` at `step`."""
     if limits.max_staleness is None:
         return list(entries)
     return [entry for entry in entries if staleness(entry.group, step) <= limits.max_staleness]
 
 
 def sampled(entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig) -> list[int]:
-    """Places of up to `count` different entries to train on at `step`, rising; they follow from (entries, seed, step).
+    """Samples up to `count` entries to train on at `step`, without replacement; returns their sorted indices.
 
-    The chance of a group is in proportion to priority · 2^(−age / half_life), its age being in optimizer steps since it
-    became ready; groups of priority 0 come when there is no other. Sampling is without replacement.
+    The probability of a group is proportional to priority · 2^(−age / half_life), with the age in optimizer steps since
+    the group became ready; priority 0 is chosen last. A pure function of its arguments.
     """
     keys = np.array([_log_chance(entry, step, limits) for entry in entries])
-    # Adding Gumbel noise and taking the largest samples without replacement in proportion to the chances; of those
-    # without any chance, that of the latest comes first.
+    # The Gumbel-top-k trick: adding noise and taking the largest keys samples without replacement, in proportion to
+    # probability. Among entries with probability 0, the latest comes first.
     noise = np.random.default_rng([seed, 5, step]).gumbel(size=len(keys))
     order = np.lexsort((np.arange(len(keys)), keys + noise))[::-1][:count]
     return sorted(order.tolist())

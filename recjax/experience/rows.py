@@ -1,7 +1,7 @@
-"""Groups as rows of a store, and rows as groups.
+"""Converts groups to rows of a store, and rows back to groups.
 
-A completion is a row, and a trajectory that has further rows is as many; they share its id as their `trajectory`, its
-text and its reward.
+A completion is one row; a trajectory with further rows is one store row for each. All rows of a trajectory have its
+text, its reward, and its id in the column `trajectory`.
 """
 
 import json
@@ -13,15 +13,15 @@ from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store import Experience
 from recjax.models.sampling import Sampling
 
-_VERSIONS, _TURNS = "token_versions", "turns"  # keys of the metadata: `Completion.version_runs` and `turns`
+_VERSIONS, _TURNS = "token_versions", "turns"  # metadata keys for `Completion.version_runs` and `Completion.turns`
 
 
 def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> list[Experience]:
-    """One row a completion, and one for each further row of it, in order.
+    """Converts groups to store rows, in order: one for each completion and one for each further row of a trajectory.
 
     Args:
-        tokenizer: of the tokens' vocabulary; see `tokenize.tokenizer_name`.
-        time: when the rows are written.
+        tokenizer: name of the tokens' vocabulary; see `tokenize.tokenizer_name`.
+        time: time to record in the rows.
     """
     return [
         row for group in groups for completion in group.completions for row in _rows(group, completion, tokenizer, time)
@@ -83,7 +83,7 @@ def _metadata(completion: Completion) -> str | None:
 
 
 def groups_of(rows: Iterable[Experience]) -> list[Group]:
-    """The groups among tokenized rows, in the order of their first rows, the first row's prompt being the group's."""
+    """Collects tokenized rows into groups, ordered by first row; a group takes the prompt of its first row."""
     members: dict[str, list[Experience]] = {}
     for row in rows:
         members.setdefault(row.group_id, []).append(row)
@@ -91,7 +91,7 @@ def groups_of(rows: Iterable[Experience]) -> list[Group]:
 
 
 def group_of(name: str, rows: Sequence[Experience]) -> Group:
-    """Rows with tokens, of one prompt, as a group of that name."""
+    """Makes a group with the id `name` from tokenized rows that have the same prompt."""
     first = rows[0]
     prompt = first.messages if first.prompt is None else first.prompt
     trajectories: dict[str, list[Experience]] = {}
@@ -129,7 +129,7 @@ def _completion(rows: Sequence[Experience]) -> Completion:
 
 
 def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
-    """What metadata says of the versions of a completion's tokens; nothing where somebody else has written it."""
+    """The token versions in a completion's metadata; empty if the metadata has another format."""
     runs = json.loads(rows[0].metadata).get(_VERSIONS) if rows[0].metadata else None
     if runs is None or any(row.completion_mask is None for row in rows):
         return ()
@@ -141,7 +141,7 @@ def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
 
 
 def _turns(rows: Sequence[Experience]) -> tuple[Turn, ...]:
-    """What metadata says of a trajectory's turns; nothing where somebody else has written it."""
+    """The turns in a trajectory's metadata; empty if the metadata has another format."""
     found = json.loads(rows[0].metadata).get(_TURNS) if rows[0].metadata else None
     are_turns = isinstance(found, list) and all(
         isinstance(one, list)

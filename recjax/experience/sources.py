@@ -1,4 +1,4 @@
-"""Where groups come from beside the policy itself: a store in shuffled order, and other rows mixed into groups."""
+"""Sources of groups other than the policy: a store in shuffled order, and stored rows mixed into sampled groups."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,28 +26,28 @@ from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
 from recjax.whole_files import writing
 
-_LONG = 50  # batches of log-probs from which on a bar shows how far they are
+_LONG = 50  # batches of log-probs above which a progress bar is shown
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
 def load_groups(folder: str | Path, policy: Policy) -> StoredGroups:
-    """The groups of a store, tokenized, in the order of their first rows; pending rows among them.
+    """Loads the tokenized groups of a store, including pending rows, ordered by first row.
 
     Raises:
         ValueError: a store that cannot be read or tokenized, a cache that cannot be written, a group with two prompts,
-            or a trajectory whose first row is not before the others.
+            or a trajectory whose first row does not come first.
     """
     return groups_in(prepared_rows(folder, policy), str(folder))
 
 
 def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Sampling, missing: MissingLogprobs) -> None:
-    """Refuses rows whose behavior log-probs are missing, or of another distribution, unless the choice covers them.
+    """Checks that behavior log-probs exist and belong to the trainer's sampling distribution.
 
     Args:
-        sampling: the trainer's, under which log π is taken; the ratio to anything else would mean nothing.
-        missing: the choice for rows without log-probs.
+        sampling: distribution under which the trainer computes log π; ratios to any other would be meaningless.
+        missing: value of `experience.missing_logprobs`: the replacement for missing log-probs.
     Raises:
-        ValueError: with source, number of rows, and remedy.
+        ValueError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
     """
     if missing == "unneeded":
         if algorithm.needs_behavior_logprobs:
@@ -78,26 +78,26 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
 
 
 def _is_of(columns: Sequence[pa.Array], sampling: Sampling) -> np.ndarray:
-    """Which rows are known to be sampled so."""
+    """Marks the rows that were certainly sampled from the given distribution."""
     *columns, min_p = columns
-    columns = [*columns, pc.fill_null(min_p, 0.0)]  # as in `Experience.sampling`
+    columns = [*columns, pc.fill_null(min_p, 0.0)]  # see `Experience.sampling`
     equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
     return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
 
 
 def _presets_without() -> list[str]:
-    """The presets that read no behavior log-probs."""
+    """The presets that do not read behavior log-probs."""
     return [name for name in presets.PRESETS if not presets.build_algorithm(name, {}).needs_behavior_logprobs]
 
 
 def with_logprobs(
     groups: Sequence[Group], shape: Shape, policy: Policy, params: dict, sampling: Sampling, chunk: int
 ) -> list[Group]:
-    """Groups whose rows all have behavior log-probs: those that lack them get the log-probs of `params`.
+    """Fills in missing behavior log-probs with the log-probs of `params`.
 
     Args:
-        shape: of the batches in which they are computed; every group fits.
-        params: all parameters of the policy that stands for the unknown one.
+        shape: shape of the batches that compute the log-probs; every group must fit.
+        params: all parameters of the policy that replaces the unknown behavior policy.
     """
     lacking = [group for group in groups if any(row.behavior_logprobs is None for row in group.completions)]
     filled = {}
@@ -110,7 +110,7 @@ def with_logprobs(
             rows = []
             for number, row in enumerate(group.completions, start=place * shape.group):
                 given = row.behavior_logprobs
-                # Rounding may leave a certain token's a little above 0.
+                # Rounding can put the log-prob of an almost certain token slightly above 0.
                 taken = np.minimum(logprobs[number, : len(row.tokens)], 0.0) if given is None else given
                 rows.append(row._replace(behavior_logprobs=taken))
             filled[group.id] = group._replace(completions=tuple(rows))
@@ -120,10 +120,10 @@ def with_logprobs(
 def with_initial_logprobs(
     groups: StoredGroups, shape: Shape, policy: Policy, params: dict, sampling: Sampling, chunk: int
 ) -> StoredGroups:
-    """The same as `with_logprobs` of a store's groups: what is computed, now and once, is kept in a file until the end.
+    """Computes the missing log-probs of a store's groups once and keeps them in a temporary file; see `with_logprobs`.
 
     Raises:
-        ValueError: the file, which has no name, cannot be written where the cache is.
+        ValueError: the cache folder, which holds the temporary file, cannot be written.
     """
     missing = groups.rows.each(is_missing, "behavior_logprobs")
     lacking = groups.chosen(groups.any_in(missing[groups.heads]))
@@ -161,9 +161,9 @@ def with_initial_logprobs(
 
 
 def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> list[Group]:
-    """The groups of batch number `batch` (from 1): all of them once an epoch, in an order that follows from the seed.
+    """The groups of batch number `batch` (from 1): every group once per epoch, in an order that depends on the seed.
 
-    A pure function of its arguments: a run that goes on has the same batches.
+    A pure function of its arguments, so that a resumed run gets the same batches.
 
     Raises:
         ValueError: fewer groups than `count`.
@@ -176,13 +176,13 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
 def mixed(
     groups: Sequence[Group], others: Mapping[bytes, Sequence[Completion]], count: int, batch: int, seed: int
 ) -> list[Group]:
-    """Groups with up to `count` other completions of the same prompt each; advantages are then over the whole group.
+    """Adds up to `count` stored completions of the same prompt to each group, for advantages over the whole group.
 
-    Which ones, where there are more, follows from (seed, batch, place). A prompt that nobody else has answered stays as
-    it is.
+    If there are more than `count`, the choice is random and depends only on (seed, batch, index of the group). A group
+    whose prompt has no stored completions stays unchanged.
 
     Args:
-        others: by the tokens of their prompt; see `ByPrompt`.
+        others: stored completions by prompt tokens; see `ByPrompt`.
     """
     made = []
     for place, group in enumerate(groups):

@@ -1,7 +1,7 @@
-"""The experience store: a folder of Parquet part files, one row a completion, whoever produced it.
+"""The experience store: a folder of Parquet part files with one row per completion, from any source.
 
-`part-00000000.parquet`, `part-00000001.parquet` … are read in this order. A part appears whole or not at all, and one
-that is damaged or lost since is noticed by the ledger beside it. The columns are described in docs/experience.md.
+`part-00000000.parquet`, `part-00000001.parquet` … are read in this order. A part appears whole or not at all, and the
+ledger in the folder detects parts that are damaged or lost later. docs/experience.md describes the columns.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from recjax.models.sampling import Sampling
 from recjax.whole_files import writing
 
 VERSION = "4"
-# Columns by the versions that lack them.
+# Columns that each older version lacks.
 _CAME_LATER = {"1": ("trajectory", "metadata", "min_p"), "2": ("metadata", "min_p"), "3": ("min_p",)}
 _READABLE = (*_CAME_LATER, VERSION)
 _VERSION_KEY = b"recjax.experience.version"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
-CHAT_TEMPLATE = "chat_template"  # in a row's metadata: variables that its messages give the chat template
-PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # the prompt of rows that do not say what was asked
+CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
+PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of rows whose prompt was not recorded
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -64,15 +64,15 @@ SCHEMA = pa.schema(
 
 
 class Experience(NamedTuple):
-    """One completion: a row of a store, its fields the columns. None is null: not known, or not there yet.
+    """One completion: a row of a store with the columns as fields. None means not known, or not available yet.
 
-    Exactly one of `prompt` (text) and `messages` (a chat) is given. `tokenizer` names the vocabulary that the tokens
-    are of. completion_mask is True at tokens that the behavior policy chose; behavior_logprobs are under the
-    distribution that sampled them, which temperature, top_k, top_p and min_p describe. A row without a reward is
+    A row has exactly one of `prompt` (text) and `messages` (a chat). `tokenizer` names the vocabulary of the tokens.
+    completion_mask is True at tokens that the behavior policy chose. behavior_logprobs are the log-probs under the
+    distribution that sampled the tokens; temperature, top_k, top_p and min_p describe it. A row without a reward is
     pending.
-    policy_version counts the optimizer updates of the weights that sampled the row; None: of another model.
-    trajectory: of an agent's rows the id of the first one, whose prompt_tokens are each row's own; else None.
-    metadata: a JSON object of what else is known, such as who asked; nothing here reads it.
+    policy_version: optimizer updates of the weights that sampled the row; None for another model.
+    trajectory: id of the first row of an agent's trajectory, whose rows each have their own prompt_tokens; else None.
+    metadata: JSON object with additional information, such as the user; this module does not read it.
     """
 
     id: str
@@ -102,7 +102,7 @@ class Experience(NamedTuple):
 
     @property
     def sampling(self) -> Sampling | None:
-        """The distribution that sampled the tokens; None: not known. Rows of before there was a min_p have none."""
+        """The distribution that sampled the tokens; None if not known. In older rows, without min_p, min_p is 0."""
         found = Sampling(self.temperature, self.top_k, self.top_p, self.min_p or 0.0)
         return None if None in found else found
 
@@ -113,19 +113,19 @@ _PLACE = "rows to append: row {}".format
 
 
 def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> Path:
-    """Adds rows to a store, which is made where there is none; returns the new part file.
+    """Adds rows to a store, or to a new store if the folder does not exist; returns the new part file.
 
-    The part is written beside its place, forced to disk and renamed: a writer killed at any time leaves a store that
-    reads as if it had never begun. Several processes may append at one time.
+    Writes a temporary file, forces it to disk and renames it, so that a killed writer leaves the store unchanged.
+    Several processes may append concurrently.
 
     Args:
-        place: what error messages call each row, by its number.
+        place: function from a row's number to its name in error messages.
     Raises:
-        ValueError: a row that `read` would refuse, or an id that the store has; nothing is written.
+        ValueError: a row that `read` would reject, or an id that the store already has; the store stays unchanged.
     """
     table = to_table(rows, place)
     check_rows(table, place)
-    part_files(folder)  # refuses a file, where the lock would make a folder
+    part_files(folder)  # raises an error for a file, before the lock creates a folder
     with locked(folder):
         parts = part_files(folder)
         if taken := ids(folder).intersection(table["id"].to_pylist()):
@@ -137,7 +137,7 @@ def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int]
 
 
 def keep_parts(folder: str | Path, wanted: Callable[[str], bool]) -> None:
-    """Deletes the parts of a store that begin with the id of a row that is not wanted; no store is no error."""
+    """Deletes the parts of a store whose first row has an unwanted id; does not require the store to exist."""
     if Path(folder).is_dir():
         with locked(folder):
             for part in part_files(folder):
@@ -147,10 +147,10 @@ def keep_parts(folder: str | Path, wanted: Callable[[str], bool]) -> None:
 
 
 def read(folder: str | Path) -> list[Experience]:
-    """All rows of a store in the order they were appended, every one of them checked.
+    """Reads and checks all rows of a store, in the order they were appended.
 
     Raises:
-        ValueError: no store there, one of another version, or a bad row, with file, row, column and reason.
+        ValueError: no store, another version, or a bad row; the message names file, row, column and reason.
     """
     rows, seen = [], {}
     for part in existing_parts(folder):
@@ -167,7 +167,7 @@ def existing_parts(folder: str | Path) -> list[Path]:
     """The part files of a store, in order.
 
     Raises:
-        ValueError: there is none, or one was lost.
+        ValueError: the store has no part files, or a part was lost.
     """
     parts = part_files(folder)
     ledger.check_none_lost(Path(folder))
@@ -180,10 +180,10 @@ def existing_parts(folder: str | Path) -> list[Path]:
 
 
 def part_files(folder: str | Path) -> list[Path]:
-    """The part files of a folder, in order; none where it is empty or missing.
+    """The part files of a folder, in order; an empty list if the folder is empty or missing.
 
     Raises:
-        ValueError: a file stands where the folder should.
+        ValueError: the path is a file.
     """
     if Path(folder).is_file():
         raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
@@ -191,11 +191,10 @@ def part_files(folder: str | Path) -> list[Path]:
 
 
 def ids(folder: str | Path) -> set[str]:
-    """The ids of a store's rows; none where there is no store yet.
+    """The ids of a store's rows; an empty set if the store does not exist yet.
 
     Raises:
-        ValueError: a file stands where the folder should, a part was lost, or one cannot be read or is of another
-            version.
+        ValueError: the path is a file, or a part was lost, cannot be read or has another version.
     """
     ledger.check_none_lost(Path(folder))
     statuses = [(part, part.stat()) for part in part_files(folder)]
@@ -204,18 +203,18 @@ def ids(folder: str | Path) -> set[str]:
 
 @functools.cache
 def _part_ids(part: Path, inode: int, modified: int) -> list[str]:
-    # Kept, because every append asks for them; a part that was rewritten has another inode.
+    # Cached, because every append needs all ids; a part that was rewritten has another inode.
     return read_columns(part, ["id"])["id"].to_pylist()
 
 
 @contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Holds the lock that every writer of the store takes; it falls open when its holder dies."""
+    """Holds the store's write lock, which the operating system releases if the process dies."""
     lock = Path(folder) / ".lock"
     if lock.exists() and not lock.is_file():
         raise ValueError(f"{lock} is no file, and a store's lock is one; remove it, or name another folder")
     with FileLock(lock):
-        # Whoever was writing these is dead.
+        # Every writer holds the lock, so these files are from killed writers.
         for unfinished in Path(folder).glob(".part-*"):
             unfinished.unlink()
         ledger.settled(Path(folder))
@@ -223,10 +222,10 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def read_part(part: Path) -> pa.Table:
-    """A part file's table, checked.
+    """Reads and checks the table of a part file.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: see `read`.
     """
     table = _as_now(read_columns(part))
     check_schema(table.schema, SCHEMA, str(part))
@@ -236,7 +235,7 @@ def read_part(part: Path) -> pa.Table:
 
 
 def _as_now(table: pa.Table) -> pa.Table:
-    """A table of an earlier version as one of this: columns that came later are null."""
+    """Upgrades a table of an earlier version: adds the missing columns, with null values."""
     found = (table.schema.metadata or {}).get(_VERSION_KEY, b"").decode()
     for name in _CAME_LATER.get(found, ()):
         if name not in table.schema.names:
@@ -245,10 +244,10 @@ def _as_now(table: pa.Table) -> pa.Table:
 
 
 def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
-    """Columns of a part file, or all of them, of which nothing is checked but the version.
+    """Reads some or all columns of a part file; checks the file's checksum and version but not its rows.
 
     Raises:
-        ValueError: the file is damaged, cannot be read, or is of another version.
+        ValueError: the file is damaged, cannot be read, has no rows, or has another version.
     """
     ledger.check_part(part)
     try:
@@ -268,10 +267,10 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def write_part(table: pa.Table, path: Path) -> None:
-    """Writes a part file, or replaces it, in one indivisible step that survives a loss of power; the lock is held.
+    """Writes or replaces a part file atomically, safe against power loss; the caller holds the store's lock.
 
     Raises:
-        ValueError: it cannot be written; the store is as it was.
+        ValueError: the file cannot be written; the store stays unchanged.
     """
     temporary = path.with_name(f".{path.name}")
     with writing(path):
@@ -288,10 +287,10 @@ def write_part(table: pa.Table, path: Path) -> None:
 
 
 def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> pa.Table:
-    """Rows as an Arrow table of the store's schema.
+    """Converts rows to an Arrow table with the store's schema.
 
     Raises:
-        ValueError: no rows, or a value that is not of its column's type.
+        ValueError: no rows, or a value with the wrong type for its column.
     """
     if not rows:
         raise ValueError("there are no rows to append; a part of a store has at least one")
@@ -313,29 +312,29 @@ def _check_fits(value: Any, field: pa.Field, place: str) -> None:
 
 
 def to_bytes(rows: Sequence[Experience]) -> bytes:
-    """Rows as one Parquet file in memory; `from_bytes` makes them again."""
+    """Converts rows to a Parquet file in memory; `from_bytes` is the inverse."""
     file = pa.BufferOutputStream()
     pq.write_table(to_table(rows), file, compression="zstd")
     return file.getvalue().to_pybytes()
 
 
 def from_bytes(parquet: bytes) -> list[Experience]:
-    """The rows that `to_bytes` wrote."""
+    """Converts the bytes of `to_bytes` back to rows."""
     return list(to_rows(_as_now(pq.read_table(pa.BufferReader(parquet)))))
 
 
 def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:
-    """Reward parts as the store holds them: pairs and not a map, because `datasets` has no maps."""
+    """Converts reward parts to pairs, their format in the store, because `datasets` does not support maps."""
     return None if parts is None else [{"name": name, "value": value} for name, value in parts.items()]
 
 
 def parts_of(pairs: list[dict[str, Any]] | None) -> dict[str, float] | None:
-    """Reward parts from the pairs that `reward_pairs` made of them."""
+    """Converts the pairs of `reward_pairs` back to reward parts."""
     return None if pairs is None else {pair["name"]: pair["value"] for pair in pairs}
 
 
 def to_rows(table: pa.Table) -> Iterator[Experience]:
-    """The rows of a checked table; token columns as NumPy arrays."""
+    """Converts a checked table to rows, with token columns as NumPy arrays."""
     columns = {
         name: table[name].to_pandas().tolist() if name in _ARRAYS else table[name].to_pylist()
         for name in Experience._fields

@@ -1,4 +1,4 @@
-"""What a store's rows must not say; every refusal names file, row, column, value and reason."""
+"""Checks of a store's schema and rows; error messages name file, row, column, value and reason."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from recjax.tasks.grading.reward import MOST_REWARD
 _NEEDED = ("id", "group_id", "source", "completion", "truncated", "time")
 _REWARD = f"must be finite and at most {MOST_REWARD:g}, or null while it is pending"
 _PARTS = f"takes pairs of a name, each once, and a finite value of at most {MOST_REWARD:g}"
-_ROUNDING = 1e-5  # nats by which a recorded log-probability may exceed 0
-# What numbers say of themselves where they are not null.
+_ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0
+# Conditions for numbers that are not null.
 _NUMBERS = (
     (
         "reward",
@@ -30,10 +30,10 @@ _NUMBERS = (
 
 
 def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
-    """Refuses missing and unknown columns, and those of another type.
+    """Raises an error for missing columns, unknown columns, and columns with the wrong type.
 
     Raises:
-        ValueError: with the column.
+        ValueError: a wrong column; the message names it.
     """
     types, stored = (dict(zip(schema.names, schema.types, strict=True)) for schema in (found, expected))
     for name in {**stored, **types}:
@@ -46,13 +46,13 @@ def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
 
 
 def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
-    """Refuses a table with a bad row.
+    """Raises an error if a row of a table breaks a rule.
 
     Args:
-        table: of the store's schema.
-        place: what the message calls a row, by its number.
+        table: Arrow table with the store's schema.
+        place: function from a row's number to its name in error messages.
     Raises:
-        ValueError: with the first bad row of the first rule broken, its column, value and the reason.
+        ValueError: the first row that breaks the first violated rule, with column, value and reason.
     """
     for column, bad, reason in _rules(table):
         if bad.any():
@@ -62,7 +62,7 @@ def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a value of unknown type is a number that a reward can be; True and False are not."""
+    """True if a value of any type is a valid number for a reward; bools are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_REWARD
 
 
@@ -70,7 +70,7 @@ Rule = tuple[str, np.ndarray, str]
 
 
 def _rules(table: pa.Table) -> Iterator[Rule]:
-    """Column, which rows are bad, and why; a rule may rely on those before it."""
+    """Yields column name, mask of bad rows, and reason; a rule may rely on all earlier rules."""
     for name in _NEEDED:
         yield name, _is_null(table[name]), "must be given in every row"
     for name in ("id", "group_id", "source", "tokenizer", "prompt"):
@@ -107,7 +107,7 @@ def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
     column = table["behavior_logprobs"]
     lengths, tokens = _lengths(column), _lengths(table["completion_tokens"])
     yield "behavior_logprobs", (lengths >= 0) & (lengths != tokens), "must be null or as long as completion_tokens"
-    # Lengths agree by now; what stands at tokens that were not sampled is nobody's concern.
+    # The rule above has checked that lengths agree. Values at tokens that were not sampled are ignored.
     rows, logprobs = _items(column)
     _, sampled = _items(table.filter(pc.is_valid(column))["completion_mask"])
     bad = (sampled == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
@@ -124,29 +124,29 @@ def _filled(column: pa.ChunkedArray, value: Any) -> np.ndarray:
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """A column of numbers; NaN where it is null."""
+    """The values of a column as numbers; NaN for null."""
     return _filled(column.cast(pa.float64()), np.nan)
 
 
 def _lengths(column: pa.ChunkedArray) -> np.ndarray:
-    """Items of each row's list; -1 where it is null."""
+    """The number of items in each row's list; -1 for null."""
     return _filled(pc.list_value_length(column), -1)
 
 
 def _items(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and value of every item of a column of lists; NaN where an item is null."""
+    """The row number and value of every item in a column of lists; NaN for a null item."""
     rows = np.repeat(np.arange(len(column)), np.maximum(_lengths(column), 0))
     return rows, _numbers(pc.list_flatten(column))
 
 
 def _any_item(column: pa.ChunkedArray, fits: Any) -> np.ndarray:
-    """The rows of which any item fits."""
+    """Marks the rows with at least one item for which `fits` is True."""
     rows, values = _items(column)
     return np.isin(np.arange(len(column)), rows[fits(values)])
 
 
 def _unless(table: pa.Table, name: str, fits: Callable[[Any], Any]) -> np.ndarray:
-    """The rows whose value is not null and does not fit."""
+    """Marks the rows whose value is not null and for which `fits` is False."""
     return np.array([value is not None and not fits(value) for value in table[name].to_pylist()])
 
 

@@ -1,4 +1,4 @@
-"""A store that is trained from: what of it can be used, and the log-probs that it lacks."""
+"""Loads a store for training: selects the usable groups and fills in missing log-probs."""
 
 import hashlib
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stored(NamedTuple):
-    """Groups to train on and the shape of their batches; how much was left out, by what; a digest of what is here."""
+    """Groups to train on, the shape of their batches, counts of skipped items by reason, and a digest of the data."""
 
     groups: StoredGroups
     shape: Shape
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def stored_per_batch(config: Config) -> int:
-    """How many groups of a batch come whole from a store."""
+    """The number of groups in a batch that come whole from a store."""
     experience, count = config.experience, config.rollout.prompts_per_step
     if experience and experience.store and not experience.follow:
         return count
@@ -37,9 +37,9 @@ def stored_per_batch(config: Config) -> int:
 
 
 def load_stored(config: Config, policy: Policy) -> Stored:
-    """The whole groups of `experience.store` or of `experience.mix.store`, checked for what training reads.
+    """Loads the groups of `experience.store` or `experience.mix.store` with all their rewards, and checks them.
 
-    With `experience.regrade` all groups, each completion with reward 0 until `with_rewards` gives it its own.
+    With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
 
     Raises:
         ValueError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
@@ -67,7 +67,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         prompts, tokens = (whole.rows.each(lengths, name) for name in ("prompt_tokens", "completion_tokens"))
         longest = prompts[whole.firsts].max(), tokens[whole.heads].max()
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), *map(int, longest))
-        # A row that no batch can hold is found here and not at a later step.
+        # Pad once so that a row that does not fit a batch raises an error at the start and not at a later step.
         for group in whole.chosen(whole.any_in(whole.rows.each(has_unsampled, "completion_mask")[whole.heads])):
             pad([group], shape._replace(prompts=1))
     except ValueError as error:
@@ -86,10 +86,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
 
 
 def with_rewards(stored: Stored, grades: Sequence[Grade], config: Config) -> Stored:
-    """The same with other grades; completions that got no reward are left out.
+    """Replaces the grades of the stored completions and removes completions without a reward.
 
     Args:
-        grades: of all completions of the groups, which are all that the store has, in their order.
+        grades: grades of all completions in the store, in the order of the groups.
     Raises:
         ValueError: too few groups have a reward.
     """
@@ -119,11 +119,11 @@ def with_rewards(stored: Stored, grades: Sequence[Grade], config: Config) -> Sto
 def _warn_of_little_to_compare(
     store: str, sizes: np.ndarray, ranges: dict[str, tuple[float, float]], config: Config
 ) -> None:
-    """Says where groups of one teach nothing, and where sources were rewarded on different scales.
+    """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards.
 
     Args:
-        sizes: completions of each group.
-        ranges: the lowest and the highest reward of each source.
+        sizes: number of completions in each group.
+        ranges: lowest and highest reward of each source.
     """
     joined = config.experience.mix and config.experience.mix.of == "group"
     alone = int((sizes == 1).sum())
@@ -146,10 +146,10 @@ def _warn_of_little_to_compare(
 
 
 def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
-    """Logs how many of the training prompts have others' completions to join their groups.
+    """Logs the number of training prompts with stored completions, which join the groups of their prompts.
 
     Raises:
-        ValueError: none has.
+        ValueError: no training prompt has stored completions.
     """
     asked = [tokens[mask].tobytes() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
     shared = sum(tokens in others for tokens in asked)
@@ -162,7 +162,7 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
 
 
 def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params: dict) -> Stored:
-    """The same with log-probs of `params`, all those of the initial policy, where `initial` asks for them."""
+    """Fills in log-probs of `params`, the initial parameters, if `experience.missing_logprobs` is `initial`."""
     if config.experience.missing_logprobs != "initial":
         return stored
     chunk = config.model.logprob_chunk
@@ -173,7 +173,7 @@ def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params:
 def with_logprobs_of_now(
     groups: list[Group], shape: Shape, config: Config, policy: Policy, params: dict
 ) -> list[Group]:
-    """The same with log-probs of `params`, all those of the policy as it is now, where `current` asks for them."""
+    """Fills in log-probs of `params`, the current parameters, if `experience.missing_logprobs` is `current`."""
     if config.experience.missing_logprobs != "current":
         return groups
     return with_logprobs(groups, shape, policy, params, config.rollout.sampling(), config.model.logprob_chunk)
@@ -184,22 +184,22 @@ def _with_no_reward(group: Group, _: int) -> Group:
 
 
 def _as_trained(group: Group, success: float) -> Group:
-    # Any other version counts the updates of another run, and no staleness comes of that.
+    # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
     versions = [0 if row.policy_version == 0 else None for row in group.completions]
     rows = map(as_trained, group.completions, [success] * len(versions), versions)
     return group._replace(completions=tuple(rows))
 
 
 def as_trained(row: Completion, success: float, version: int | None) -> Completion:
-    """The completion with what the run's metrics read of it.
+    """Sets `accurate` and the policy version of a stored completion for the metrics of this run.
 
     Args:
-        success: the least reward of a right answer, where nothing else says that it is.
-        version: of the policy, in this run's updates.
+        success: lowest reward of a right answer, for completions with neither `accurate` nor a part `accuracy`.
+        version: policy version, counted in updates of this run; None: not known.
     """
     accurate = row.grade.accurate
     if accurate is None:
-        # As rewards are read that come from this run.
+        # This rule also applies to rewards from this run.
         parts = row.grade.reward_parts or {}
         accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.grade.reward >= success
     runs = row.version_runs if version == row.policy_version else ()
@@ -207,7 +207,7 @@ def as_trained(row: Completion, success: float, version: int | None) -> Completi
 
 
 class _Worth(NamedTuple):
-    """What decides which rows are in which batch, and what they are worth; of a completion."""
+    """The fields of a completion that the digest covers, and the completion's source."""
 
     id: str
     group_id: str
@@ -216,14 +216,14 @@ class _Worth(NamedTuple):
 
 
 def _worths(groups: StoredGroups, reward: float | None = None) -> Iterator[_Worth]:
-    """Of every completion, as the store has it, or with a reward that all have."""
+    """Yields the fields of every completion, with its stored reward or with one reward for all completions."""
     for values in groups.columns(_Worth._fields):
         worth = _Worth(*values)
         yield worth if reward is None else worth._replace(reward=reward)
 
 
 def _summary(worths: Iterable[_Worth]) -> tuple[str, dict[str, tuple[float, float]]]:
-    """A digest, and the lowest and the highest reward of each source."""
+    """A digest of the completions, and the lowest and highest reward of each source."""
     digest, ranges, separator = hashlib.sha256(b"["), {}, ""
     for name, group, source, reward in worths:
         digest.update(f"{separator}{(name, group, reward)!r}".encode())

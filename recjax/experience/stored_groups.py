@@ -1,4 +1,4 @@
-"""The groups of a store as a sequence of which only those that are asked for are read."""
+"""The groups of a store as a sequence that reads each group on demand."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,19 +13,19 @@ from recjax.experience.prepared import Rows, checksums
 from recjax.experience.rows import group_of
 from recjax.experience.store import to_rows
 
-_TOGETHER = 32  # groups that are read at one time where all are
+_TOGETHER = 32  # groups to read at a time when iterating over all
 
-Change = Callable[[Group, int], Group]  # a group, and the number of its first completion → what stands for the group
+Change = Callable[[Group, int], Group]  # a group, and the number of its first completion → the changed group
 
 
 class Index(NamedTuple):
-    """Where a store's groups are. Groups are numbered in the order of their first rows, completions group by group.
+    """Index of a store's groups. Groups are numbered by their first rows, and completions group by group.
 
     rows: row numbers, group by group.
-    row_starts: of each group in `rows`, and their end.
-    heads: the first row of each completion.
-    starts: of each group in `heads`, and their end.
-    prompts: a checksum of each group's prompt tokens.
+    row_starts: start of each group in `rows`, and the end of the last group.
+    heads: number of each completion's first row, group by group.
+    starts: start of each group in `heads`, and the end of the last group.
+    prompts: checksum of each group's prompt tokens.
     """
 
     rows: np.ndarray
@@ -36,68 +36,68 @@ class Index(NamedTuple):
 
 
 class StoredGroups(Sequence[Group]):
-    """Groups of a store, some or all, each of which is read when it is asked for; what is held is an index of numbers.
+    """A sequence of some or all groups of a store; holds only an index in memory and reads groups on demand.
 
     Attributes:
-        rows: of the store.
-        index: of all its groups.
-        numbers: of those groups that are in the sequence, in its order.
+        rows: rows of the store.
+        index: index of all groups in the store.
+        numbers: numbers of the groups in this sequence, in order.
     """
 
     def __init__(self, rows: Rows, index: Index, numbers: np.ndarray, changes: Sequence[Change] = ()):
-        """Reads nothing yet.
+        """Makes the sequence without reading any group.
 
         Args:
-            changes: what is done to a group that was read, one after the other.
+            changes: functions to apply to each group after reading it, in order.
         """
         self.rows, self.index, self.numbers, self._changes = rows, index, numbers, tuple(changes)
 
     def __len__(self) -> int:
-        """How many groups there are."""
+        """The number of groups in the sequence."""
         return len(self.numbers)
 
     def __getitem__(self, place: int | np.integer | slice) -> "Group | StoredGroups":
-        """A group, which is read now; or a part of the sequence, of which nothing is."""
+        """Reads a group; for a slice, returns a shorter sequence without reading any group."""
         if isinstance(place, slice):
             return self.chosen(place)
         return self._read(self.numbers[[place]])[0]
 
     def __iter__(self) -> Iterator[Group]:
-        """All groups, read by and by."""
+        """Iterates over all groups and reads them a few at a time."""
         for start in range(0, len(self), _TOGETHER):
             yield from self._read(self.numbers[start : start + _TOGETHER])
 
     def chosen(self, which: np.ndarray | slice) -> "StoredGroups":
-        """Some of the groups: those where an array of bools is True, or at the places of a slice."""
+        """Selects groups by a mask or a slice."""
         return StoredGroups(self.rows, self.index, self.numbers[which], self._changes)
 
     def changed(self, change: Change) -> "StoredGroups":
-        """The same groups with a further change; it alters or drops completions, and adds none."""
+        """Adds a change to apply to every group; a change may alter or remove completions but not add any."""
         return StoredGroups(self.rows, self.index, self.numbers, (*self._changes, change))
 
-    # --- What is known of the groups, as they are in the store, without reading them whole.
+    # --- Properties of the unchanged groups, available without reading whole groups.
 
     @property
     def sizes(self) -> np.ndarray:
-        """Completions of each group."""
+        """The number of completions in each group."""
         return np.diff(self.index.starts)[self.numbers]
 
     @property
     def heads(self) -> np.ndarray:
-        """The first row of each completion, group by group."""
+        """The number of each completion's first row, group by group."""
         return self.index.heads[_ranges(self.index.starts[self.numbers], self.sizes)]
 
     @property
     def firsts(self) -> np.ndarray:
-        """The first row of each group."""
+        """The number of each group's first row."""
         return self.index.rows[self.index.row_starts[self.numbers]]
 
     def any_in(self, flags: np.ndarray) -> np.ndarray:
-        """For each group, whether any of its completions has its flag set."""
+        """Marks the groups with at least one flagged completion."""
         return np.logical_or.reduceat(flags, np.cumsum(self.sizes) - self.sizes)
 
     def columns(self, names: Sequence[str]) -> Iterator[tuple]:
-        """Values of the first row of each completion, group by group, read by and by."""
+        """Yields column values of each completion's first row, group by group; reads a few rows at a time."""
         rows, heads = self.rows.select(names), self.heads
         for start in range(0, len(heads), 32 * _TOGETHER):
             found = rows.at(heads[start : start + 32 * _TOGETHER])
@@ -117,13 +117,13 @@ class StoredGroups(Sequence[Group]):
 
 
 class ByPrompt(Mapping[bytes, list[Completion]]):
-    """Completions by the tokens of their prompt, whatever group they are of; read when they are asked for.
+    """Mapping from prompt tokens to the completions of all groups with this prompt, read on demand.
 
-    Those without a reward are left out.
+    Excludes completions without a reward.
     """
 
     def __init__(self, groups: StoredGroups):
-        """Reads nothing yet."""
+        """Sorts the groups by prompt without reading any group."""
         prompts = groups.index.prompts[groups.numbers]
         self._order = np.argsort(prompts, kind="stable")
         self._groups, self._prompts = groups, prompts[self._order]
@@ -136,7 +136,7 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
         return found
 
     def __contains__(self, prompt: object) -> bool:
-        """Whether there is a completion of a prompt."""
+        """True if the prompt has a completion."""
         return any(self._rewarded(prompt))
 
     def __iter__(self) -> Iterator[bytes]:
@@ -145,15 +145,15 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
         return filter(self.__contains__, prompts)
 
     def __len__(self) -> int:
-        """How many prompts there are."""
+        """The number of prompts."""
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        """Whether there are any groups."""
+        """True if there are any groups."""
         return len(self._groups) > 0
 
     def _rewarded(self, prompt: bytes) -> Iterator[list[Completion]]:
-        """The completions with a reward of each group that has this prompt, which is read when its turn comes."""
+        """Yields the rewarded completions of each group with this prompt; reads one group at a time."""
         (checksum,) = checksums([prompt])
         begin, end = (np.searchsorted(self._prompts, checksum, side=side) for side in ("left", "right"))
         for place in self._order[begin:end]:
@@ -163,10 +163,10 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
 
 
 def groups_in(rows: Rows, store: str) -> StoredGroups:
-    """All groups of a store, pending rows among them.
+    """All groups of a store, including pending rows.
 
     Raises:
-        ValueError: a group with two prompts, or a trajectory whose first row is not before the others.
+        ValueError: a group with two prompts, or a trajectory whose first row does not come first.
     """
     number = rows.kinds("group_id")
     firsts = np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1))
@@ -181,17 +181,17 @@ def groups_in(rows: Rows, store: str) -> StoredGroups:
     with_trajectories = np.zeros(len(firsts), bool)
     with_trajectories[number[own]] = True
     for _ in groups.chosen(with_trajectories):
-        pass  # each is read, and refused if its rows are not in order
+        pass  # reading a trajectory raises an error if its rows are not in order
     return groups
 
 
 def _prompts(rows: Rows, number: np.ndarray, firsts: np.ndarray, own: np.ndarray, store: str) -> np.ndarray:
-    """A checksum of each group's prompt tokens, which all of its rows have.
+    """The checksum of each group's prompt tokens; raises an error if the rows of a group have different prompts.
 
     Args:
-        number: of the group that each row is of.
-        firsts: the first row of each group.
-        own: whether a row's prompt is an agent's own context, and not the question.
+        number: group number of each row.
+        firsts: number of each group's first row.
+        own: mask of rows whose prompt is an agent's own context and not the group's prompt.
     """
     found = rows.each(lambda tokens: checksums(_items(tokens)), "prompt_tokens")
     prompts = found[firsts]
@@ -205,7 +205,7 @@ def _prompts(rows: Rows, number: np.ndarray, firsts: np.ndarray, own: np.ndarray
     return prompts
 
 
-# --- What `Rows.each` makes of a column.
+# --- Functions of columns for `Rows.each`.
 
 
 def lengths(column: pa.ListArray) -> np.ndarray:
@@ -214,33 +214,33 @@ def lengths(column: pa.ListArray) -> np.ndarray:
 
 
 def is_missing(column: pa.Array) -> np.ndarray:
-    """Which rows are null."""
+    """Marks the rows that are null."""
     return pc.is_null(column).to_numpy(zero_copy_only=False)
 
 
 def has_unsampled(mask: pa.ListArray) -> np.ndarray:
-    """In which rows a token is not the policy's; each row has a token."""
+    """Marks the rows with a token that the policy did not choose; every row needs at least one token."""
     return ~np.logical_and.reduceat(mask.values.to_numpy(zero_copy_only=False), mask.offsets.to_numpy()[:-1])
 
 
 def _is_head(trajectory: pa.StringArray, name: pa.StringArray) -> np.ndarray:
-    """Whether each row is the first of its completion."""
+    """Marks the first row of each completion."""
     return pc.fill_null(pc.equal(trajectory, name), True).to_numpy(zero_copy_only=False)
 
 
 def _items(column: pa.ListArray) -> Iterator[np.ndarray]:
-    """The items of each row of a column of lists, none of which is null."""
+    """Yields the items of each row in a column of lists without nulls."""
     values = column.values.to_numpy(zero_copy_only=False)
     return itertools.starmap(lambda begin, end: values[begin:end], itertools.pairwise(column.offsets.to_pylist()))
 
 
 def _starts(numbers: np.ndarray, count: int) -> np.ndarray:
-    """Where each number begins in the sorted array of all, and the end of the last."""
+    """The start of each number in the sorted array of all numbers, and the end of the last."""
     return np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))])
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The places from each start on, as many as its size, one range after the other."""
+    """Concatenates the ranges that begin at `starts` and have lengths `sizes`."""
     total = int(sizes.sum())
     dtype = np.int32 if max(total, starts.max(initial=0)) < 2**31 else np.int64
     places = np.repeat((starts - (np.cumsum(sizes) - sizes)).astype(dtype), sizes)

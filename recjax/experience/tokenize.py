@@ -1,4 +1,4 @@
-"""Texts of a store's rows as tokens of a policy."""
+"""Tokenizes the texts of a store's rows for a policy."""
 
 import hashlib
 import json
@@ -15,27 +15,27 @@ from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells one vocabulary from another: a digest of every token and its id."""
+    """A name that identifies a vocabulary: a digest of every token and its id."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
-    """The rows with tokens of the policy's vocabulary in every one of them; tokens that are there stay.
+    """Adds tokens of the policy's vocabulary to all rows; existing tokens stay unchanged.
 
-    A prompt becomes tokens as it does for sampling: chats through the model's template, plain text with the
-    begin-of-sequence token once if the tokenizer uses one. A completion gets an end token, unless the row is truncated:
-    then it was cut off and did not end. In a chat this is the token that the template writes after an assistant's turn,
-    elsewhere the first of the policy's stop tokens. All of its tokens count as chosen by whoever wrote it.
+    Prompts are tokenized exactly as for sampling: chats with the model's template, plain text with one
+    begin-of-sequence token if the tokenizer uses one. A completion gets an end token unless its row is truncated. The
+    end token of a chat is the one that the template writes after an assistant turn; the end token of plain text is the
+    policy's first stop token. The mask is True at all new completion tokens.
 
     Raises:
         ValueError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
-            a token that the model has no embedding of, or a completion without tokens, with the row's id; or a chat
-            that the tokenizer's template refuses.
+            a token without an embedding in the model, or a completion without tokens; the message names the row. Or a
+            chat that the tokenizer's template rejects.
     """
     name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
     writes_chats = any(row.completion_tokens is None and row.messages is not None for row in rows)
     begin = _turn_begin(policy.tokenizer) if writes_chats else ""
-    # A group shares its prompt: each chat is rendered once.
+    # All rows of a group have the same prompt, so render each chat only once.
     asked = {_chat_of(row): row for row in rows if row.prompt_tokens is None and row.messages}
     chats, variables = [row.messages for row in asked.values()], [chat_template_of(row) for row in asked.values()]
     texts = render_chats(policy.tokenizer, chats, variables=variables) if asked else []
@@ -54,7 +54,6 @@ def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
         if row.prompt_tokens is None:
             is_chat = row.messages is not None
             text = rendered[_chat_of(row)] if is_chat else row.prompt
-            # Each text is encoded once.
             if (text, is_chat) not in prompts:
                 prompts[text, is_chat] = _prompt_tokens(policy.tokenizer, text, row)
             row = row._replace(prompt_tokens=prompts[text, is_chat])
@@ -70,7 +69,7 @@ def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
 
 
 def chat_template_of(row: Experience) -> dict[str, Any]:
-    """The variables that a row's metadata gives the chat template; none where somebody else has written it."""
+    """The chat template variables in a row's metadata; empty if the metadata has another format."""
     found = json.loads(row.metadata).get(CHAT_TEMPLATE) if row.metadata else None
     return found if isinstance(found, dict) else {}
 
@@ -87,7 +86,7 @@ def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experienc
 
 
 def _turn_begin(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The blanks that the chat template writes between a rendered prompt and the answer, as Llama 2's does."""
+    """The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2."""
     asked, reply = [{"role": "user", "content": "hello"}], "recjax-reply"
     try:
         prompt, chat = render_chats(tokenizer, [asked, [*asked, {"role": "assistant", "content": reply}, *asked]])

@@ -1,4 +1,4 @@
-"""Trajectories as a batch: a row is a whole sequence, context and turns, and a trajectory has one row or several."""
+"""Pads trajectories to a batch: each row is a sequence of context and turns; a trajectory has one or more rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ def pad_trajectories(
     whole_groups: bool = False,
     turns: int | None = None,
 ) -> tuple[Batch, int]:
-    """Trajectories of any numbers of rows as a batch of equal micro-batches, and the number of these.
+    """Pads trajectories to a batch of equal micro-batches; returns the batch and the number of micro-batches.
 
-    Every row has a prompt of one token, its first; `completions` are all the others. The shape is that of
-    `row_counts`, unless there are more rows: then micro-batches become twice as many, or twice as large where the rows
-    that stay together need it, as often as it takes.
+    `prompts` has the first token of each row and `completions` all later tokens. The shape follows `row_counts`. If the
+    rows do not fit, it doubles the number of micro-batches until they fit. If rows that must stay together do not fit
+    into one micro-batch, it doubles the size of micro-batches.
 
     Args:
-        time: tokens of the longest row, less the first.
-        row_counts: micro-batches, and rows of each, that trajectories of one row need.
-        together: rows of a trajectory stay in one micro-batch.
-        whole_groups: and so do all trajectories of a group.
-        turns: the most that a trajectory has, whose rewards are in the batch as well; None: they are not.
+        time: number of tokens in the longest row, without its first.
+        row_counts: number of micro-batches, and rows in each, that suffice for trajectories of one row.
+        together: True to keep the rows of a trajectory in one micro-batch.
+        whole_groups: True to keep all trajectories of a group in one micro-batch.
+        turns: largest expected number of turns; adds turn rewards to the batch. None: no turn rewards.
     Raises:
-        ValueError: a row that is longer, or a trajectory whose turns were not recorded.
+        ValueError: a row with too many tokens, or a trajectory without recorded turns.
     """
     numbered = [
         (number, completion, place, row)
@@ -67,10 +67,10 @@ def pad_trajectories(
 
 
 def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
-    """The reward of each turn of a trajectory; the last one has also what no turn was given.
+    """The reward of each turn; the last turn also gets the part of the trajectory's reward that no turn was given.
 
     Raises:
-        ValueError: there are no turns.
+        ValueError: the trajectory has no turns.
     """
     if not completion.turns:
         raise ValueError(
@@ -83,11 +83,11 @@ def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
 
 
 def token_turns(completion: Completion, row: int, mask: Bool[np.ndarray, " time"]) -> Int[np.ndarray, " time"]:
-    """The turn of a trajectory that sampled each token of one of its rows; -1 where none did.
+    """The turn that sampled each token of a trajectory's row; -1 at tokens that no turn sampled.
 
     Args:
-        row: its number.
-        mask: of its tokens, True where they were sampled.
+        row: index of the row in the trajectory.
+        mask: mask of the row's tokens, True at sampled tokens.
     """
     own = [place for place, turn in enumerate(completion.turns) if turn.row == row]
     ended = np.searchsorted([completion.turns[place].end for place in own], np.arange(len(mask)), side="right")
@@ -95,7 +95,7 @@ def token_turns(completion: Completion, row: int, mask: Bool[np.ndarray, " time"
 
 
 def rows_of_trajectory(completion: Completion, group: Group) -> list[Row]:
-    """All rows of a completion that have a token."""
+    """All rows of a completion that have at least one token."""
     prompt = group.prompt_tokens if completion.prompt_tokens is None else completion.prompt_tokens
     first = Row(prompt, completion.tokens, completion.mask, completion.behavior_logprobs)
     return [row for row in (first, *completion.further) if len(row.tokens)]
@@ -108,7 +108,7 @@ def _doubled(size: int, needed: int) -> int:
 
 
 def _places(units: list[list[int]], count: int, size: int) -> list[int] | None:
-    """A place for each row, units by first fit into micro-batches; None where there is too little room."""
+    """Assigns rows to places in the batch, first fit, with each unit in one micro-batch; None if they do not fit."""
     used, places = np.zeros(count, int), {}
     for unit in units:
         fitting = np.flatnonzero(used + len(unit) <= size)
@@ -121,7 +121,7 @@ def _places(units: list[list[int]], count: int, size: int) -> list[int] | None:
 
 
 def _empty(rows: int, time: int, groups: int, completions: Sequence[Completion]) -> Batch:
-    """Rows that only fill the shape, with the parts that the completions' rewards have."""
+    """An empty batch of padding rows, with an array for each reward part of the completions."""
     parts = {name for one in completions for name in (one.grade and one.grade.reward_parts) or ()}
     return Batch(
         prompts=np.zeros((rows, 1), np.int32),
@@ -160,10 +160,10 @@ def _fill(batch: Batch, place: int, completion: Completion, row: Row) -> None:
 
 
 def thoughts_opening(group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tag of thoughts inside which a completion's text begins; empty where it begins outside thoughts.
+    """The opening tag of the thoughts that a completion's text starts inside; empty if it starts outside thoughts.
 
-    The text of a trajectory is its last reply. Where that reply continues earlier ones as plain text, it is inside the
-    thoughts that they have not closed. A special token at the end of a reply or behind it begins a new turn.
+    The text of a trajectory is its last reply. A reply that continues earlier replies as plain text starts inside any
+    thoughts that they have not closed. A special token at the end of a reply, or after it, starts a new turn.
     """
 
     def text_of(ids: np.ndarray) -> str:

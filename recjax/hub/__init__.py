@@ -1,1 +1,1 @@
-"""Models of the Hugging Face format in and out: families, weights, tokenizers, adapters, export."""
+"""Hugging Face models: reading and writing configs, weights, tokenizers and adapters."""

@@ -1,4 +1,4 @@
-"""Chats through a model's template: somebody else's program, which gets a fork, its time, its memory, and no more."""
+"""Renders chats with a model's chat template, which is untrusted code: a forked process with limits runs it."""
 
 import contextlib
 import functools
@@ -19,29 +19,29 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-SECONDS = 30.0  # for all chats of a request together, and a hundredth more for each
-_MEMORY_BYTES = 2**30  # beyond what this process has
-_LONGEST = 10_000_000  # characters of one rendered chat
-CHAT_DATE = "chat_date"  # among a tokenizer's init_kwargs: the date, YYYY-MM-DD, that its template is given
-_REPLY = "recjax-reply"  # what an assistant says where the text behind it is looked for
-TEMPLATE_KWARGS = "recjax_chat_template_kwargs"  # among a tokenizer's init_kwargs: variables of all its chats
+SECONDS = 30.0  # time limit of a whole request, which gets a hundredth of a second more for each chat
+_MEMORY_BYTES = 2**30  # that the fork may allocate on top of this process's memory
+_LONGEST = 10_000_000  # characters in one rendered chat
+CHAT_DATE = "chat_date"  # key in a tokenizer's init_kwargs: the date, YYYY-MM-DD, that its template gets
+_REPLY = "recjax-reply"  # assistant message that marks where to look for the text after a turn
+TEMPLATE_KWARGS = "recjax_chat_template_kwargs"  # key in a tokenizer's init_kwargs: variables for all chats
 Chat = Sequence[Mapping[str, Any]]
 
 
 class ChatRenderer:
-    """A chat template in a fork of this process; a context that ends the fork, which starts with the first chats."""
+    """Renders chats in a fork of this process, from the first call of `render` to the end of the `with` block."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seconds: float = SECONDS):
-        """Starts nothing yet.
+        """Stores the arguments; the fork starts later.
 
         Args:
-            tokenizer: holds the chat template.
-            seconds: for the chats of one request.
+            tokenizer: tokenizer with the chat template.
+            seconds: time limit of one request.
         """
         self._tokenizer, self._seconds, self._child, self._pipes = tokenizer, seconds, None, ()
 
     def __enter__(self) -> "ChatRenderer":
-        """Starts nothing yet."""
+        """Returns the renderer; the fork starts later."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -61,16 +61,16 @@ class ChatRenderer:
         variables: Sequence[Mapping[str, Any]] | None = None,
         asks: bool = True,
     ) -> list[str]:
-        """Each list of messages as the text that asks the model for its next turn.
+        """Renders each chat as the text that asks the model for its next turn.
 
         Args:
-            chats: {"role": …, "content": …} in order. Arguments of tool calls may be an object or its JSON text; the
-                template gets what it takes.
-            tools: JSON schemas of functions that the template tells the model of.
-            variables: of the template, for each chat, before those of `set_template_kwargs`; `tools` may be among them.
-            asks: False: the text ends with the last message.
+            chats: lists of {"role": …, "content": …} messages. Arguments of tool calls may be objects or JSON text; the
+                template gets the form that it reads.
+            tools: JSON schemas of functions that the template shows to the model.
+            variables: template variables for each chat, `tools` included; they override `set_template_kwargs`.
+            asks: flag; if False, the text ends with the last message.
         Raises:
-            ValueError: there is no template; or it refuses messages, takes too long or too much memory.
+            ValueError: the tokenizer has no template, or the template refuses messages or exceeds a limit.
         """
         if self._tokenizer.chat_template is None:
             raise ValueError(
@@ -82,7 +82,7 @@ class ChatRenderer:
         asked = [[dict(message) for message in chat] for chat in chats], tools and list(tools), asks, limit
         asked = *asked, list(map(dict, variables)) if variables else [{}] * len(chats)
         deadline = time.monotonic() + limit
-        with contextlib.suppress(BrokenPipeError):  # an answer that does not come says so
+        with contextlib.suppress(BrokenPipeError):  # the read below reports a dead fork
             _write(writer, pickle.dumps(asked))
         answer = _read(reader, deadline)
         name = f"the chat template of {self._tokenizer.name_or_path or 'this tokenizer'}"
@@ -92,7 +92,7 @@ class ChatRenderer:
             if time.monotonic() >= deadline:
                 raise ValueError(f"{name} has not rendered {len(chats)} chats in {limit:.0f} s; {remedy}")
             raise ValueError(f"{name} failed: it took all of its memory, or died; {remedy}")
-        texts, refusal = pickle.loads(answer)  # written by our own fork, of texts alone
+        texts, refusal = pickle.loads(answer)  # safe: our own fork wrote it, and it holds only texts
         if texts is None:
             raise ValueError(f"{name} {refusal}")
         return texts
@@ -101,11 +101,11 @@ class ChatRenderer:
         asked, writer = os.pipe()
         reader, answers = os.pipe()
         with warnings.catch_warnings():
-            # JAX warns of every fork; this one's child fills in a template and touches nothing of JAX.
+            # JAX warns about every fork, but this child only fills in templates and does not use JAX.
             warnings.simplefilter("ignore")
             self._child = os.fork()
         if self._child == 0:
-            # Connections among them: whoever waits for the end of one must not wait for this process.
+            # The fork must close inherited connections, or their other ends would wait for this process to end.
             low, high = sorted((asked, answers))
             for first, last in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
                 os.closerange(first, last)
@@ -121,14 +121,14 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     It may differ from the tokenizer's end-of-sequence token: Gemma's is <end_of_turn>, ChatML's <|im_end|>.
 
     Returns:
-        None where there is no template, where it refuses a chat of two turns, or writes no such token.
+        None if the tokenizer has no template, or the template refuses a chat of two turns or writes no such token.
     """
     return _turn_end(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else None
 
 
 @functools.lru_cache(maxsize=8)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
-    del template  # a part of the cache's key, as a tokenizer may get another
+    del template  # part of the cache key only, because a tokenizer's template can be replaced
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _REPLY}]
     try:
         with ChatRenderer(tokenizer) as renderer:
@@ -147,16 +147,16 @@ def render_chats(
     seconds: float = SECONDS,
     variables: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[str]:
-    """`ChatRenderer.render` of chats that are all there at once."""
+    """Renders a list of chats with a `ChatRenderer` that lives for this call only."""
     with ChatRenderer(tokenizer, seconds) as renderer:
         return renderer.render(chats, variables=variables)
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
-    """Gives the chat template variables for all chats of this tokenizer.
+    """Sets template variables for all chats of this tokenizer.
 
     Raises:
-        ValueError: a variable that the template does not read.
+        ValueError: the template does not read one of the variables.
     """
     for name in variables:
         if not reads_variable(tokenizer, name):
@@ -169,12 +169,12 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[s
 
 
 def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """Whether the text of a chat template has a variable's name."""
+    """True if the chat template's text contains the name of the variable."""
     return re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is not None
 
 
 def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """In the fork: answers until nobody asks any more; never returns."""
+    """Runs in the fork: answers requests until the pipe closes, then exits."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -190,7 +190,7 @@ def _serve(asked: int, answers: int, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _stop_clock(date: str | None) -> None:
-    """Gives templates the beginning of a day as the current time; in the fork, which renders and does nothing else."""
+    """Makes midnight of `date` the current time; runs in the fork, where this affects only templates."""
     if date is None:
         return
     day = datetime.fromisoformat(date)
@@ -204,14 +204,14 @@ def _stop_clock(date: str | None) -> None:
 
 
 def _limit_seconds(seconds: float) -> None:
-    """Of computing, should the process that asked be gone."""
+    """Limits the fork's CPU time, in case the parent process is gone and cannot end it."""
     most = int(time.process_time() + seconds) + 2
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _limit_memory() -> None:
-    """Leaves this process, a fork, the memory of a template beside what it has."""
+    """Limits the fork's memory to its current size plus `_MEMORY_BYTES`."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm", encoding="ascii") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
@@ -225,7 +225,7 @@ def _rendered(
     asks: bool,
     variables: Sequence[dict],
 ) -> tuple[list[str] | None, str]:
-    """In the fork: the texts; or None, and what the template refuses."""
+    """Runs in the fork: returns (texts, ""), or (None, reason) if the template fails."""
     texts, common = [], tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
     for chat, own in zip(chats, variables, strict=True):
         options = common | own | ({} if tools is None else {"tools": tools})
@@ -234,7 +234,7 @@ def _rendered(
             texts.append(_applied(functools.partial(tokenizer.apply_chat_template, **options), chat))
         except MemoryError:
             return None, f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"
-        except Exception as error:  # what a template's own operations raise is anything
+        except Exception as error:  # operations inside a template can raise any exception
             roles = [message.get("role") for message in chat]
             remedy = "; if it takes no system message, say it in the first user message" if "system" in roles else ""
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -245,11 +245,11 @@ def _rendered(
 
 
 def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
-    """The text of a chat. Most templates encode the arguments of calls, and need objects; some print JSON text."""
+    """Renders a chat; tool-call arguments are objects, or JSON text if the template prints them unencoded."""
     objects = []
 
     def as_object(arguments: Any) -> Any:
-        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON stays as it is
+        with contextlib.suppress(ValueError, RecursionError):  # text that is not JSON stays unchanged
             found = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
             arguments = found if isinstance(found, dict) else arguments
         objects.append(arguments)
@@ -261,7 +261,7 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
     with_objects = [_with_arguments(message, as_object) for message in chat]
     try:
         text = template(with_objects)
-        # As Python writes objects, which no model does.
+        # Python's notation of a dict in the text means that the template needed JSON text.
         printed = [str(one) for one in objects if str(one) != as_text(one) and str(one) in text]
     except MemoryError:
         raise
@@ -276,7 +276,7 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """A message with another form of its calls' arguments."""
+    """Copies the message and applies `form` to the arguments of tool calls."""
 
     def changed(call: Any) -> Any:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -296,7 +296,7 @@ def _write(pipe: int, content: bytes) -> None:
 
 
 def _read(pipe: int, deadline: float | None) -> bytes | None:
-    """What was written at once; None where the other side is gone, or it is too late."""
+    """Reads one message from the pipe; None if the writer is gone or the deadline passes."""
     size = _exactly(pipe, 8, deadline)
     return None if size is None else _exactly(pipe, int.from_bytes(size, "big"), deadline)
 

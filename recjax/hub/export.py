@@ -1,4 +1,4 @@
-"""Parameters back as a Hugging Face folder, with what stands beside them there; adapters as files that PEFT reads."""
+"""Writes models as Hugging Face folders with config and tokenizer, and adapters as files that PEFT reads."""
 
 import contextlib
 import dataclasses
@@ -26,8 +26,8 @@ from recjax.whole_files import writing
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# By name, as a folder may also hold an adapter's or a trainer's files, which are no part of the merged model. A
-# license asks to be passed on.
+# Files are listed by name because a folder may also hold files of an adapter or a trainer, which do not belong to the
+# merged model. Licenses require that copies include them.
 COMPANION_FILES = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
@@ -37,10 +37,10 @@ COMPANION_FILES = (
 
 
 def check_output(output: str | Path) -> None:
-    """Refuses an output folder that holds something.
+    """Refuses an output folder that is not empty.
 
     Raises:
-        ValueError: it does, or it is a file.
+        ValueError: the folder is not empty, or is a file.
     """
     output = Path(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
@@ -56,19 +56,19 @@ def export_model(
     max_shard_bytes: int = 5 * 10**9,
     beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Writes the folder that `load_pretrained` and transformers read; it appears whole or not at all.
+    """Writes a folder that `load_pretrained` and transformers read; it appears complete or not at all.
 
     Args:
-        output: a folder that does not exist or is empty.
-        config: without adapters.
-        params: all parameters, float32; on the host at most one shard of them is copied at a time.
-        base: folder whose config.json is kept but for its dtype, and whose tokenizer, chat template and generation
-            config are copied as they are.
-        dtype: of every tensor; float32 keeps what was trained, the others round.
-        max_shard_bytes: the weights are one file up to here, else shards with an index.
-        beside: further files by name.
+        output: folder that does not exist or is empty.
+        config: decoder config without adapters.
+        params: all parameters in float32; the host copies at most one shard at a time.
+        base: folder to copy the tokenizer, chat template, generation config and config.json from. Only the dtype and,
+            if it differs, tie_word_embeddings change in config.json.
+        dtype: dtype of every tensor; float32 keeps the exact values, bfloat16 and float16 round.
+        max_shard_bytes: largest single weight file; larger models become shards with an index.
+        beside: contents of additional files by name.
     Raises:
-        ValueError: the folder is not empty, an unknown dtype, or values that the dtype cannot hold.
+        ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values.
     """
     check_output(output)
     if dtype not in DTYPES:
@@ -84,7 +84,7 @@ def export_model(
         for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
             fields[name] = dtype
         write_json(partial / "config.json", fields)
-        if read_config(partial).tie_embeddings != config.tie_embeddings:  # the base's weights had a head of their own
+        if read_config(partial).tie_embeddings != config.tie_embeddings:  # the base's weights had a separate head
             write_json(partial / "config.json", fields | {"tie_word_embeddings": config.tie_embeddings})
         for name, content in beside.items():
             (partial / name).write_bytes(content)
@@ -93,10 +93,10 @@ def export_model(
 
 @contextlib.contextmanager
 def appearing_whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which becomes `folder` at the end, with a manifest; after an error nothing is left.
+    """Yields a temporary folder, which becomes `folder`, with a manifest, at the end; an error removes it.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the folder cannot be written.
     """
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -119,12 +119,12 @@ def write_base(
     stop_ids: int | tuple[int, ...],
     max_positions: int = 2048,
 ) -> None:
-    """What stands beside the weights of a plain Llama decoder: config, tokenizer, generation config.
+    """Writes config.json, tokenizer and generation config of a plain Llama decoder.
 
     Args:
-        max_positions: in tokens; bounds nothing here, but is asked for by programs that serve models.
+        max_positions: number of tokens for `max_position_embeddings`; serving programs need it, recjax ignores it.
     Raises:
-        ValueError: the decoder does something that Llama's config.json cannot say.
+        ValueError: the decoder has a feature that Llama's config.json cannot express.
     """
     options = dataclasses.asdict(config)
     special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -147,12 +147,12 @@ def write_base(
 
 
 def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
-    """adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained(base, folder)` loads.
+    """Writes adapter_config.json and adapter_model.safetensors for `peft.PeftModel.from_pretrained(base, folder)`.
 
     Args:
-        folder: is there.
-        config: with `lora`.
-        params: adapters, with or without the parameters beside them.
+        folder: existing folder.
+        config: decoder config with `lora`.
+        params: adapters, with or without the model's other parameters.
         base: folder or hub name of the model that the adapters belong to.
     """
     leaves, tensors = flatten(jax.device_get(params)), {}
@@ -199,7 +199,7 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
 
 
 def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
-    """Hugging Face name → the tensor as stored there, as a view of its parameter."""
+    """Maps Hugging Face names to tensors in Hugging Face layout, which are views of the parameters."""
     leaves, table, views = flatten(jax.device_get(params)), tensor_names(config), {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
@@ -218,7 +218,7 @@ def _converted(name: str, tensor: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A safetensors file. The library makes it private; like other files it then follows the user's umask."""
+    """Writes a safetensors file with the permissions of the user's umask; the library would make it private."""
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
@@ -226,5 +226,5 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def write_json(file: Path, content: dict) -> None:
-    """A JSON file that is easy to read."""
+    """Writes an indented JSON file."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

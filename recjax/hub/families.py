@@ -1,4 +1,4 @@
-"""Model families: how each `model_type`'s config.json becomes decoder options, and what is refused by name."""
+"""Model families: turns a config.json into decoder options and refuses settings that the decoder does not support."""
 
 import math
 from typing import NamedTuple
@@ -8,10 +8,10 @@ from recjax.models.rotary import RopeScaling
 
 
 class Family(NamedTuple):
-    """One `model_type`, as data.
+    """Fields and options of one `model_type`.
 
-    `read` names fields of config.json that this family has beyond COMMON_FIELDS. `fixed` holds fields that change the
-    maths, with the one value that the decoder computes. `options` are decoder options that no field states.
+    `read` names the fields of config.json that recjax reads in addition to COMMON_FIELDS. `fixed` maps fields that
+    change the computation to the only supported value. `options` are decoder options that no field states.
     """
 
     read: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ FAMILIES = {
     ),
 }
 
-# Option of the decoder → field of config.json.
+# Decoder option → field of config.json.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -55,29 +55,29 @@ FIELDS = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Read for every family.
+# Fields that recjax reads for every family.
 COMMON_FIELDS = (*FIELDS.values(), "model_type", "head_dim", "rope_theta", "rope_scaling", "rope_parameters")
 
 COMMON_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0, "quantization_config": None}
 
-# Fields that leave a forward pass as it is. A sequence longer than max_position_embeddings is computed all the same;
-# pretraining_tp only cuts products into slices; Gemma 2 reads sliding_window and not sliding_window_size.
+# Fields that do not change the forward pass. max_position_embeddings is no limit for the decoder. pretraining_tp only
+# splits matrix products. Gemma 2 reads sliding_window, not sliding_window_size.
 IGNORED_FIELDS = {
     *("max_position_embeddings", "max_sequence_length", "pretraining_tp", "chunk_size_feed_forward"),
     *("sliding_window_size", "initializer_range", "use_cache", "_attn_implementation", "_attn_implementation_autoset"),
-    # Who made the file, and with what.
+    # Origin of the file.
     *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "transformers.js_config"),
     *("unsloth_fixed", "unsloth_version"),
-    # Tokens, and how they are sampled.
+    # Special tokens and sampling.
     *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "do_sample", "temperature", "top_k", "top_p"),
     "min_p",
     *("repetition_penalty", "max_length", "cache_implementation"),
-    # What other tasks read, and what a call returns.
+    # Fields for other tasks, and for the form of a call's result.
     *("id2label", "label2id", "problem_type", "is_encoder_decoder"),
     *("return_dict", "output_attentions", "output_hidden_states"),
 }
 
-# rope_type → the numbers that it reads, in the order of RopeScaling.
+# rope_type → its number fields, in the order of RopeScaling.
 SCALINGS = {
     "default": (),
     "linear": ("factor",),
@@ -87,12 +87,12 @@ ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *SCAL
 
 
 def check_fields(written: dict) -> None:
-    """Refuses a config.json whose maths the decoder does not do, or whose maths is not known.
+    """Refuses a config.json if the decoder does not support its computation, or if a field is unknown.
 
     Args:
-        written: config.json as it stands in the file.
+        written: fields of config.json, without defaults.
     Raises:
-        ValueError: an unsupported model_type, an unsupported value, or an unknown field; the message names it.
+        ValueError: the model_type, a value or a field is not supported; the message names it.
     """
     kind = written.get("model_type")
     if kind not in FAMILIES:
@@ -111,12 +111,12 @@ def check_fields(written: dict) -> None:
 
 
 def decoder_config(fields: dict) -> DecoderConfig:
-    """The decoder that a config describes.
+    """The decoder config for the fields of a config.json.
 
     Args:
-        fields: what transformers makes of a config.json that passed `check_fields`, defaults filled in.
+        fields: config.json as transformers reads it, with defaults; the file must have passed `check_fields`.
     Raises:
-        ValueError: a layer or rotary setting that the decoder does not know; the message names it.
+        ValueError: the decoder does not support a layer or rotary setting; the message names it.
     """
     _check_numbers(fields)
     usual = rope = fields["rope_parameters"]
@@ -129,7 +129,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
             )
         options["local_rope_theta"] = float(local["rope_theta"])
     if "no_rope_layers" in fields:
-        # Despite its name, 1 stands for a layer that rotates; entries beyond the last layer are allowed.
+        # Despite the field's name, 1 marks a layer with rotary embeddings. The list may be longer than the layers.
         rotated, count = fields["no_rope_layers"], fields["num_hidden_layers"]
         if len(rotated) < count:
             raise ValueError(f"no_rope_layers has {len(rotated)} entries for {count} layers; correct config.json")
@@ -147,7 +147,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
     )
 
 
-# Fields that are whole numbers of 1 or more, and ones that are finite numbers above 0.
+# `_COUNTS` must be whole numbers of at least 1; `_AMOUNTS` must be finite numbers above 0.
 _COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
 _COUNTS += ("num_key_value_heads", "head_dim")
 _AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
@@ -155,7 +155,7 @@ _LARGEST = 2**31
 
 
 def _check_numbers(fields: dict) -> None:
-    """Refuses sizes, and settings of rotations and norms, that nothing could be computed with."""
+    """Refuses sizes and settings of rotary embeddings and norms that are no usable numbers."""
     numbers = {name: fields.get(name) for name in (*_COUNTS, *_AMOUNTS)}
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
@@ -175,7 +175,7 @@ def _check_numbers(fields: dict) -> None:
 
 
 def _windows(fields: dict) -> tuple[int | None, ...]:
-    """Each layer's window, or nothing where no layer has one."""
+    """The attention window of each layer; empty if no layer has a window."""
     size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     usual = "sliding_attention" if size else "full_attention"
     kinds = fields.get("layer_types") or [usual] * fields["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what was trained, on what, how, with what result."""
+"""Writes the README.md of an exported model: base model, task, algorithm, settings and accuracy."""
 
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,16 @@ def model_card(
     figure: str,
     adapters: bool = False,
 ) -> str:
-    """The card, its metadata in front.
+    """The text of the card, which starts with its metadata.
 
     Args:
-        config: of the run.
-        step: of the checkpoint.
-        summary: the run's, {} of an unfinished one.
-        made_with: the newest entry of the run's environment.json, {} where there is none.
-        base: folder whose README.md has the base model's license in its metadata, if anything has.
-        figure: name of the run's picture beside the card; "" for none.
-        adapters: the folder holds the run's adapters alone, which are not merged into the model.
+        config: config of the run.
+        step: step of the checkpoint.
+        summary: summary of the run, or {} if the run is unfinished.
+        made_with: newest entry of environment.json, or {}.
+        base: folder of the base model, whose README.md may name the license in the metadata.
+        figure: name of the training figure in the folder, or "".
+        adapters: flag for a folder with only adapters, not merged into the model.
     """
     task, rollout, path = config.task.chosen(), config.rollout, config.model.path
     data = ModelCardData(
@@ -81,7 +81,7 @@ def _settings(config: Config) -> list[tuple[str, Any]]:
 
 
 def _license(base: Path) -> str | None:
-    """What the base's own card says."""
+    """The license in the base model's card; None if the card cannot be read or names none."""
     try:
         return ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license
     except (OSError, ValueError):

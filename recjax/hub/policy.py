@@ -1,4 +1,4 @@
-"""The initial policy of a run: decoder, parameters and tokenizer, loaded or made from the config."""
+"""The initial policy of a run: decoder, parameters and tokenizer, loaded from files or created from the config."""
 
 import logging
 from pathlib import Path
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class Policy(NamedTuple):
-    """Everything about a policy that training does not change; parameters travel beside it.
+    """The parts of a policy that training does not change; the parameters are kept separately.
 
-    `slots` is how many completions are decoded at a time; None: as many as memory holds.
+    `slots` is the number of completions decoded at a time; None: as many as fit in memory.
     """
 
     decoder: Decoder
@@ -32,7 +32,7 @@ class Policy(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the decoder has an embedding of, as its tokenizer may have more or fewer; without one, all."""
+        """Rows of the embedding, which may differ from the tokenizer's size; the tokenizer's size without a decoder."""
         return len(self.tokenizer) if self.decoder is None else self.decoder.config.vocab_size
 
 
@@ -40,7 +40,7 @@ def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
     """The float32 parameters of the policy that `model` describes, without adapters.
 
     Args:
-        decoder_config: of `policy_alone`.
+        decoder_config: decoder config that `policy_alone` made.
     """
     if config.model.path:
         return load_pretrained(config.model.path)[1]
@@ -48,10 +48,10 @@ def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
 
 
 def policy_alone(config: Config, characters: str) -> Policy:
-    """The policy that `model` describes, without its parameters: no weights are read or made.
+    """The policy that `model` describes; reads and creates no parameters.
 
     Args:
-        characters: what the built-in tokenizer must know, for a decoder made from scratch.
+        characters: alphabet of the built-in tokenizer, for a decoder made from scratch.
     """
     if config.model.path:
         decoder_config = pretrained_config(config.model.path)
@@ -81,14 +81,14 @@ def policy_alone(config: Config, characters: str) -> Policy:
 
 
 class Teacher(NamedTuple):
-    """A policy to be learned from, token by token: its decoder, and all of its parameters in compute dtype."""
+    """A model whose log-probs the policy learns from: its decoder, and all its parameters in the compute dtype."""
 
     decoder: Decoder
     params: dict
 
 
 def teacher_decoder(config: Config) -> Decoder:
-    """The decoder of `model.teacher`, from its config.json alone."""
+    """The decoder of `model.teacher`; reads only its config.json."""
     decoder_config = read_config(model_folder(config.model.teacher, ("config.json",)))
     dtype = compute_dtype(config.model.dtype)
     kernel = attention_kernel(config.model.attention, decoder_config, dtype)
@@ -96,12 +96,12 @@ def teacher_decoder(config: Config) -> Decoder:
 
 
 def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
-    """The teacher that `model.teacher` names; None where it names none.
+    """Loads the model that `model.teacher` names; None if the key is not set.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
     Raises:
-        ValueError: a model that cannot be read, or one whose tokens are not the policy's.
+        ValueError: the model cannot be read, or its vocabulary differs from the policy's.
     """
     if config.model.teacher is None:
         return None
@@ -118,13 +118,13 @@ def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher 
 
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
-    """The decoder of `model.decoder`, with `vocabulary` tokens."""
+    """The decoder config of `model.decoder` with `vocabulary` tokens."""
     head_dim = shape.hidden_size // shape.num_heads
     return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **shape.model_dump())
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """What `model.dtype` comes to on this machine's devices; on a CPU the log says what that means there."""
+    """The compute dtype for `model.dtype` on this machine's devices; on a CPU, logs whether bfloat16 is fast."""
     if jax.default_backend() != "cpu":
         return jnp.dtype("bfloat16" if name == "auto" else name)
     fast = cpu_has_bfloat16()
@@ -137,7 +137,7 @@ def compute_dtype(name: str) -> jnp.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 numbers by itself, as far as Linux says: AVX-512, AMX, or Arm's."""
+    """True if /proc/cpuinfo lists instructions that multiply bfloat16 numbers (AVX-512, AMX or Arm)."""
     try:
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
@@ -146,12 +146,12 @@ def cpu_has_bfloat16() -> bool:
 
 
 def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> str:
-    """The kernel of recjax.models.attention that `model.attention` comes to.
+    """The kernel of recjax.models.attention for `model.attention`; resolves "auto".
 
     Args:
-        device: that computes; None: this machine's.
+        device: device that runs the kernel; None: the first device of this machine.
     Raises:
-        ValueError: a kernel that does not run on the device or lacks what the model needs, with what that is.
+        ValueError: the kernel does not run on the device or does not support the model; the message says why.
     """
     device = jax.devices()[0] if device is None else device
     needs = {

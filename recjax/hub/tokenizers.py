@@ -1,4 +1,4 @@
-"""Tokenizers: Hugging Face's from a folder or the hub, and a small built-in one; prompts in, token ids out."""
+"""Loads Hugging Face tokenizers, builds a character tokenizer, and converts text to token ids and back."""
 
 import functools
 import importlib.util
@@ -17,21 +17,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
-_CONTEXT = 32  # tokens before a text that may change how it is read
-_PARTS = 3  # tokens at most that are a character without its last byte
-_BEFORE = ("\n", "a", "0", ".", "(")  # texts that a text is encoded after; few tokens reach from one of them into it
+_CONTEXT = 32  # preceding tokens that can change how tokens decode
+_PARTS = 3  # most tokens that can make up an incomplete character
+_BEFORE = ("\n", "a", "0", ".", "(")  # texts to encode a text after; few tokens span both
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 
 
 def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) -> Path:
-    """The local folder of a model, fetched from the Hugging Face hub where `path` is no folder.
+    """The local folder of a model; downloads it from the Hugging Face hub if `path` is not a folder.
 
     Args:
-        path: a folder, or a hub name such as "HuggingFaceTB/SmolLM2-135M-Instruct".
-        patterns: which of the hub's files to fetch; ignored for a folder.
+        path: local folder, or hub name such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+        patterns: glob patterns of the files to download; ignored for a local folder.
     Raises:
-        ValueError: `path` is neither a folder nor a name that the hub can serve.
+        ValueError: `path` is not a folder, and the hub cannot serve it.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -46,16 +46,16 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """The built-in tokenizer: one token a character, after `<eos>` (id 0).
+    """The built-in tokenizer: `<eos>` (id 0) and one token per character.
 
-    It has no token for padding, which a policy could sample; whoever pads, pads with `<eos>`.
+    It pads with `<eos>`, because the policy could sample a separate padding token.
 
-    Decoding gives the encoded text back exactly, spaces and line ends included.
+    Decoding returns exactly the encoded text, including spaces and line ends.
 
     Args:
-        characters: the alphabet, in the order of its ids (from 1 on).
+        characters: alphabet, in the order of the ids (from 1).
     Raises:
-        ValueError: `characters` is empty or names a character twice.
+        ValueError: `characters` is empty or contains a character twice.
     """
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if repeated or not characters:
@@ -72,44 +72,44 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name, which decodes every token to its own text, spaces included.
+    """Loads the tokenizer of a model folder or hub name; decoding keeps all spaces.
 
     Args:
-        chat_date: YYYY-MM-DD, the date that a chat template which reads the clock gets; None: today. It stays the same
-            as long as the tokenizer is used.
+        chat_date: date (YYYY-MM-DD) for chat templates that read the clock; None: today. The tokenizer keeps this date
+            for its lifetime.
     Raises:
-        ValueError: the folder or hub has none, or it cannot be read.
+        ValueError: the folder or hub has no tokenizer, or it cannot be read.
     """
     folder = model_folder(path)
-    # Without this check transformers may build an empty tokenizer from config.json alone.
+    # Without this check, transformers may build an empty tokenizer from config.json.
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
     check_no_code(folder)
     _check_readable(folder)
-    # A folder may ask for clean_up_tokenization_spaces, which removes spaces before punctuation when it decodes.
+    # A folder may enable clean_up_tokenization_spaces, which makes decoding drop spaces before punctuation.
     options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
-        # The Rust tokenizers raise bare Exceptions, so nothing narrower would catch a damaged file.
+        # The Rust tokenizers raise a bare Exception for a damaged file.
         raise ValueError(
             f"the tokenizer in {folder} cannot be read ({error}); fetch the model's tokenizer files again"
         ) from error
-    tokenizer.init_kwargs.pop(CHAT_DATE, None)  # of a folder that a dated tokenizer was saved to
+    tokenizer.init_kwargs.pop(CHAT_DATE, None)  # a saved tokenizer may contain an old date
     if reads_clock(folder):
         tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
     return tokenizer
 
 
 def reads_clock(path: str | Path) -> bool:
-    """Whether a chat template of a folder or hub name writes the current date or time into prompts."""
+    """True if a chat template of the folder or hub name writes the current date or time into prompts."""
     files = ("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "tokenizer_config.json")
     found = (file for pattern in files for file in model_folder(path).glob(pattern))
     return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in found)
 
 
 def _check_readable(folder: Path) -> None:
-    """Refuses a tokenizer.model without the package that reads it, which transformers may not name."""
+    """Refuses a tokenizer.model if the package that reads it is missing; transformers may not name the package."""
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return
     with (folder / "tokenizer.model").open("rb") as file:
@@ -123,16 +123,16 @@ def _check_readable(folder: Path) -> None:
 
 
 def check_no_code(folder: Path) -> None:
-    """Refuses a model folder that asks for code of its own to be run: `auto_map` in one of its JSON files.
+    """Refuses a model folder that needs its own Python code: a JSON file in it has `auto_map`.
 
     Raises:
-        ValueError: with the file and what it names.
+        ValueError: a file has `auto_map`; the message quotes it.
     """
     for file in sorted(folder.glob("*config*.json")):
         try:
             fields = json.loads(file.read_text(encoding="utf-8-sig"))
         except (ValueError, OSError, RecursionError):
-            continue  # whoever needs the file says what is wrong with it
+            continue  # the code that needs this file reports the error
         if isinstance(fields, dict) and fields.get("auto_map"):
             raise ValueError(
                 f"{file}: auto_map = {fields['auto_map']!r:.200} asks for Python code of the model's own, which recjax"
@@ -143,22 +143,22 @@ def check_no_code(folder: Path) -> None:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), folder: str | Path | None = None
 ) -> tuple[int, ...]:
-    """Ids that end a completion: the end-of-sequence token's, the chat template's, then each stop string's.
+    """Token ids that end a completion: end-of-sequence ids, the end of an assistant's turn, and the stop strings.
 
     Args:
-        tokenizer: gives the end-of-sequence id, and the token that its chat template writes after an assistant's turn.
-        stop: strings that are one token each; only that very token stops, not a longer one that begins alike.
-        folder: the model's folder or hub name, whose generation_config.json (where there is none, config.json) may
-            list more end-of-sequence ids: chat models often have several. None reads no file.
+        tokenizer: tokenizer with an end-of-sequence id and a chat template that ends turns with a token, or either.
+        stop: strings of one token each; only exactly this token stops, not a longer token with the same beginning.
+        folder: model folder or hub name. Its generation_config.json (or, if missing, config.json) may list more
+            end-of-sequence ids, which many chat models have. None reads no file.
     Raises:
-        ValueError: a stop string is not exactly one token, nothing would ever stop, or the file is damaged.
+        ValueError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else _listed_eos(model_folder(folder))
     ids += [] if (end := turn_end(tokenizer)) is None else [end]
     for text in stop:
         tokens = encode_after(tokenizer, (), text, "stop string")
-        # The second test refuses text that the tokenizer only knows as its unknown token.
+        # The second test refuses text that encodes to the unknown token.
         if len(tokens) != 1 or token_texts(tokenizer, tokens) != [text]:
             raise ValueError(
                 f"stop string {text!r} must be exactly one token, but this tokenizer reads it as "
@@ -171,7 +171,7 @@ def stop_token_ids(
 
 
 def _listed_eos(folder: Path) -> list[int]:
-    """The end-of-sequence ids in a model's files, read as transformers does."""
+    """The end-of-sequence ids in a model's files, read in the same order as in transformers."""
     for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
         try:
             eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")
@@ -186,12 +186,12 @@ def _listed_eos(folder: Path) -> list[int]:
 
 @functools.lru_cache(maxsize=2**18)
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """The UTF-8 bytes that a token adds to a text; several tokens may share the bytes of one character."""
+    """The UTF-8 bytes that a token adds to a text; one character may need several tokens."""
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if "\ufffd" not in text:
         if token in tokenizer.all_special_ids:
             return text.encode()
-        # After itself: some tokenizers drop the space before a text's first token.
+        # Decode the token twice, because some tokenizers drop the space before the first token.
         return tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(text) :].encode()
     name = tokenizer.convert_ids_to_tokens(token) or ""
     if number := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
@@ -202,55 +202,55 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 @functools.cache
 def _byte_characters() -> dict[str, int]:
-    """The bytes that characters stand for in the tokens of byte-level tokenizers: most stand for themselves."""
+    """Maps characters in the names of byte-level tokens to bytes; most characters map to their own code."""
     characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     plain = [ord(character) for character in characters if ord(character) < 256]
     return dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
-    """Token ids of a text, with no special tokens added."""
+    """Token ids of a text, without added special tokens."""
     try:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:
-        # A vocabulary without an unknown token makes the Rust tokenizer raise a bare Exception.
+        # The Rust tokenizer raises a bare Exception for unknown text if the vocabulary has no unknown token.
         raise ValueError(f"{what} {text!r} has text outside the tokenizer's vocabulary") from error
 
 
-# --- Text that follows other text. Tokenizers of the SentencePiece kind put a space before a text that they encode, and
-# take one away from a text that they decode. Both are right at the beginning of a text and wrong in the middle.
+# --- Text that follows other text. SentencePiece tokenizers add a space before a text when they encode it, and remove
+# one when they decode it. Both are right at the beginning of a text and wrong in the middle.
 
 
 def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tokens) -> str:
-    """The text that tokens add to the text of the tokens before them, special tokens as they are written.
+    """The text that tokens add after the tokens `before`, including the text of special tokens.
 
     Args:
-        before: all tokens that precede, such as a prompt; none, or the begin-of-sequence token alone, is the beginning
-            of a text.
+        before: all preceding tokens, such as a prompt; if empty or only the begin-of-sequence token, `tokens` begin
+            the text.
     """
     if _begins(tokenizer, before) or _changes_nothing(tokenizer, int(before[-1])):
         return _decode(tokenizer, tokens)
     context = [int(token) for token in before[-_CONTEXT:]]
     head = _decode(tokenizer, context)
-    # A context that begins in the middle of a character could make the characters behind it unreadable.
+    # A context that begins in the middle of a character could make the following characters unreadable.
     for _ in range(_PARTS if len(before) > _CONTEXT else 0):
         if not head.startswith("\ufffd"):
             break
         context = context[1:]
         head = _decode(tokenizer, context)
     whole = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
-    # The tokens may complete a character that the context ends in.
+    # The tokens may complete a character at the end of the context.
     return whole[len(head) if whole.startswith(head) else len(os.path.commonprefix([head, whole])) :]
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, what: str = "text") -> list[int]:
-    """Token ids of a text that follows tokens, with no special tokens added.
+    """Token ids of a text that follows other tokens, without added special tokens.
 
     Args:
-        before: all tokens that precede; none: some text that is not known.
-        what: names the text in an error.
+        before: all preceding tokens; if empty, the text follows an unknown text.
+        what: name of the text in error messages.
     Raises:
-        ValueError: text that the tokenizer does not know.
+        ValueError: the vocabulary does not cover the text.
     """
     alone = _encode(tokenizer, text, what)
     once, twice = _decode(tokenizer, alone), _decode(tokenizer, alone * 2)
@@ -266,16 +266,16 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
 
 
 def _begins(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
-    """Whether what follows these tokens is the beginning of a text."""
+    """True if the next token begins a text: `before` is empty or only the begin-of-sequence token."""
     return len(before) == 0 or (len(before) == 1 and before[0] == tokenizer.bos_token_id)
 
 
 @functools.lru_cache(maxsize=256)
 def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
-    """Whether tokens have the same text after this token as at the beginning."""
+    """True if tokens decode to the same text after this token as at the beginning of a text."""
     if _reads_alike(tokenizer):
         return not _decode(tokenizer, [last]).endswith("\ufffd")
-    # Some tokenizers put a space before the text behind each added token.
+    # Some tokenizers add a space to the text after each added token.
     added = tokenizer.added_tokens_decoder.get(last)
     if added is None:
         return False
@@ -284,13 +284,13 @@ def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
 
 
 def _reads_alike(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether whole characters have the same text at the beginning and in the middle, as the tokenizer's kind says."""
+    """True if the kind of tokenizer decodes complete characters alike at the beginning and in the middle of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return backend is not None and isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse | None)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]:
-    """The text of each token in the middle of a text; half a character is U+FFFD."""
+    """The text of each token in the middle of a text; an incomplete character is U+FFFD."""
     texts = {token: _decode(tokenizer, [token]) for token in tokens}
     if not _reads_alike(tokenizer):
         for token, once in texts.items():
@@ -303,7 +303,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids, options = [int(token) for token in tokens], {"clean_up_tokenization_spaces": False}
     text = tokenizer.decode(ids, **options)
-    # Some tokenizers cannot read any of several characters in a row when the last one is not complete.
+    # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
     for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
         whole = tokenizer.decode(ids[:-count], **options)
         if not whole.endswith("\ufffd"):
@@ -321,17 +321,16 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of each prompt; plain text begins with the tokenizer's begin-of-sequence token if it uses one.
 
-    A chat template writes all of its special tokens itself, so a rendered chat gets none, as in transformers'
-    `apply_chat_template`. Plain text that begins with the token already does not get it again. No end-of-sequence is
-    added.
+    A chat template writes all its special tokens itself, so a rendered chat gets no additional tokens, as in
+    transformers' `apply_chat_template`. Plain text never gets a second begin-of-sequence token. No prompt gets an
+    end-of-sequence token.
 
     Args:
-        first: number of the first prompt in errors, where there are others before it.
-        rendered: whether prompts, or each of them, come from a chat template.
-        vocabulary: rows of the model's embedding; None checks no ids.
+        first: number of the first prompt in error messages, for prompts that are part of a longer list.
+        rendered: flag for all prompts, or one for each, that a chat template wrote them.
+        vocabulary: number of rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, characters that the tokenizer does not know, or a token that the model has
-            no embedding of.
+        ValueError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
     """
     begin = [tokenizer.bos_token_id]
     prefix = begin if tokenizer("")["input_ids"][:1] == begin else []
@@ -349,13 +348,13 @@ def encode_prompts(
 def check_embedded(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | np.ndarray, vocabulary: int | None, place: str
 ) -> None:
-    """Refuses tokens that the model has no embedding of: its tokenizer may have more of them than it has rows.
+    """Refuses tokens without an embedding: a tokenizer may have more tokens than the embedding has rows.
 
     Args:
-        vocabulary: rows of the model's embedding; None checks nothing.
-        place: where the tokens are, for the error.
+        vocabulary: number of rows of the model's embedding; None skips the check.
+        place: source of the tokens, for the error message.
     Raises:
-        ValueError: with the place, the token, the model's folder and both sizes.
+        ValueError: a token has no embedding; the message has the place, the token, the folder and both sizes.
     """
     if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
         return

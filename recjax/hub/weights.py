@@ -1,4 +1,4 @@
-"""Pretrained weights: Hugging Face folders as a config and a parameter tree."""
+"""Reads Hugging Face model folders into a decoder config and a parameter tree."""
 
 import contextlib
 import dataclasses
@@ -27,9 +27,9 @@ from recjax.models.trainable import flatten, unflatten
 logger = logging.getLogger(__name__)
 
 MOST_LAYERS = 1000
-_COMPARED_ROWS = 4096  # of the embedding and the head, at one time
+_COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
 
-# Module of the decoder → Hugging Face's; a decoder has some of them. A `kernel` is stored transposed there, [out, in].
+# Decoder module → Hugging Face module. Each decoder has only some. Hugging Face stores kernels transposed: [out, in].
 MODULES = {
     "embedding": "model.embed_tokens",
     "layers/attention_norm": "model.layers.{layer}.input_layernorm",
@@ -47,7 +47,7 @@ MODULES = {
     "head": "lm_head",
 }
 _EMBEDDING, _HEAD = (f"{MODULES[name]}.weight" for name in ("embedding", "head"))
-# Where outputs are normalized too, what elsewhere names the MLP's norm names the norm of attention's output.
+# `post_attention_layernorm` is the norm after attention here; in models without post norms, the norm before the MLP.
 POST_NORM_MODULES = {
     "layers/attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
     "layers/mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm",
@@ -56,16 +56,16 @@ POST_NORM_MODULES = {
 
 
 def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
-    """A pretrained decoder from a Hugging Face style folder or hub name.
+    """Loads a pretrained decoder from a Hugging Face style folder or hub name.
 
     Args:
-        path: a folder with config.json and model.safetensors (or model.safetensors.index.json and its shards) in
-            float32, float16 or bfloat16; or a hub name.
+        path: folder with config.json and model.safetensors (or model.safetensors.index.json and its shards) in
+            float32, float16 or bfloat16; or hub name.
     Returns:
-        The config, and the parameter tree in float32 where it lies on the mesh in context.
+        The config, and the parameter tree in float32, sharded on the current mesh.
     Raises:
-        ValueError: the model is not one that the decoder computes exactly, or a file is missing, damaged or at odds
-            with the config.
+        ValueError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
+            the config.
     """
     folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
     _check_unchanged(folder)
@@ -78,10 +78,10 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
 
 
 def _check_unchanged(folder: Path) -> None:
-    """Compares a folder that recjax wrote with its manifest; folders of others have none.
+    """Compares a folder that recjax wrote with its manifest; folders from elsewhere have no manifest.
 
     Raises:
-        ValueError: a file is not as it was written.
+        ValueError: a file has changed since recjax wrote it.
     """
     if (folder / manifest.NAME).is_file():
         try:
@@ -93,26 +93,26 @@ def _check_unchanged(folder: Path) -> None:
 
 
 def pretrained_config(path: str | Path) -> DecoderConfig:
-    """The decoder config of a folder or hub name; no weights are read, but for the check that `read_config` makes.
+    """The decoder config of a folder or hub name; reads weights only to compare head and embedding (`read_config`).
 
     Raises:
-        ValueError: as `model_folder` and `read_config`.
+        ValueError: see `model_folder` and `read_config`.
     """
     config = read_config(model_folder(path))
     if not config.tie_embeddings:
         return config
-    # A hub name's weights may not be here yet, and they may have a head of their own.
+    # The hub's weights may not be downloaded yet, and they may contain a separate head.
     return read_config(model_folder(path, (*TOKENIZER_FILES, "model*.safetensors")))
 
 
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder config that a folder's config.json describes.
 
-    Where config.json ties the head to the embedding, but the weights hold a head with other values, the head is kept
-    apart, as transformers does.
+    If config.json ties the head to the embedding but the weights hold a different head, the config unties them, as in
+    transformers.
 
     Raises:
-        ValueError: config.json is missing or unreadable, or asks for maths that the decoder does not do.
+        ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -135,7 +135,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def _has_own_head(folder: Path) -> bool:
-    """Whether the weights hold both embedding and head, with different values; False where no weights are there."""
+    """True if the weights hold both embedding and head, with different values; False without weights."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         files = {_EMBEDDING: single, _HEAD: single}
@@ -172,12 +172,12 @@ def _with_defaults(folder: Path) -> dict:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     except Exception as error:
-        # transformers raises many kinds here: missing fields, wrong types, failed validation.
+        # transformers raises many exception types: missing fields, wrong types, failed validation.
         raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
 
 
 def _check_layers(folder: Path, written: dict) -> None:
-    """Refuses a number of layers that the weights beside config.json do not have, before anything is made of it."""
+    """Refuses a number of layers that differs from the weights, before recjax allocates anything by it."""
     layers = written.get("num_hidden_layers")
     if type(layers) is int and not 0 < layers <= MOST_LAYERS:
         raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
@@ -206,7 +206,7 @@ def _opened(file: Path):
 
 
 def _check_inside(file: Path) -> None:
-    """Refuses weights that are a link out of their folder; the hub's cache, whose files are links, is one folder."""
+    """Refuses a link to a file outside the folder; links within the hub's cache are allowed."""
     folder = file.parent.resolve()
     place = folder.parent.parent if folder.parent.name == "snapshots" else folder
     if not file.resolve().is_relative_to(place):
@@ -217,7 +217,7 @@ def _check_inside(file: Path) -> None:
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
-    """Parameter path → Hugging Face names: one a layer for stacked parameters, in order, else a single one."""
+    """Maps parameter paths to Hugging Face names: one per layer, in order, for stacked parameters, otherwise one."""
     modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
     names = {}
     for path in flatten(abstract_params(config)):
@@ -229,12 +229,12 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
 
 
 def read_params(folder: Path, config: DecoderConfig) -> dict:
-    """The parameter tree from a folder's safetensors files, float32, where it lies on the mesh in context.
+    """Reads the parameter tree from a folder's safetensors files, in float32, sharded on the current mesh.
 
-    Tensors go there one at a time, each into its layer's place, so that the host holds one of them and no whole model.
+    Tensors move to the devices one at a time, so the host never holds the whole model.
 
     Raises:
-        ValueError: tensors are missing, unexpected, or of another shape or dtype; a file is missing or damaged.
+        ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
     names = tensor_names(config)
     with contextlib.ExitStack() as stack:
@@ -292,7 +292,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor → its file, by name alone: a file of the index's own folder."""
+    """Maps tensor names to file names, which must not contain a path."""
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = set(names.values())
@@ -341,7 +341,7 @@ def _read(file: Path, opened, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """By the bits of exponents, as bfloat16 is slow to convert."""
+    """True if no value is NaN or infinite; checks the exponent bits because bfloat16 is slow to convert."""
     if values.size == 0:
         return True
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]

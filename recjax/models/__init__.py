@@ -1,1 +1,1 @@
-"""The decoder and what it computes, on one device or on a mesh."""
+"""The decoder and its computations, on one device or on a mesh."""

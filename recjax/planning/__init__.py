@@ -1,1 +1,1 @@
-"""What answers "does it fit?" before anything is trained: memory formulas, programs' costs, topologies, remedies."""
+"""Answers to "does it fit?" before training: memory formulas, costs of programs, topologies, remedies."""

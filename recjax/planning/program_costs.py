@@ -54,7 +54,7 @@ def collectives(text: str, unknown_trips: int = 1) -> dict[str, Traffic]:
     for name, times in runs.items():
         for kind, size, channel in _collectives_of(name, bodies[name]):
             # A TPU program shows the parts of one asynchronous collective, all with its channel: it is sent as often as
-            # it is begun, while a loop that computes meanwhile has a part of it in every turn.
+            # it is started, while a loop that computes at the same time contains a part of it in every iteration.
             key = channel or f"{name} {len(found)}"
             if key not in found or (times, -times * size) < (found[key][1], -found[key][2]):
                 found[key] = (kind, times, times * size)

@@ -1,4 +1,4 @@
-"""Curves over optimizer steps: a row of panels a metric, a column a regime, a line with its band a set of seeds."""
+"""Curves over optimizer steps: a row of panels for each metric, a column for each regime, a line for a set of seeds."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from matplotlib.ticker import NullLocator
 
 from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, finish, new_figure, plain_ticks
 
-STYLES = ("-", "--", ":")  # of the first, second and third round through the colors
+STYLES = ("-", "--", ":")  # for the first, second and third cycle through the colors
 LOGARITHMIC = {"ratio/q01", "ratio/q99", "gradient_norm"}
 SHARES = {"accuracy", "reward", "evaluation/accuracy", "effective_sample_size"}
 
@@ -42,7 +42,7 @@ def draw_curves(
             for index, line in enumerate(compared):
                 chosen = table[(table[lines] == line) & (table[columns] == place)]
                 _draw_band(axes, chosen, metric, index, names.get(line, line))
-        for axes in of_metric:  # once all are drawn: panels of a row share their limits
+        for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         of_metric[0].set_ylabel(LABELS.get(metric, metric))
     for column, axes in enumerate(panels[0]):
@@ -66,7 +66,7 @@ def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: s
 def _scale(axes: Axes, metric: str) -> None:
     """The axes of a panel."""
     if metric == "evaluation/initial_kl":
-        axes.set_yscale("symlog", linthresh=0.01)  # starts at 0, and a collapse takes it up a hundredfold
+        axes.set_yscale("symlog", linthresh=0.01)  # the metric starts at 0, and a collapse raises it a hundredfold
         axes.set_ylim(0, None)
         axes.yaxis.set_minor_locator(NullLocator())
     elif metric in LOGARITHMIC:

@@ -11,8 +11,8 @@ def sample_page(name: str, about: str, rows: Sequence[dict[str, Any]]) -> str:
     """The page; texts of prompts and completions reach it as data and are never read as HTML.
 
     Args:
-        name: of the run.
-        about: what it was, in a few words.
+        name: name of the run.
+        about: description of the run in a few words.
         rows: as `recjax.training.kept_samples` writes them, in order of steps.
     """
     data = json_text({"name": name, "about": about, "rows": list(rows)}, ensure_ascii=False)

@@ -56,7 +56,7 @@ def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
 
 
 def _histogram(axes: Axes, name: str, values: list[list], colors: list[str], whole: bool = True) -> None:
-    """Stacked bars, a list of values a color; values that are None are left out. `whole`: values are whole numbers."""
+    """Stacked bars, a list of values for each color; None is skipped. `whole`: values are whole numbers."""
     values = [[value for value in each if value is not None] for each in values]
     every = [value for each in values for value in each]
     axes.set_xlabel(name)

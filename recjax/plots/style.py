@@ -31,7 +31,7 @@ LABELS = {
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure; width and height in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize="large", parse_math=False)  # a run's name may have dollars
+    figure.suptitle(title, fontsize="large", parse_math=False)  # a dollar sign in a run's name would start mathematics
     return figure
 
 
@@ -50,7 +50,7 @@ def few_ticks(axis: Axis, most: int = 8, whole: bool = True) -> None:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Few ticks, as plain decimals, for a logarithmic axis of whatever span."""
+    """Few ticks, as plain decimals, for a logarithmic axis of any span."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

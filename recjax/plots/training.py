@@ -111,7 +111,7 @@ def _draw_ages(axes: Axes, rows: Rows) -> None:
     for row in rows:
         counts.update({int(age): count for age, count in row["staleness_rows"].items()})
     if counts:
-        width = -(-(max(counts) - min(counts) + 1) // 40)  # optimizer steps a bar
+        width = -(-(max(counts) - min(counts) + 1) // 40)  # optimizer steps per bar
         shares = Counter()
         for age, count in counts.items():
             shares[age // width * width] += count / counts.total()

@@ -1,4 +1,4 @@
-"""What trajectories are worth: what agents returned, what the task's reward says, or what a failure gets."""
+"""Grades of agents: from the values that they return, the task's reward, or the reward of a failure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from recjax.tasks.problems import Problem
 
 
 class AgentGrades:
-    """The grades of agents: of what they returned, of their last messages, or of their failures."""
+    """Grades of agents: from their return values, their last messages, or their failures."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class AgentGrades:
         problems: Sequence[Problem],
         grading: Grading,
     ):
-        """Sends the last messages of those that returned None to be graded.
+        """Submits for grading the last messages of agents that returned None.
 
         Args:
-            texts: of the problems' prompts.
-            openings: the tag of thoughts inside which each last message begins, or empty text.
+            texts: text of each problem's prompt.
+            openings: thinking tag that is open when each last message begins, or empty text.
         """
         self._config, self._tried = config, tried
         self._weights = agent_weights(config.task.reward_weights)
@@ -42,7 +42,7 @@ class AgentGrades:
         self._scores = own and grading.submit(own)
 
     def result(self) -> list[Grade]:
-        """One grade an agent, in order.
+        """Waits and returns one grade per agent, in order.
 
         Raises:
             ValueError: the reward function is at fault, or an agent's rewards lack a part that has a weight.
@@ -63,7 +63,7 @@ class AgentGrades:
         return grades
 
     def _own_grade(self, tried: Tried) -> Grade:
-        """Of what the agent returned, or of its failure."""
+        """Grades an agent by its return value or its failure; an empty grade if it returned None."""
         if tried.failure:
             return Grade(self._config.task.agent_failure_reward, None, False, tried.failure)
         if tried.returned is None:
@@ -82,7 +82,7 @@ class AgentGrades:
         return self._with_counts(tried, reward, parts, None)
 
     def _with_counts(self, tried: Tried, reward: float | None, parts: dict[str, float], accurate: bool | None) -> Grade:
-        """The grade with the parts that count turns and rows."""
+        """Builds the grade, adding the parts that count turns and rows."""
         trajectory = tried.policy.trajectory
         counts = {TURNS: float(len(trajectory.turns)), ROWS: float(len(trajectory.rows))}
         if reward is not None:

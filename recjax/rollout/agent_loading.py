@@ -1,4 +1,4 @@
-"""From `task.agent` to a coroutine function, checked before work starts."""
+"""Loads the coroutine function that `task.agent` names, and checks it before work starts."""
 
 import importlib
 import inspect
@@ -17,12 +17,12 @@ Agent = Callable[[Problem, AgentPolicy], Awaitable[float | Mapping[str, float] |
 
 
 def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
-    """The agent that the block names: a built-in one, or the user's own.
+    """Returns the agent that the config names: a built-in one, or the user's own.
 
     Args:
-        tools: of `task.tools`; None where it names none.
+        tools: tools in `task.tools`; None if it is empty.
     Raises:
-        ValueError: it cannot be imported, or is not `async def agent(problem, policy)`.
+        ValueError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
     """
     if task.agent == "tools":
         return tool_agent(tools, task.agent_turns)
@@ -40,10 +40,10 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
 
 
 def named(key: str, name: str) -> Any:
-    """What module:name is.
+    """Imports the object that `name` gives as module:name.
 
     Raises:
-        ValueError: there is no such module or name.
+        ValueError: the module or the name does not exist.
     """
     module, _, attribute = name.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""What an agent holds of the policy: it asks for replies, and all that it was told becomes its trajectory."""
+"""The policy as an agent uses it: the agent requests replies, and recjax records them as its trajectory."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +24,21 @@ class ContextFull(Exception):
 
 
 class TurnsSpent(Exception):
-    """The agent has had its `task.agent_turns`."""
+    """The agent has used all replies that `task.agent_turns` allows."""
 
 
 class InvalidReward(ValueError):
-    """A turn's reward that is no finite number."""
+    """The reward of a reply is not a finite number of at most MOST_REWARD in absolute value."""
 
 
 class Reply(NamedTuple):
-    """What the policy said.
+    """A reply of the policy.
 
-    text: without the token, or the stop string, that ended it.
-    raw: as it was written, with that; a prompt that goes on from prompt + raw keeps the tokens.
-    prompt_tokens, tokens: what it followed, and what was sampled, the token that ended it among that.
-    truncated: it ran into a limit and did not end.
-    turn: its number among the replies of its agent, from 0, in the order in which they came.
+    text: text without the token or the stop string that ended the reply.
+    raw: text with that token or stop string; a later prompt that begins with prompt + raw keeps the sampled tokens.
+    prompt_tokens, tokens: tokens of the prompt, and the sampled tokens, including the token that ended the reply.
+    truncated: True if the reply reached a limit before it ended.
+    turn: number of the reply among its agent's replies, from 0, in order of arrival.
     """
 
     text: str
@@ -50,12 +50,12 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> dict[str, str]:
-        """As the assistant's, to go on with: messages.append(reply.message)."""
+        """The reply as an assistant message, to continue the chat: messages.append(reply.message)."""
         return {"role": "assistant", "content": self.text}
 
 
 class Limits(NamedTuple):
-    """Of one agent: tokens of a reply, tokens of a prompt and its reply, replies."""
+    """Limits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
 
     reply: int
     context: int
@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 
 
 class AgentPolicy:
-    """The policy, as one agent has it. Replies may be asked for one after another, or several at a time."""
+    """The policy for one agent. The agent may request replies one after another or concurrently."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class AgentPolicy:
         at_work: Callable[[bool], None],
         template: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """Takes what it samples with.
+        """Stores the engine and everything that sampling needs.
 
         Args:
-            chats: renders messages.
-            key: of a turn, by its number from 0.
-            at_work: is told True when the agent begins to wait for the policy, and False when it has its reply.
-            template: variables of the chat template that the problem has, `tools` among them.
+            chats: renderer of messages.
+            key: function from a turn's number, from 0, to its key data.
+            at_work: callback that gets True when the agent starts to wait for the policy, False when it has a reply.
+            template: variables that the problem gives the chat template, including `tools`.
         """
         self._template = template
         self._live, self._policy, self._chats, self._sampling = live, policy, chats, sampling
@@ -100,18 +100,18 @@ class AgentPolicy:
         stop: Sequence[str] = (),
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Reply:
-        """The reply to messages, put through the model's chat template.
+        """Returns the reply to messages, which the model's chat template renders.
 
         Args:
-            messages: each with role and content, as the template takes them.
-            tools: JSON schemas of functions that the template tells the model of; None: the problem's, if it has any.
-            max_tokens: of the reply; None, or more: rollout.max_completion_tokens.
-            stop: strings that end the reply, which is without them.
-            chat_template_kwargs: variables of the template, before the problem's and those of the config.
+            messages: messages with role and content, as the template takes them.
+            tools: JSON schemas of functions that the template shows to the model; None: the problem's tools, if any.
+            max_tokens: limit on the reply; None or a larger number: rollout.max_completion_tokens.
+            stop: strings that end the reply; `text` does not include them.
+            chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
-            ValueError: messages that the template refuses, or a model without one.
-            ContextFull: no room is left for a reply.
-            TurnsSpent: too many replies.
+            ValueError: the template refuses the messages, or the model has no template.
+            ContextFull: the prompt leaves no room for a reply.
+            TurnsSpent: the agent has had all its replies.
         """
         variables = [{**self._template, **chat_template_kwargs}]
         text = self._chats.render([messages], tools, variables)[0]
@@ -125,18 +125,18 @@ class AgentPolicy:
         stop: Sequence[str] = (),
         rendered: bool = False,
     ) -> Reply:
-        """The completion of a text, or of token ids.
+        """Returns the completion of a text or of token ids.
 
-        Where the prompt goes on from an earlier one and its reply, the tokens of these are kept as they were sampled.
+        If the prompt begins with an earlier prompt and its reply, their tokens are kept as sampled.
 
         Args:
-            max_tokens: as of `chat`.
-            stop: likewise.
-            rendered: the text comes from a chat template, so it gets no begin-of-sequence token.
+            max_tokens: limit on the completion, see `chat`.
+            stop: strings that end the completion, see `chat`.
+            rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: a prompt that the tokenizer does not know, or a token that the model has no embedding of.
-            ContextFull: no room is left for a completion.
-            TurnsSpent: too many completions.
+            ValueError: the tokenizer does not know the prompt, or the model has no embedding for a token.
+            ContextFull: the prompt leaves no room for a completion.
+            TurnsSpent: the agent has had all its completions.
         """
         stop = [stop] if isinstance(stop, str) else list(stop)
         if max_tokens is not None and max_tokens < 1:
@@ -167,18 +167,18 @@ class AgentPolicy:
         return Reply(said, raw, ids, sampled.tokens, sampled.truncated, len(self.trajectory.turns) - 1)
 
     def stop(self) -> None:
-        """Cancels what still waits for a reply: its slot is free in the next round, and nothing more is added."""
+        """Cancels waiting requests: their slots are free in the next round, and the trajectory gets no more turns."""
         for task in self._waiting:
             task.cancel()
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
-        """Gives a reply a reward, which adds to what the agent returns; several for one reply add up.
+        """Gives a reply a reward, which is added to the agent's return value; several rewards of one reply add up.
 
         Args:
-            reply: None: the one that came last.
+            reply: reply to reward; None: the latest one.
         Raises:
-            InvalidReward: no finite number of at most MOST_REWARD either way.
-            ValueError: there is no reply yet.
+            InvalidReward: the value is not a finite number of at most MOST_REWARD in absolute value.
+            ValueError: the policy has not replied yet.
         """
         try:
             sound = abs(float(value)) <= MOST_REWARD
@@ -193,5 +193,5 @@ class AgentPolicy:
 
     @property
     def rewarded(self) -> float | None:
-        """The sum of the rewards of turns, in their order; None where there are none."""
+        """The sum of all rewards of turns, in order of the turns; None if the agent gave no reward."""
         return sum(self.rewards[turn] for turn in sorted(self.rewards)) if self.rewards else None

@@ -1,4 +1,4 @@
-"""One agent at work: its clock, its end, and what came of it."""
+"""One agent at work: its time limit, how it ends, and its result."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from recjax.rollout.agent_policy import AgentPolicy, ContextFull, InvalidReward,
 from recjax.tasks.grading.reward import MOST_REWARD, described
 from recjax.tasks.problems import Problem
 
-# Why an agent failed, and what helps: it raised an error; was at something else than the policy for too long; returned
-# no reward that there is; never asked the policy; asked on when its context was full, or when it had had all its turns.
+# Kinds of failure and their remedies. "timeout": too much time other than waiting for the policy. "invalid": not a
+# valid reward. "silent": never used the policy. "context", "turns": a request with a full context or beyond all turns.
 FAILURES = {
     "raised": "correct the agent",
     "timeout": "raise task.agent_seconds, or let the agent do less",
@@ -19,12 +19,12 @@ FAILURES = {
     "context": "raise rollout.max_context_tokens, or let the agent ask for less",
     "turns": "raise task.agent_turns, or let the agent ask less often",
 }
-# A policy that fills its context or spends its turns may yet learn not to.
+# The agent's own mistakes. A full context and spent turns are not: the policy can learn to avoid them.
 MISTAKES = ("raised", "timeout", "invalid", "silent")
 
 
 class Tried(NamedTuple):
-    """What came of one agent: its policy, what it returned, and why it failed, with the reason's words; or None."""
+    """The result of one agent: its policy, its return value, and the kind and words of its failure, or None and ""."""
 
     policy: AgentPolicy
     returned: Any
@@ -33,7 +33,7 @@ class Tried(NamedTuple):
 
 
 class Trial:
-    """One agent at work; `done` has what came of it, also where the agent goes on regardless."""
+    """One agent at work; `done` holds its result, even if the agent itself keeps running."""
 
     def __init__(self, agent: Agent, problem: Problem, policy_of: Callable[..., AgentPolicy], seconds: float):
         self._loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ class Trial:
             found |= {"failure": "turns", "words": str(error)}
         except InvalidReward as error:
             found |= {"failure": "invalid", "words": str(error)}
-        except BaseException as error:  # some would end more than the agent
+        except BaseException as error:  # an agent may raise SystemExit, which must not end the run
             found |= {"failure": "raised", "words": described(error)}
         finally:
             self._stop_clock()
@@ -70,7 +70,7 @@ class Trial:
         self.done.set_result(Tried(self._policy, returned, failure, words))
         self._policy.stop()
 
-    # --- Its seconds are those in which it does not wait for the policy.
+    # --- The clock counts the seconds in which the agent does not wait for the policy.
 
     def _at_work(self, waits: bool) -> None:
         if waits and self.done.done():
@@ -96,13 +96,13 @@ class Trial:
         self.end("timeout", f"it was at something else for task.agent_seconds = {self._seconds}")
 
     def end(self, failure: str = "raised", words: str = "the batch ended before it did") -> None:
-        """Ends the agent, unless it has ended."""
+        """Ends the agent if it still runs."""
         self._finish(failure=failure, words=words)
         self._task.cancel()
 
 
 def _wrong_with(returned: Any) -> tuple[str | None, str]:
-    """Why what an agent returned is no reward; None where it is one."""
+    """Returns the failure and the words for a return value that is not a reward; (None, "") for a valid one."""
     values = list(returned.values()) if isinstance(returned, Mapping) else [returned]
     try:
         sound = bool(values) and all(abs(float(value)) <= MOST_REWARD for value in values)

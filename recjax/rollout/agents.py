@@ -1,4 +1,4 @@
-"""Agents: all those of a batch run at once, and each one's trajectory becomes a completion of its problem's group."""
+"""Runs all agents of a batch concurrently; each trajectory becomes a completion in its problem's group."""
 
 import functools
 import logging
@@ -33,24 +33,24 @@ from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
-CHAT_SECONDS = 10.0  # for the chat template, at each turn
+CHAT_SECONDS = 10.0  # limit for the chat template at each turn
 _LAST = 2**32 - 1
 
 
 class Agents:
-    """The agent of a run, with its tools and its chat template; a context that holds their processes.
+    """The agent that a run uses, with its tools and its chat template; a context that holds their processes.
 
-    An agent that raises, hangs or returns nonsense costs itself alone. One that blocks, computing or sleeping without
-    `await`, holds up all others, and nothing here ends it.
+    An agent that raises, hangs or returns nonsense does not affect other agents. An agent that blocks, by computing or
+    sleeping without `await`, holds up all agents, and recjax cannot end it.
     """
 
     def __init__(self, config: Config, policy: Policy):
         """Loads the agent and its tools.
 
         Args:
-            policy: as it is before it has adapters.
+            policy: policy before adapters are added.
         Raises:
-            ValueError: something that cannot be loaded or is no agent, or several processes.
+            ValueError: the agent or a tool cannot be loaded, or the run has several processes.
         """
         if jax.process_count() > 1:
             raise ValueError(
@@ -64,7 +64,7 @@ class Agents:
         self._agent, self._chats = load_agent(task, self._tools), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
 
     def __enter__(self) -> "Agents":
-        """Starts nothing yet."""
+        """Returns itself; processes start when they are first needed."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -88,22 +88,22 @@ class Agents:
         version: int,
         fatal: bool = True,
     ) -> tuple[list[Group], "AgentGrades"]:
-        """A group of `group_size` trajectories for each problem, and their grades to come.
+        """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.
 
         Args:
-            key: turn 0 of agent i, in the order of the problems, is sampled with fold_in(key, i), as a completion of
-                one turn is; turn k with fold_in(fold_in(key, 2^32 − 1 − k), i).
-            grading: grades the last message of agents that return None.
-            fatal: an error is raised where all agents fail by mistakes of their own and get no reward for it.
-            (others): as of `collecting.sample_groups`.
+            key: sampling key. Turn 0 of agent i, in the order of the problems, uses fold_in(key, i), like a single-turn
+                completion; turn k uses fold_in(fold_in(key, 2^32 − 1 − k), i).
+            grading: pool that grades the last messages of agents that return None.
+            fatal: True raises an error if all agents fail by their own mistakes without `task.agent_failure_reward`.
+            (others): see `collecting.sample_groups`.
         Raises:
-            ValueError: all agents have failed.
-            RuntimeError: the engine has failed.
+            ValueError: all agents failed, see `fatal`.
+            RuntimeError: the engine failed.
         """
         engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
         engine.replace_weights(params, version)
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
-        # Made before any agent's seconds count: the device may first have an update to finish.
+        # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, self._config.task.agent_turns, len(problems))
         tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
         self._report_failures(tried, fatal)
@@ -179,21 +179,21 @@ class Agents:
 
 
 def _reason(tried: Tried) -> tuple[str | None, str]:
-    """What an agent's failure has in common with others: its kind, and the type of what was raised."""
+    """A key that groups similar failures: their kind and, for raised errors, the error's type."""
     return tried.failure, tried.words.partition(":")[0] if tried.failure == "raised" else ""
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:
-    """Key data of all turns of all agents; of turn 0 those of completions of one turn."""
+    """Key data for each turn of each agent; turn 0 has the keys of single-turn completions."""
     later = jax.vmap(jax.random.fold_in, (None, 0))(key, np.uint32(_LAST - np.arange(1, turns)))
     return row_keys(jnp.concatenate([key[None], later]), count)
 
 
 def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weight: float) -> Completion:
-    """A trajectory as a completion without a grade; one without any turn has no token.
+    """Converts a trajectory to a completion without a grade; without turns, the completion has no tokens.
 
     Args:
-        weight: of the rewards of turns, which are not counted where the agent failed.
+        weight: weight of the turns' rewards, which do not count if the agent failed.
     """
     trajectory, none = tried.policy.trajectory, np.zeros(0, np.int32)
     first, *further = trajectory.rows or [(none, none, none.astype(bool), none.astype(np.float32))]
@@ -218,5 +218,5 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weig
 
 
 def _first_prompt(completions: Sequence[Completion]) -> np.ndarray:
-    """What the first agent of a group began with, as a store's rows have it."""
+    """The prompt of a group's first agent, which stores record as the prompt of the group."""
     return completions[0].prompt_tokens

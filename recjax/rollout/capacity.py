@@ -1,4 +1,4 @@
-"""How many slots memory has room for, and the few sizes that slots, caches and prompts come in."""
+"""Computes how many slots fit in memory, and the few sizes that slots, caches and prompts may have."""
 
 import os
 from collections.abc import Sequence
@@ -10,25 +10,25 @@ from recjax import hosts
 from recjax.models.decoder import Decoder
 from recjax.models.placement import row_shards
 
-ROUND = 16  # tokens that a slot samples at most before the host looks again
-SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # the smallest cache in tokens; fewer rows are not gathered into fewer slots
-# A TPU lays rows of cached tokens out in tiles of so many. Where they do not fill these, programs copy the whole cache.
+ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
+SHORTEST_CACHE, FEWEST_SLOTS = 64, 8  # shortest cache in tokens; fewest slots that an engine shrinks to
+# Tokens per tile in a TPU's layout of the cache. If tokens do not fill the tiles, programs copy the whole cache.
 TILE = 16
-FEWEST_CONTINUED = 4  # requests that go on from what slots hold are filled up to so many
-RESERVE = 0.2  # share of the free memory that is left for activations
-CHANGING = 1.5  # times the cache that there is while it is copied, to one twice as long or to half as many slots
-ALWAYS_FREE = 2**24  # bytes that are not asked for
+FEWEST_CONTINUED = 4  # fewest rows of a program that continues the contents of slots
+RESERVE = 0.2  # share of the free memory that stays available for activations
+CHANGING = 1.5  # peak memory over that of the full cache, while copying doubles its length or halves the slots
+ALWAYS_FREE = 2**24  # bytes that are assumed to be free without a check
 
 
 def cache_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
-    """Bytes of keys and values that each device of the mesh in context holds while completions are sampled.
+    """Bytes of keys and values on each device of the mesh in context while completions are sampled.
 
-    2 × layers × kv_heads × head_dim × bytes × (prompts × prompt_tokens + rows × completion_tokens), over the devices
-    that share the rows, and over those that share the heads where their number divides these.
+    2 × layers × kv_heads × head_dim × bytes × (prompts × prompt_tokens + rows × completion_tokens), divided by the
+    number of devices that share the rows and, if the heads are a multiple, by the size of the "tensor" axis.
 
     Args:
-        prompts: copies of a prompt: one for each group where all its completions have slots, otherwise one for each
-            slot, beside one for each prompt.
+        prompts: copies of prompts: one per group if all its completions have slots, otherwise one per slot plus one
+            per prompt.
     """
     shape, tensor = decoder.config, jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
     shards = row_shards() * (tensor if shape.num_kv_heads % tensor == 0 else 1)
@@ -38,12 +38,12 @@ def cache_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int
 
 
 def score_bytes(decoder: Decoder, rows: int) -> int:
-    """Bytes of the next token's scores on each device: float32, those of the model and of the distribution."""
+    """Bytes of the next token's scores on each device: float32, once for the model and once for the distribution."""
     return 2 * rows * decoder.config.vocab_size * 4 // row_shards()
 
 
 def free_bytes() -> int:
-    """Bytes that are free on the device that has the fewest, of all processes'; devices that are CPUs share theirs."""
+    """Free bytes of the device with the least, over all processes; devices that are CPUs share the host's memory."""
     free = []
     for device in jax.local_devices():
         stats = device.memory_stats() or {}
@@ -71,10 +71,10 @@ def slots_that_fit(
     completion_tokens: int,
     free: int | None = None,
 ) -> int:
-    """As many slots as the free memory of the devices holds, at most `rows`: these, their half, and so on.
+    """The largest number of slots that fits in memory: `rows`, `rows`/2, `rows`/4, …
 
     Args:
-        free: bytes of each device; None: what there is.
+        free: free bytes of each device; None: measured.
     """
 
     def needed(slots: int) -> int:
@@ -92,7 +92,7 @@ def slots_that_fit(
 
 
 def filled_up(count: int) -> int:
-    """The next multiple of what the mesh splits rows into."""
+    """The next multiple of the number of parts that the mesh splits rows into."""
     return -(-count // row_shards()) * row_shards()
 
 
@@ -102,7 +102,7 @@ def power_of_two(count: int) -> int:
 
 
 def slot_numbers(most: int) -> list[int]:
-    """Numbers of slots that are ever used, rising: `most`, its half, and so on, down to FEWEST_SLOTS."""
+    """All numbers of slots that an engine may use, ascending: `most`, `most`/2, … down to FEWEST_SLOTS."""
     sizes = [filled_up(most)]
     while (half := filled_up(-(-sizes[0] // 2))) >= FEWEST_SLOTS and half < sizes[0]:
         sizes.insert(0, half)
@@ -110,14 +110,14 @@ def slot_numbers(most: int) -> list[int]:
 
 
 def next_lower(numbers: Sequence[int], count: int) -> int:
-    """The next lower number of slots; 0 where there is none."""
+    """The next lower number of slots; 0 if `count` is the lowest."""
     return max((fewer for fewer in numbers if fewer < count), default=0)
 
 
 def cache_lengths(longest: int) -> list[int]:
-    """Lengths in tokens that the cache ever has, rising: doubling, up to what completions of `longest` tokens need.
+    """All lengths in tokens that the cache may have, ascending: doubling, up to completions of `longest` tokens.
 
-    The last is one and a half to three times as long as the one before: there is none that hardly differs from it.
+    The final length is 1.5 to 3 times the length before, so no two lengths are almost equal.
     """
     lengths, most = [SHORTEST_CACHE if longest > ROUND + 1 else round_time(longest)], longest - 1 + round_time(longest)
     if most > TILE:
@@ -128,17 +128,17 @@ def cache_lengths(longest: int) -> list[int]:
 
 
 def cache_length(longest: int, needed: int, slots: int, most: int) -> int:
-    """The length of the cache in which `slots` of `most` slots have room for `needed` tokens; one of `cache_lengths`.
+    """The length of `cache_lengths` for `slots` of `most` slots with room for `needed` tokens each.
 
-    Fewer slots have longer ones, about half the bytes of what all slots have at first: to read what they do not need
-    costs few slots little, and a batch whose completions end one by one comes to one length for each number of slots.
+    Fewer slots get longer caches, about half the bytes of the first cache of all slots. Few slots read the unused part
+    quickly, and a batch whose completions end one by one uses a single length for each number of slots.
     """
     lengths = cache_lengths(longest)
     return at_least(lengths, max(needed, lengths[0] * most // (2 * slots)))
 
 
 def round_time(longest: int) -> int:
-    """Tokens of a round: ROUND, or what the longest completion has beside its first token."""
+    """Tokens of a round: ROUND, or fewer if the longest completion needs fewer after its first token."""
     return max(1, min(ROUND, longest - 1))
 
 

@@ -1,4 +1,4 @@
-"""Samples a token a row, with the row's own key, and its log-probability."""
+"""Samples one token per row with the row's own key, and returns its log-probability."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from recjax.models.placement import ROWS, constrain
 def sample_tokens(
     scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    """One token a row with the row's own key, and its log-probability under the distribution that sampled it."""
+    """One token per row, sampled with the row's key, and its log-probability under the distribution that sampled it."""
     scores = constrain(scores, ROWS)
     if sampling.temperature == 0:
         tokens = _in_two_steps(scores, jnp.max, lambda among, _: jnp.argmax(among, axis=-1))
@@ -28,10 +28,10 @@ def sample_tokens(
 
 
 def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choose: Callable) -> Int[Array, " batch"]:
-    """An index a row: first one of about √vocab blocks, by what `of_block` makes of its scores, then one inside it.
+    """Chooses an index per row in two steps: one of about √vocab blocks by `of_block` of its scores, then one in it.
 
-    The choice is that among all at once, ties included. Sampling takes 2 √vocab random numbers in place of vocab, and
-    the index of the highest of many, which XLA is slow to find on the CPU, is never asked for.
+    The result equals a choice among all scores at once, including ties. Sampling takes 2 √vocab random numbers, not
+    vocab, and avoids an argmax over many scores, which XLA compiles to slow code on CPUs.
     """
     batch, vocab = scores.shape
     length = math.isqrt(vocab - 1) + 1

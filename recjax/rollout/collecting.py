@@ -1,4 +1,4 @@
-"""Prompts to groups: completions sampled by the engine, and their grades, which may still be computed."""
+"""Turns prompts into groups: the engine samples completions, and their grades may still be computed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -39,11 +39,11 @@ def sample_groups(
 
     Args:
         params: all parameters, in the dtype that they compute in.
-        name: of this batch, given to no other; ids of its groups and completions begin with it.
-        source: who samples.
-        version: of `params`, in optimizer updates.
-        newer: gives, between rounds of tokens, weights that have come since; None: there will be none.
-        (others): as those of `sample_completions`.
+        name: unique name of this batch; ids of its groups and completions begin with it.
+        source: name of the sampler.
+        version: version of `params`, in optimizer updates.
+        newer: function called between rounds of tokens; returns weights that have arrived, or None. None: no updates.
+        (others): see `sample_completions`.
     """
     engine = Engine(policy.decoder, policy.stop_ids, slots=policy.slots, prefix_time=prompts.tokens.shape[1])
     engine.replace_weights(params, version)
@@ -83,15 +83,15 @@ def sample_completions(
     sampling: Sampling,
     newer: Callable[[], Weights | None] | None = None,
 ) -> list[Sampled]:
-    """`group_size` completions of each prompt, from an engine that has nothing else to do.
+    """`group_size` completions of each prompt, from an engine without other requests.
 
     Args:
         prompts: right-padded, each row with at least one token.
-        keys: key data of each completion, in the order of the prompts: `row_keys` of a key not used before. Token t is
-            sampled with fold_in(its key, t), so that the same keys repeat the same completions.
+        keys: key data of each completion, in the order of the prompts: `row_keys` of a fresh key. Token t is
+            sampled with fold_in(its key, t), so equal keys give equal completions.
         max_tokens: limit on a completion's length, end-of-sequence token included.
         sampling: the distribution.
-        newer: as of `sample_groups`.
+        newer: function that returns new weights, see `sample_groups`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
     prefixes = _prefixes(prompts, prompt_mask)
@@ -106,7 +106,7 @@ def _prefixes(prompts: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
 
 
 def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*batches rows words"]:
-    """Key data of each completion of a batch: fold_in(key, 0), fold_in(key, 1), …; or of several, of a key each."""
+    """Key data of a batch's completions: fold_in(key, 0), fold_in(key, 1), …; several keys give several batches."""
     return on_host(_folded(key, rows))
 
 
@@ -117,14 +117,14 @@ def _folded(key: Key[Array, "*batches"], rows: int) -> Array:
 
 
 class Grades:
-    """The grades of a batch, which may still be computed; each of several processes grades its share of the prompts."""
+    """The grades of a batch, which may still be computed; each process grades its share of the prompts."""
 
     def __init__(self, scores: "Future[Scores]", count: int):
         """Takes the scores of this process's share of `count` completions."""
         self._scores, self._count = scores, count
 
     def result(self) -> list[Grade]:
-        """One grade a completion, waited for; of several processes all have those of all, and all must ask.
+        """Waits and returns one grade per completion. Every process gets all grades, and all processes must call this.
 
         Raises:
             ValueError: the reward function is at fault; see `recjax.tasks.grading.custom.custom_parts`.
@@ -142,11 +142,11 @@ class Grades:
 
 
 def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grades:
-    """Sends completions to be graded in the background; the reward sees texts without the token that stopped them.
+    """Submits completions for grading in the background; the reward sees texts without the stop token.
 
     Args:
-        groups: of the prompts, one each, of one size.
-        grading: open.
+        groups: groups of equal size, one for each prompt.
+        grading: grading pool that is open.
     """
     own = [
         Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, len(completion.tokens))
@@ -157,7 +157,7 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
 
 
 def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:
-    """The groups with a grade for every completion, in order."""
+    """The groups with a grade for each completion, in order."""
     left = iter(grades)
     return [
         group._replace(completions=tuple(completion._replace(grade=next(left)) for completion in group.completions))

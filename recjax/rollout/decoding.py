@@ -1,4 +1,4 @@
-"""The engine's programs on the device: prompts run, completions begun and continued."""
+"""The engine's programs on the device: they run prompts, and start and continue completions."""
 
 import functools
 from typing import NamedTuple
@@ -24,14 +24,14 @@ from recjax.rollout.keys_values import (
 
 
 class Rows(NamedTuple):
-    """What the slots are at.
+    """The state of the slots.
 
     Attributes:
-        live: sample a token in this call.
-        lengths, cached: tokens whose keys and values are in `prompts` and in `later`.
-        last: the token sampled last.
+        live: True for slots that sample a token in this call.
+        lengths, cached: numbers of tokens with keys and values in `prompts` and in `later`.
+        last: latest sampled token.
         counts: tokens sampled so far; the next one is sampled with fold_in(key, count).
-        limits: tokens that are sampled at most.
+        limits: most tokens to sample.
         keys: key data.
     """
 
@@ -45,9 +45,9 @@ class Rows(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """State of a round after `time` tokens, of which a slot has kept the first `counts`.
+    """State of a round after `time` tokens; each slot keeps the first `counts` of these tokens.
 
-    `recent` has the keys and values of this round's tokens but the last.
+    `recent` holds the keys and values of this round's tokens except the last.
     """
 
     time: Int[Array, ""]
@@ -63,14 +63,14 @@ class Decoded(NamedTuple):
 def prefill(
     params: dict, prompts: Int[Array, "prompts time"], mask: Bool[Array, "prompts time"], *, decoder: Decoder
 ) -> tuple[tuple, Float[Array, "prompts vocab"]]:
-    """Keys and values of prompts, right-padded, and the scores of the token after each."""
+    """Keys and values of right-padded prompts, and the scores of the token after each prompt."""
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     hidden, cache = decoder.apply({"params": params}, prompts, positions, mask)
     return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
 
 
 def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-    """Scores of the next token, split as the head is: left to the compiler, the head would be sent for every token."""
+    """Scores of the next token, split like the head; otherwise the compiler would transfer the head for every token."""
     return constrain(logits(decoder.config, params, hidden), ROWS, "tensor")
 
 
@@ -83,11 +83,11 @@ def first_tokens(
     sampling: Sampling,
     chunk: int,
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    """Every completion's first token and its log-probability.
+    """The first token of each completion, and its log-probability.
 
     Args:
-        of: each completion's prompt.
-        chunk: completions whose scores exist at one time.
+        of: index of each completion's prompt.
+        chunk: most completions whose scores are in memory together.
     """
     count = len(of)
 
@@ -108,7 +108,7 @@ def _step_keys(keys: UInt32[Array, "rows words"], counts: Int[Array, " rows"]) -
 
 
 def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, " rows"]) -> tuple[Context, Context]:
-    """What the rows' next tokens attend to; rows that share a prompt have one length."""
+    """The context of each row's next token: its prompt and later tokens. Rows that share a prompt have one length."""
     prompts, sharing = cache_rows(memory.prompts), len(lengths) // cache_rows(memory.prompts)
     places = jnp.broadcast_to(jnp.arange(cache_time(memory.prompts)), (prompts, cache_time(memory.prompts)))
     prompt = Context(*memory.prompts, places < lengths[::sharing, None], places)
@@ -128,13 +128,13 @@ def extend(
     *,
     decoder: Decoder,
 ) -> tuple[Memory, Float[Array, "rows vocab"]]:
-    """Runs tokens that follow what slots hold, puts their keys and values behind it, and scores the token after them.
+    """Appends tokens to the contents of slots: stores their keys and values, and scores the token after them.
 
     Args:
-        slots: which ones; one that is named twice has the same tokens both times.
+        slots: indices of the slots; a slot that occurs twice has equal tokens both times.
         tokens: right-padded; `memory.later` has room for all of them, padding included.
         mask: True at real tokens.
-        lengths, cached: of these slots, as in `Rows`.
+        lengths, cached: values for these slots, see `Rows`.
     """
     read = read_slots(memory, slots)
     positions = (lengths + cached)[:, None] + jnp.arange(tokens.shape[1])
@@ -156,11 +156,11 @@ def decode(
     stop_ids: tuple[int, ...],
     round_time: int,
 ) -> tuple[Memory, Decoded]:
-    """Up to `round_time` tokens for each live slot, fewer once no more than `enough` are live.
+    """Samples up to `round_time` tokens for each live slot; stops early once at most `enough` slots are live.
 
-    The memory is only read while the round lasts: its tokens' keys and values are held apart, all slots' at one place,
-    and put there at the end, each slot's at its own. Behind what it has cached a slot's memory means nothing, so that
-    slots that are not live lose nothing either, as long as there is room for a round.
+    The round only reads the memory. It keeps the keys and values of new tokens in a buffer where all slots share one
+    position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
+    meaning, so idle slots lose no tokens either, as long as they have room for a round.
     """
     options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
     state = _round(params, memory.prompts, _contexts(memory, rows.lengths, rows.cached), rows, enough, **options)
@@ -183,12 +183,12 @@ def whole_batch(
     group_size: int,
     round_time: int,
 ) -> tuple[Int[Array, "batch time"], Float[Array, "batch time"], Int[Array, " batch"]]:
-    """Groups of completions that need no more than their first token and one round, in one program.
+    """Samples groups of completions that need only their first token and one round, in one program.
 
     Args:
-        prompts: right-padded; each is that of `group_size` consecutive completions.
+        prompts: right-padded, one for each `group_size` consecutive completions.
     Returns:
-        Tokens, their log-probabilities, and how many of them each completion has.
+        Tokens, their log-probabilities, and the number of tokens of each completion.
     """
     cache, scores = prefill(params, prompts, mask, decoder=decoder)
     of = jnp.arange(len(limits)) // group_size
@@ -214,7 +214,7 @@ def _round(
     stop_ids: tuple[int, ...],
     round_time: int,
 ) -> Decoded:
-    """The tokens of a round, over what they attend to beside each other; `like` is any cache."""
+    """Samples the tokens of a round, which attend to `contexts` and to each other; `like` is any cache of the model."""
     slots, places, starts = len(rows.live), jnp.arange(round_time), rows.lengths + rows.cached
     turns = decoder.turns(starts[:, None] + places)
 

@@ -1,4 +1,4 @@
-"""Samples completions in slots: requests come in at any time, finished completions come out."""
+"""Samples completions in slots: requests may arrive at any time, and each round returns the completions that ended."""
 
 import itertools
 from collections import deque
@@ -32,18 +32,18 @@ from recjax.rollout.slots import Slots
 class Engine:
     """Slots with a growing cache, in which completions are sampled a round of tokens at a time.
 
-    A completion depends on nothing but the weights and its request: not on where or when it is sampled, nor beside
-    what. A batch that has the engine for itself gives up slots as its completions end. Other requests leave slots as
-    they are: a later one whose prefix begins with what a free slot holds takes that slot, and only the rest is run.
+    A completion depends only on the weights and its request, not on its slot, the time or other requests. A batch that
+    has the engine for itself uses fewer slots as its completions end. Other requests keep the number of slots. If a
+    free slot holds the beginning of a later request's prefix, the request takes this slot and runs only the new tokens.
     """
 
     def __init__(self, decoder: Decoder, stop_ids: tuple[int, ...], *, slots: int | None, prefix_time: int):
-        """Makes an engine without weights.
+        """Creates an engine without weights.
 
         Args:
-            stop_ids: tokens that end a completion; the one sampled is part of it.
-            slots: completions that are sampled at one time; None: as many as memory holds, at most what is asked.
-            prefix_time: tokens that prefixes are padded to; longer ones to a power of two.
+            stop_ids: tokens that end a completion and belong to it.
+            slots: completions that are sampled together; None: as many as memory holds, at most the number of requests.
+            prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
         """
         self._decoder, self._stop_ids = made_for_sampling(decoder), tuple(stop_ids)
         self._asked, self._prefix_time = slots, prefix_time
@@ -54,28 +54,28 @@ class Engine:
         self._prefilled: Prefilled | None = None
         self._finished: dict[int, Sampled] = {}
         self._slots = Slots(self._decoder.cache_dtype)
-        self._sizes, self._planned = [0], 0  # numbers of slots, and the requests that they are for
-        self._longest: int | None = None  # the limit of a batch of one distribution that has the engine for itself
+        self._sizes, self._planned = [0], 0  # possible numbers of slots, and the requests that they were planned for
+        self._longest: int | None = None  # token limit of a batch with one distribution and no other requests
 
     def replace_weights(self, params: dict, version: int) -> None:
-        """Takes weights, stacked by layer, for all tokens that are sampled from now on, to where the engine samples.
+        """Moves weights, stacked by layer, to the sampling devices and uses them for all tokens sampled from here on.
 
-        Completions under way go on from the keys and values that they have.
+        Unfinished completions continue with the keys and values that they have.
         """
         self._stacked, self._params = moved_params(self._mesh, params), None
         self._version, self._weights = version, self._weights + 1
         self._slots.columns.current[:] = False
 
     def admit(self, requests: Sequence[Request], group_size: int | None = None) -> list[int]:
-        """Takes requests and returns their tickets; those for which there is no slot wait in line.
+        """Adds requests and returns their tickets; requests without a free slot wait in line.
 
-        Equal prefixes of one call are run once.
+        Equal prefixes in one call are run once.
 
         Args:
-            group_size: the requests are a batch, which comes again with other prompts: so many consecutive ones share
-                a prefix. Programs fit its numbers exactly; those of other requests are rounded up to powers of two.
+            group_size: number of consecutive requests that share a prefix, in a batch whose shape recurs with other
+                prompts. Programs fit the batch exactly; numbers of other requests are rounded up to powers of two.
         Raises:
-            ValueError: a request that cannot be sampled, or groups without a common prefix.
+            ValueError: a request cannot be sampled, or a group has no common prefix.
         """
         requests = list(requests)
         check_requests(requests, group_size, self._decoder.config.vocab_size)
@@ -85,9 +85,9 @@ class Engine:
         return tickets
 
     def cancel(self, tickets: Collection[int]) -> None:
-        """Frees the slots of requests, and their places in line; nothing comes of these tickets any more.
+        """Frees the slots of requests and their places in line; the engine returns no completions for these tickets.
 
-        Those of a batch of groups that is in line keep their places.
+        Requests of a batch of groups that waits in line keep their places.
         """
         gone = {*tickets}
         self._slots.free(gone)
@@ -97,14 +97,14 @@ class Engine:
         self._queue = deque(left for admitted in self._queue if (left := admitted.without(gone)).requests)
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
-        """What requests that are under way in slots have sampled, by ticket."""
+        """Tokens that unfinished requests in slots have sampled, by ticket."""
         return self._slots.so_far({*tickets})
 
     def round(self) -> dict[int, Sampled]:
-        """Fills free slots and decodes a round of tokens in all; returns the completions that ended, by ticket.
+        """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
 
         Raises:
-            ValueError: there are no weights yet.
+            ValueError: the engine has no weights yet.
         """
         if self._stacked is None:
             raise ValueError("the engine has no weights; call replace_weights before the first round")
@@ -117,10 +117,10 @@ class Engine:
         return finished
 
     def drain(self, newer: Callable[[], Weights | None] | None = None) -> dict[int, Sampled]:
-        """Rounds until nothing is left; returns all completions, by ticket.
+        """Runs rounds until all requests are finished; returns all completions, by ticket.
 
         Args:
-            newer: gives, before each round, weights that have come since the last one, or None.
+            newer: function called before each round; returns weights that have arrived since the last call, or None.
         """
         finished = {}
         while self._queue or self._prefilled or self._slots.live.any():
@@ -130,7 +130,7 @@ class Engine:
         return finished
 
     def _weights_in_use(self) -> dict:
-        """As the decoder takes them."""
+        """The weights in the layout that the decoder takes."""
         if self._params is None:
             self._params = self._stacked
             if self._decoder.unrolled:
@@ -140,7 +140,7 @@ class Engine:
     # --- From the line into slots.
 
     def _fill_slots(self) -> None:
-        """Gives free slots to what waits, as long as there are both."""
+        """Gives free slots to waiting requests until either runs out."""
         while True:
             if self._prefilled is None:
                 live = int(self._slots.live.sum())
@@ -157,7 +157,7 @@ class Engine:
         return prefilled + sum(len(admitted.tickets) for admitted in self._queue)
 
     def _plan(self, count: int, group_size: int | None) -> None:
-        """Decides on numbers of slots for so many requests, in line or under way."""
+        """Decides how many slots to use for `count` requests, waiting or in slots."""
         self._planned = filled_up(count // group_size) * group_size if group_size else power_of_two(count)
         if self._asked is None:
             most = capacity.slots_that_fit(
@@ -172,7 +172,7 @@ class Engine:
         self._sizes = capacity.slot_numbers(most)
 
     def _begin_next(self, room: int) -> None:
-        """The first tokens of what is next in line, with as much of what comes after as there is room for."""
+        """Samples the first tokens of the next requests in line, and of as many later ones as `room` allows."""
         idle, group_size = not self._slots.live.any(), self._queue[0].group_size
         if group_size is None:
             self._longest = None
@@ -182,7 +182,7 @@ class Engine:
             if self._slots.count:
                 self._slots = Slots(self._decoder.cache_dtype)
             self._plan(len(self._queue[0].requests), group_size)
-        self._planned = 0  # other requests have a plan of their own
+        self._planned = 0  # so that other requests make their own plan
         requests, tickets, _ = self._queue.popleft()
         by_itself = idle and len({request.sampling for request in requests}) == 1
         self._longest = max(request.limit for request in requests) if by_itself else None
@@ -195,7 +195,7 @@ class Engine:
         )
 
     def _begin_singles(self, room: int) -> None:
-        """Runs requests that go on from what slots hold in these, and the others' prefixes, each once."""
+        """Starts single requests: continues slots that hold a prefix's beginning, and runs other prefixes once each."""
         requests, tickets, _ = self._queue.popleft()
         while self._queue and self._queue[0].group_size is None:
             if len(requests) + len(self._queue[0].requests) > room:
@@ -220,7 +220,7 @@ class Engine:
         prefixes: list[np.ndarray],
         group_size: int | None,
     ) -> None:
-        """Runs prefixes and samples every completion's first token; those that go on wait for slots."""
+        """Runs prefixes and samples the first token of each completion; unfinished completions then wait for slots."""
         asked, mask = self._padded_prompts(prefixes)
         cache, scores = decoding.prefill(self._weights_in_use(), asked, mask, decoder=self._decoder)
         started = self._first_tokens(scores, prompts, requests, tickets)
@@ -235,7 +235,7 @@ class Engine:
             self._prefilled = Prefilled(*waiting, cache, lengths, group_size, self._weights)
 
     def _padded_prompts(self, prefixes: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as a right-padded batch, and its mask; the first ones fill up what devices or programs ask more."""
+        """Prompts as a right-padded batch, and its mask; prompts repeat to fill rows that devices or programs need."""
         longest, count = max(map(len, prefixes)), len(prefixes)
         filled = filled_up(count if self._longest else power_of_two(count))
         time = self._prefix_time if longest <= self._prefix_time else power_of_two(longest)
@@ -255,15 +255,15 @@ class Engine:
         return Started(requests, tickets, tokens, logprobs, self._version)
 
     def _ended(self, started: Started) -> Bool[np.ndarray, " requests"]:
-        """Completions that have ended with their first token."""
+        """True for completions that ended with their first token."""
         return np.isin(started.tokens, self._stop_ids) | np.array([request.limit == 1 for request in started.requests])
 
     def _seat(self, waiting: Prefilled) -> bool:
-        """Gives free slots to completions that wait; returns whether there were enough."""
+        """Moves waiting completions into free slots; returns True if all of them found a slot."""
         started, rows, prompts, cache, lengths, group_size, weights = waiting
         current, count = weights == self._weights, at_least(self._sizes, int(self._slots.live.sum()) + len(rows))
         if self._slots.memory is None and group_size and count == len(lengths) * group_size:
-            # A slot for every row: groups read the one copy of their prompt that there is.
+            # With a slot for every row, each group reads a single copy of its prompt.
             self._slots.open_for(cache, lengths, group_size, self._cache_time(0, count))
             self._slots.begin(rows, started, current)
             seated = len(rows)
@@ -276,10 +276,10 @@ class Engine:
         return not len(left)
 
     def _go_on(self, places: Int[np.ndarray, " requests"], requests: list[Request], tickets: list[int]) -> None:
-        """Runs what slots do not hold of prefixes whose beginnings they do, and samples the first tokens."""
+        """Continues slots that hold beginnings of prefixes: runs the remaining tokens, then samples one token each."""
         slots, held = self._slots, self._slots.held[places]
         rest = [request.prefix[start:] for request, start in zip(requests, held, strict=True)]
-        # Few programs, each of which takes seconds to compile: agents go on in ones and twos, with a few tokens.
+        # Padded to few shapes, which take seconds to compile: agents continue one or two at once, with few tokens.
         filled = np.arange(filled_up(power_of_two(max(len(rest), FEWEST_CONTINUED)))) % len(rest)
         tokens, mask = padded([rest[place] for place in filled], power_of_two(max(capacity.ROUND, *map(len, rest))))
         lengths, cached = slots.columns.lengths[places], slots.columns.cached[places]
@@ -295,11 +295,11 @@ class Engine:
     # --- Rounds.
 
     def _whole_batch(self, requests: list[Request], tickets: list[int], group_size: int) -> None:
-        """Samples a batch that its first tokens and one round are all of: nothing of it stays in slots."""
+        """Samples a batch that ends within its first tokens and one round, without using slots."""
         count, time = len(requests), self._round_time()
         asked, mask = self._padded_prompts([request.prefix for request in requests[::group_size]])
         keys = np.zeros((len(asked) * group_size, len(requests[0].key)), np.uint32)
-        limits = np.zeros(len(keys), np.int32)  # 0: rows that only fill up
+        limits = np.zeros(len(keys), np.int32)  # 0: padding rows
         keys[:count] = np.concatenate([request.key for request in requests]).reshape(count, -1)
         limits[:count] = [request.limit for request in requests]
         options = {"sampling": requests[0].sampling, "stop_ids": self._stop_ids, "round_time": time}
@@ -312,7 +312,7 @@ class Engine:
             self._finished[ticket] = Sampled(tokens[row, :kept], logprobs[row, :kept], versions[:kept], cut)
 
     def _cache_time(self, needed: int, slots: int) -> int:
-        """Room for at least so many tokens in each of so many slots: one of few lengths."""
+        """Tokens of room per slot for `slots` slots, at least `needed`; takes few values, to compile few programs."""
         if self._longest:
             return capacity.cache_length(self._longest, needed, slots, self._sizes[-1])
         return power_of_two(max(needed, capacity.SHORTEST_CACHE))
@@ -321,13 +321,13 @@ class Engine:
         return capacity.round_time(self._longest) if self._longest else capacity.ROUND
 
     def _fit(self) -> None:
-        """Room for a round in every slot, and for a batch no more slots than it still needs."""
+        """Makes room for a round in every slot, and reduces the slots of a batch to the number that it still needs."""
         slots, live, time = self._slots, self._slots.live, self._round_time()
         if not self._longest:
-            time *= 2  # slots that have had their round are written behind while another distribution has its own
+            time *= 2  # the round of another distribution also writes behind slots that have had their own round
         kept = live if self._longest else live | slots.columns.current
         needed = int(slots.columns.cached[kept].max()) + time
-        # By halves, and not at once: for each number of slots there is one program that leads there.
+        # Halves step by step, so that each number of slots is reached by one compiled program.
         while self._longest and at_least(self._sizes, slots.fewest + self._waiting()) < slots.count:
             fewer = capacity.next_lower(self._sizes, slots.count)
             slots.change_number(fewer, self._cache_time(needed, fewer))
@@ -338,9 +338,9 @@ class Engine:
         slots.leave_room(time)
 
     def _decode(self) -> None:
-        """A round of each distribution that live slots have; those of the others are held still meanwhile.
+        """Decodes one round for each distribution among live slots; slots of other distributions pause during it.
 
-        It ends early where enough slots are free for those that wait, or for a batch to go on with fewer.
+        A round ends early once enough slots are free for waiting requests, or for a batch to continue with fewer slots.
         """
         slots, live, time = self._slots, self._slots.live, self._round_time()
         free = slots.count

@@ -13,17 +13,16 @@ logger = logging.getLogger(__name__)
 
 
 def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Callable:
-    """An agent that plays an environment to its end; each step's reward is that of the reply which it answers.
+    """Returns an agent that plays an environment to its end; each reply gets the reward of the step that it caused.
 
-    The environment is made of the problem. `close()`, if it has one, is called at the end, also after an error and when
-    the agent's time is over. `reset(seed=…)` returns (observation, info) and `step(action)` returns
-    (observation, reward, terminated, truncated, info), both observations text. They run in the event loop, so they must
-    not block. Its info at the end may have "parts", which are then the named parts of the whole reward, in place of the
-    steps' rewards.
+    The agent creates the environment from the problem. If the environment has `close()`, the agent calls it at the end,
+    also after an error or a timeout. `reset(seed=…)` returns (observation, info) and `step(action)` returns
+    (observation, reward, terminated, truncated, info); observations are text. Both run in the event loop, so they must
+    not block. If the final info contains "parts", these named parts are the whole reward instead of the steps' rewards.
 
     Args:
-        environment: a class, or a function; takes the problem.
-        turns: most steps.
+        environment: class or function that takes the problem.
+        turns: largest number of steps.
     """
 
     async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
@@ -55,7 +54,7 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
 
 
 async def _close(world: Any) -> None:
-    """Ends an environment that can be ended, whatever came of it; a failure to end costs the agent nothing."""
+    """Closes an environment if it can be closed; an error while closing does not fail the agent."""
     try:
         closing = getattr(world, "close", lambda: None)()
         if inspect.isawaitable(closing):
@@ -65,7 +64,7 @@ async def _close(world: Any) -> None:
 
 
 def _seed(problem: Problem) -> int:
-    """Of the problem alone, so that all agents of a group play the same."""
+    """A seed that depends only on the problem, so that all agents of a group play the same game."""
     return int.from_bytes(hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()[:4], "big")
 
 
@@ -76,7 +75,7 @@ def _told(before: str | list, observation: str) -> str | list:
 
 
 def _said(told: str | list, reply: Any) -> str | list:
-    """What was told, and the reply."""
+    """The conversation with the reply appended."""
     if isinstance(told, str):
         return told + reply.raw
     return [*told, reply.message]

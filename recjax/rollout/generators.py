@@ -1,6 +1,6 @@
-"""Processes that sample numbered batches beside the trainer: actors of Ray. Nothing here knows what a batch is.
+"""Processes that sample numbered batches in parallel with the trainer, as Ray actors; they may return any batch.
 
-Ray is imported when an asynchronous run begins; all others do without it.
+Only asynchronous runs import Ray, when they begin.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ import jax
 from recjax import hosts
 from recjax.config import Config, RegimeConfig
 
-AT_A_TIME = 2  # batches that a generator has: one is sampled while the other one is graded, or waits
+AT_A_TIME = 2  # batches per generator: one is sampled while the second is graded or waits
 logger = logging.getLogger(__name__)
 
-RESTARTS = 5  # of one generator in a row, with nothing from it in between, before the run ends
+RESTARTS = 5  # restarts of one generator in a row, without a batch in between, before the run ends
 
 
-# A function that opens a context with a function from (number, version, weights, newest) to a batch; newest() gives
-# version and weights that have come since, or None.
+# Opens a context that yields a function from (number, version, weights, newest) to a batch; newest() returns the latest
+# version and weights that have arrived, or None.
 Sampler = Callable[..., AbstractContextManager[Callable[[int, int, dict, Callable[[], tuple[int, dict] | None]], Any]]]
 
 
 class Assignment(NamedTuple):
-    """A batch that is being sampled: its number, the version of the weights, and the generator, from 0."""
+    """A batch being sampled: its number, the version of its weights, and the index of its generator, from 0."""
 
     number: int
     version: int
@@ -41,7 +41,7 @@ class Assignment(NamedTuple):
 
 
 class Generator:
-    """What runs in the process: a function that samples, made once, and called by two threads."""
+    """The actor in a generator's process: it creates the sampling function once and calls it from two threads."""
 
     def __init__(self, sampler: Sampler, arguments: tuple):
         """Enters the context `sampler(*arguments)`, which lasts as long as the process."""
@@ -50,20 +50,20 @@ class Generator:
         self._newest: tuple[int, dict] | None = None
 
     def sample(self, number: int, version: int, weights: dict) -> Any:
-        """What the function makes of a batch's number and the weights that sample it, or its beginning."""
+        """Samples the batch with this number, using the given weights for all of it or for its beginning."""
         return self._sample(number, version, weights, lambda: self._newest)
 
     def replace_weights(self, version: int, weights: dict) -> None:
-        """Takes weights for what is sampled from now on; calls may come in any order."""
+        """Stores weights for tokens sampled from here on; ignores older weights, as calls may come in any order."""
         if self._newest is None or self._newest[0] < version:
             self._newest = version, weights
 
 
 def require_ray(config: Config) -> None:
-    """Refuses an asynchronous run where Ray is not installed; of several processes the first one needs it.
+    """Refuses an asynchronous run without Ray; among several processes only the first needs Ray.
 
     Raises:
-        ValueError: with the line that installs it.
+        ValueError: with the command that installs Ray.
     """
     if config.regime.mode == "sync":
         return
@@ -72,14 +72,14 @@ def require_ray(config: Config) -> None:
 
 
 class Generators:
-    """A context that holds the generators of a run, and knows which batches they are at.
+    """The generators of an asynchronous run, as a context; it knows which batches each of them samples.
 
-    A generator that dies, or has not answered for `regime.generator_seconds`, is named in the log and started again,
-    and what it was at is sampled again from the newest weights. So every batch that was issued arrives, and none twice.
+    A generator that dies, or does not answer for `regime.generator_seconds`, is logged and restarted. It then samples
+    its batches again with the newest weights. So every issued batch arrives exactly once.
     """
 
     def __init__(self, regime: RegimeConfig):
-        """Starts nothing yet."""
+        """Stores the config; `start` starts the processes."""
         self._regime = regime
         self._actors: list[Any] = []
         self._assigned: dict[Any, Assignment] = {}
@@ -88,15 +88,15 @@ class Generators:
         self.restarts, self.waited_seconds = 0, 0.0
 
     def __enter__(self) -> "Generators":
-        """Connects to `regime.address`, or starts Ray on this machine, unless this process has it already.
+        """Connects to `regime.address`; if None, starts Ray on this machine unless this process already has Ray.
 
         Raises:
-            ValueError: there is no cluster at the address.
+            ValueError: no cluster answers at the address.
         """
         if self._regime.address is None and "ray" not in sys.modules:
-            # Ray's switch for machines of its own: its processes listen on loopback alone. Read on import.
+            # With this variable Ray's processes listen only on loopback. Ray reads it on import.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-            # Whoever reaches Ray can run code, so other users of this machine need a token that they do not have.
+            # Clients of Ray can run code, so a secret token keeps out other users of this machine.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         import ray
@@ -107,14 +107,14 @@ class Generators:
             quiet = {"log_to_driver": False, "logging_level": "ERROR"}
             if (address := self._regime.address) is None:
                 with warnings.catch_warnings():
-                    # JAX warns of every fork; this one's child does nothing but become a program of Ray.
+                    # JAX warns about every fork, but this child only executes a program of Ray.
                     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                     ray.init("local", num_cpus=self._regime.generators, include_dashboard=False, **quiet)
             else:
                 try:
                     host, colon, port = address.rpartition(":")
                     if colon and "/" not in host:
-                        # Ray tries for minutes.
+                        # Checked first, because Ray itself would retry for minutes.
                         socket.create_connection((host, port), timeout=10).close()
                     ray.init(address, **quiet)
                 except OSError as error:
@@ -123,7 +123,7 @@ class Generators:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the generators, whatever they are at, and Ray where this context started it."""
+        """Ends the generators even while they sample, and shuts Ray down if this context started it."""
         if self._begun_here:
             self._ray.shutdown()
         else:
@@ -143,9 +143,9 @@ class Generators:
         self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
 
     def publish(self, version: int, weights: dict) -> None:
-        """The weights, on the host, that sample the batches which are issued from now on.
+        """Sets the weights, held on the host, for batches issued from here on.
 
-        With `regime.swap_within` also the rest of those that are being sampled.
+        With `regime.swap_within`, batches being sampled also continue with these weights.
         """
         self._version, self._weights = version, self._ray.put(weights)
         if self._regime.swap_within:
@@ -153,11 +153,11 @@ class Generators:
                 actor.replace_weights.remote(version, self._weights)
 
     def begin_step(self) -> None:
-        """Forgets the seconds that were waited for an earlier step."""
+        """Resets `waited_seconds` at the start of a step."""
         self.waited_seconds = 0.0
 
     def issue(self, number: int) -> None:
-        """Has a batch sampled by the generator that has the fewest."""
+        """Assigns a batch to the generator with the fewest batches."""
         loads = [self._at(generator) for generator in range(self._regime.generators)]
         generator = min(range(len(loads)), key=lambda place: len(loads[place]))
         if not loads[generator]:
@@ -166,22 +166,22 @@ class Generators:
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """Batches that were issued and have not arrived: number to version, in the order of issue."""
+        """Batches that were issued and have not arrived: number to version, in order of issue."""
         return {one.number: one.version for one in self._assigned.values()}
 
     @property
     def are_busy(self) -> bool:
-        """Whether each has as many batches as it may have."""
+        """True if all generators have as many batches as they may have."""
         return len(self._assigned) >= AT_A_TIME * self._regime.generators
 
     def receive(self, wait: bool) -> list[tuple[int, Any]]:
         """Number and result of every batch that is done.
 
         Args:
-            wait: for at least one, where any is in flight.
+            wait: True to wait for at least one batch if any is in flight.
         Raises:
-            RuntimeError: a generator dies again and again, or never answers.
-            Exception: what the function raised.
+            RuntimeError: a generator keeps dying, or never answers.
+            Exception: any error that the sampling function raised.
         """
         started, found = time.monotonic(), []
         while self._assigned:
@@ -191,7 +191,7 @@ class Generators:
             if done:
                 found += self._received(done[0])
             elif time.monotonic() > answer_by:
-                # No answer is left to read, so a generator whose time is over has not answered in it.
+                # Every answer has been read, so a generator past its deadline has really not answered.
                 self._restart_silent()
             elif found or not wait:
                 break
@@ -246,10 +246,10 @@ class Generators:
 
 
 def _environment(regime: RegimeConfig, on_gpu: bool) -> dict[str, str]:
-    """Of a generator's process."""
+    """Environment variables of a generator's process."""
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if on_gpu else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
     if regime.address is None:
-        # The same modules, among them a reward of the user's own, and the same compiled programs.
+        # Generators on this machine share the trainer's modules, such as a user's reward, and compiled programs.
         variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
         least = jax.config.jax_persistent_cache_min_compile_time_secs

@@ -1,4 +1,4 @@
-"""Keys and values of the engine's slots: their room, and what is put into them, each device with slots of its own."""
+"""Keys and values of the engine's slots: allocates, resizes and fills them; each device has its own slots."""
 
 import functools
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from jaxtyping import Array, Int
 
 from recjax.models.placement import ROWS, constrain, row_shards
 
-# They are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
+# Keys and values are [layers, rows, kv_heads, time, head_dim], or a tuple over layers without the first axis.
 _ROW_AXIS, _TIME_AXIS = -4, -2
 
 
 class Memory(NamedTuple):
-    """Keys and values of the slots: of their prompts, and of all later tokens but the last.
+    """Keys and values of the slots: those for their prompts, and those for all later tokens except the last.
 
-    `prompts` has a row for each slot, or a row for each group of consecutive slots, which then all read it.
+    `prompts` has a row for each slot, or a row for each group of consecutive slots, which then all read that row.
     """
 
     prompts: tuple
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
 
 def cache_rows(cache: tuple) -> int:
-    """Rows of keys and values."""
+    """Number of rows of keys and values."""
     return jax.tree.leaves(cache)[0].shape[_ROW_AXIS]
 
 
@@ -37,20 +37,20 @@ def cache_time(cache: tuple) -> int:
 
 
 def over_mesh(cache: tuple) -> tuple:
-    """The cache over the mesh: rows as those of a batch, heads along "tensor"."""
+    """Constrains the cache to the mesh: rows split like rows of a batch, heads along "tensor"."""
     return jax.tree.map(lambda x: constrain(x, *(None,) * (x.ndim + _ROW_AXIS), ROWS, "tensor"), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "time", "dtype"))
 def empty(like: tuple, *, rows: int, time: int, dtype: DTypeLike | None = None) -> tuple:
-    """Room for the keys and values of `time` tokens in each of `rows` rows; in the dtype of `like` if none is given."""
+    """Room for keys and values of `time` tokens in each of `rows` rows; in the dtype of `like` if `dtype` is None."""
     shapes = jax.tree.map(lambda x: (*x.shape[:_ROW_AXIS], rows, x.shape[-3], time, x.shape[-1]), like)
     return over_mesh(jax.tree.map(lambda x, shape: jnp.zeros(shape, dtype or x.dtype), like, shapes))
 
 
 @functools.partial(jax.jit, static_argnames="time")
 def resized(cache: tuple, *, time: int) -> tuple:
-    """The cache with room for `time` tokens; of a longer one the first are kept."""
+    """The cache with room for `time` tokens; a longer cache keeps its first tokens."""
 
     def fitted(x: Array) -> Array:
         x = jax.lax.slice_in_dim(x, 0, min(time, x.shape[_TIME_AXIS]), axis=x.ndim + _TIME_AXIS)
@@ -63,17 +63,17 @@ def resized(cache: tuple, *, time: int) -> tuple:
 
 @functools.partial(jax.jit, static_argnames="time")
 def gathered(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
-    """The memory of the slots that `order` names, each with a copy of its prompt and room for `time` later tokens.
+    """Memory of the slots in `order`, each with its own copy of its prompt and room for `time` later tokens.
 
     Args:
-        order: each device's part names slots of its own.
+        order: indices of slots; each device's part contains only its own slots.
     """
     read = _where_rows_lie(read_slots, memory, order)
     return read._replace(later=resized(read.later, time=time))
 
 
 def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
-    """What some slots hold, with a copy of its prompt for each; they are counted from the first on this device."""
+    """Memory of some slots, each with a copy of its prompt; indices count from the first slot on this device."""
     count, sharing = cache_rows(memory.later), cache_rows(memory.later) // cache_rows(memory.prompts)
     slots = slots % count
     prompts, later = (
@@ -84,7 +84,7 @@ def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
 
 
 def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
-    """`function(*arguments)`, caches and columns of all slots, on each device with the slots that it has."""
+    """Runs `function(*arguments)` on each device with its own slots; arguments are caches and columns of all slots."""
     shards = row_shards()
     if shards == 1 or len(arguments[-1]) % shards:
         return function(*arguments)
@@ -116,10 +116,10 @@ def put_prompts(memory: Memory, cache: tuple, places: Int[Array, "2 slots"], cou
 def put_behind(
     later: tuple, new: tuple, cached: Int[Array, " rows"], slots: Int[Array, " rows"] | None = None
 ) -> tuple:
-    """Copies rows of keys and values into slots, each behind what it has cached: row after row, in place.
+    """Copies rows of keys and values into slots, each behind the slot's cached tokens: row after row, in place.
 
     Args:
-        slots: of the rows; None: one row for each slot, in order.
+        slots: index of each row's slot; None: one row for each slot, in order.
     """
 
     def put(row: Array, later: tuple) -> tuple:
@@ -135,17 +135,17 @@ def put_behind(
 
 
 def put_round(later: tuple, recent: tuple, cached: Int[Array, " slots"]) -> tuple:
-    """As `put_behind` with a row of `recent` for each slot."""
+    """Copies a row of `recent` into each slot behind its cached tokens, see `put_behind`."""
     stacked = jax.tree.leaves(later)[0].ndim > -_ROW_AXIS
     put = functools.partial(jax.lax.platform_dependent, tpu=_merged, default=put_behind) if stacked else put_behind
     return over_mesh(_where_rows_lie(put, later, recent, cached))
 
 
 def _merged(later: tuple, new: tuple, cached: Int[Array, " slots"]) -> tuple:
-    """As `put_round`, of stacked layers one by one: all of a layer is read and written.
+    """The TPU version of `put_behind` for stacked layers: reads and writes each whole layer in turn.
 
-    A TPU's compiler (libtpu of JAX 0.10.2) fails on the other way behind a round, and lays the cache out anew for a
-    scatter, in as much memory again.
+    After a round, a TPU's compiler (libtpu of JAX 0.10.2) fails on `put_behind`. For a scatter it changes the cache's
+    layout, which takes as much memory again.
     """
     rounds = cache_time(new)
     places = jnp.arange(cache_time(later)) - cached[:, None]

@@ -1,6 +1,6 @@
-"""The engine for coroutines: requests come from any number of them at any time, and each awaits its own completion.
+"""The engine for coroutines: many coroutines may send requests at any time, and each awaits its own completion.
 
-Rounds run in a thread of their own, so that the event loop stays free for agents, tools and connections meanwhile.
+Rounds run in a separate thread, so that the event loop stays free for agents, tools and connections.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ import jax
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request, Sampled
 
-# Times that the event loop goes round before a round of tokens begins: whoever has just got a completion, and waits
-# for nothing else, has then asked for the next one. So what runs beside what does not depend on the clock.
+# Passes of the event loop before a round of tokens. A coroutine that has just received a completion has then sent its
+# next request, unless it waits for something else. So timing does not decide which requests share a round.
 PASSES = 16
 
 
 class _Asked:
-    """A request, the future of its completion, and, for who follows it, what it has sampled so far."""
+    """A request, the future of its completion and, for followers, the tokens sampled so far."""
 
     def __init__(self, request: Request, followed: bool):
         self.request, self.followed = request, followed
@@ -28,60 +28,60 @@ class _Asked:
         self.done.add_done_callback(lambda _: self.changed.set())
 
     def tell(self, so_far: Sampled) -> None:
-        """After a round."""
+        """Passes on the tokens after a round."""
         self.so_far = so_far
         self.changed.set()
 
 
 class LiveEngine:
-    """An engine that requests are admitted to as they come; a context, of one event loop.
+    """An engine that admits requests as they arrive; a context that belongs to one event loop.
 
-    A completion is the same whatever else is asked for: it follows from its request and the weights.
+    A completion follows from its request and the weights, and does not depend on other requests.
     """
 
     def __init__(self, engine: Engine, passes: int = PASSES):
-        """Takes the engine, which nobody else may use until this is closed, and the mesh in context.
+        """Takes the engine, which has no other users until this context closes, and the mesh in context.
 
         Args:
-            engine: with weights.
-            passes: of the event loop before a round. Two are enough for whoever follows a completion to close it.
+            engine: engine with weights.
+            passes: passes of the event loop before a round. Two are enough for a follower to close its iterator.
         """
         self._engine, self._mesh, self._passes = engine, jax.sharding.get_mesh(), passes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._arrived: list[_Asked] = []
         self._waiting: dict[int, _Asked] = {}
         self._serving: asyncio.Task | None = None
-        self.error: BaseException | None = None  # what ended the engine
+        self.error: BaseException | None = None  # the error that ended the engine
 
     async def __aenter__(self) -> "LiveEngine":
-        """Starts nothing yet."""
+        """Returns itself; work starts with the first request."""
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Ends after the round under way; whoever still waits gets asyncio.CancelledError."""
+        """Ends after the current round; coroutines that still wait get asyncio.CancelledError."""
         if self._serving:
             self._serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
         self._thread.shutdown(wait=True)
-        del self._engine  # agents that have ended refer to this in circles, and must not hold weights and cache
+        del self._engine  # reference cycles of ended agents must not keep weights and cache in memory
 
     async def sample(self, request: Request) -> Sampled:
-        """The completion of a request. Who is canceled while it waits frees its slot and leaves others as they are.
+        """Returns the completion of a request. A task that is canceled while it waits frees only its own slot.
 
         Raises:
-            ValueError: a request that cannot be sampled.
+            ValueError: the request cannot be sampled.
             RuntimeError: the engine has failed.
         """
         return await self._ask(request, followed=False).done
 
     async def follow(self, request: Request) -> AsyncIterator[Sampled]:
-        """All that a request has sampled, after each of its rounds, and at last its completion.
+        """Yields all tokens of a request so far after each of its rounds, and finally its completion.
 
-        Who is slow misses rounds and no tokens. Closing the iterator early frees the request's slot.
+        A slow follower misses rounds but no tokens. Closing the iterator early frees the request's slot.
 
         Raises:
-            ValueError, RuntimeError: as `sample`.
+            ValueError, RuntimeError: see `sample`.
         """
         asked = self._ask(request, followed=True)
         try:
@@ -105,12 +105,12 @@ class LiveEngine:
         return asked
 
     async def replace_weights(self, params: dict, version: int) -> None:
-        """As `Engine.replace_weights`, between two rounds."""
+        """Replaces the weights between two rounds, see `Engine.replace_weights`."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._on_mesh, self._engine.replace_weights, params, version)
 
     async def _serve(self) -> None:
-        """Rounds, until nobody waits."""
+        """Runs rounds until no coroutine waits."""
         try:
             while self._arrived or self._waiting:
                 for _ in range(self._passes):
@@ -157,7 +157,7 @@ class LiveEngine:
     # --- In the engine's thread.
 
     def _on_mesh(self, function, *arguments):
-        """The mesh in context is each thread's own."""
+        """Runs a function with the mesh in context, which each thread must set for itself."""
         if self._mesh.empty:
             return function(*arguments)
         with jax.set_mesh(self._mesh):
@@ -166,8 +166,7 @@ class LiveEngine:
     def _round(
         self, gone: Collection[int], arrived: Sequence[_Asked], followed: Sequence[int]
     ) -> tuple[list[int | ValueError], dict[int, Sampled], dict[int, Sampled]]:
-        """A round without some and with others: the latter's tickets, or why they were refused; what is under way of
-        those that are followed; what has ended."""
+        """Cancels, admits and decodes; returns tickets or refusals, followed requests' tokens so far, completions."""
         self._engine.cancel(gone)
         tickets: list[int | ValueError] = []
         for asked in arrived:

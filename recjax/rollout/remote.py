@@ -1,4 +1,4 @@
-"""Completions of a server with OpenAI's API, whatever it is and whatever it tells of them."""
+"""Completions from a server with an OpenAI-compatible API, with or without token ids and log-probs."""
 
 import contextlib
 import json
@@ -22,20 +22,20 @@ Prompt = str | list[dict[str, str]]
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT = 30.0  # seconds before a request is tried again
-_ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # reasons of completions that are whole
+_ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # finish reasons of complete completions
 _CUT = ("length", "max_tokens", "model_length")
-_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of which another try may not be
+_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that may not recur when the request is sent again
 
 
 class Address(NamedTuple):
-    """Where a server is and how it is asked.
+    """A server's location, and limits for requests to it.
 
-    url: of the server, with or without /v1.
-    model: its name there; None: the only one.
-    api_key: None: it asks for none.
-    concurrency: requests at one time.
-    seconds: for a whole reply.
-    retries: of a request that fails for a reason that may pass.
+    url: URL of the server, with or without /v1.
+    model: name of the model on the server; None: its only model.
+    api_key: key of the server; None: the server needs no key.
+    concurrency: largest number of parallel requests.
+    seconds: time limit for a whole reply.
+    retries: number of retries of a request that fails for a temporary reason.
     """
 
     url: str
@@ -47,11 +47,11 @@ class Address(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A completion of a server.
+    """A server's completion.
 
-    truncated: it ran into the limit of tokens.
-    prompt, tokens: ids of the policy's vocabulary, the token that ended it among them; None: texts alone are known.
-    logprobs: of each token, in nats, under the distribution that sampled it; None: not known.
+    truncated: True if it reached the token limit.
+    prompt, tokens: ids in the policy's vocabulary, including the token that ended it; None: only text is known.
+    logprobs: log-prob of each token, in nats, under the distribution that sampled it; None: not known.
     """
 
     text: str
@@ -62,16 +62,16 @@ class Answer(NamedTuple):
 
 
 class RemoteEngine:
-    """A server that samples; a context."""
+    """A server that samples completions; a context."""
 
     def __init__(self, address: Address, policy: Policy, rollout: RolloutConfig):
-        """Asks the server for its models.
+        """Connects to the server and requests its list of models.
 
         Args:
-            policy: whose tokenizer tells whether token ids of the server are of the same vocabulary.
-            rollout: how completions are sampled, and how long they may be.
+            policy: policy whose tokenizer decides if the server's token ids belong to the same vocabulary.
+            rollout: sampling distribution and length limits.
         Raises:
-            ValueError: there is no server, or no such model.
+            ValueError: the server does not answer, or lacks the model.
         """
         self._address, self._policy, self._rollout = address, policy, rollout
         base = address.url.rstrip("/").removesuffix("/v1")
@@ -87,11 +87,11 @@ class RemoteEngine:
             raise
 
     def __enter__(self) -> "RemoteEngine":
-        """Nothing more is needed."""
+        """Returns itself; the constructor has already connected."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends when the requests under way have their replies, and says which replies were left out."""
+        """Waits for replies to current requests, then logs how many replies were skipped, by reason."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self.left_out:
             counts = ", ".join(f"{why} {number}" for why, number in self.left_out.most_common())
@@ -102,19 +102,19 @@ class RemoteEngine:
     def answers(
         self, prompts: Sequence[Prompt], seed: int, templates: Sequence[Mapping[str, Any]] | None = None
     ) -> list[list[Answer]]:
-        """`rollout.group_size` answers to each prompt; fewer where the server keeps giving replies that are none.
+        """Returns `rollout.group_size` answers to each prompt; fewer if the server keeps sending unusable replies.
 
-        `left_out` counts those replies by reason, and `missing` the answers that are not there.
+        `left_out` counts unusable replies by reason, and `missing` counts the missing answers.
 
-        Tokens and log-probs are there where the server gives them and they are certain to be what this policy's
-        vocabulary means by them; elsewhere there is the text alone.
+        Answers have tokens and log-probs only if the server sends them and they certainly belong to the policy's
+        vocabulary. Otherwise answers have only text.
 
         Args:
-            prompts: texts, or the messages of chats.
-            seed: of them; servers that read one repeat their answers.
-            templates: variables of the chat template for each prompt that is a chat, `tools` among them.
+            prompts: texts, or messages of chats.
+            seed: seed of the answers; servers that use seeds then repeat their answers.
+            templates: variables of the chat template for each chat prompt, including `tools`.
         Raises:
-            ValueError: the server refuses, or does not answer however often it is asked.
+            ValueError: the server refuses, or does not answer after all retries.
         """
         of_prompts = enumerate(zip(prompts, templates or [{}] * len(prompts), strict=True))
         asked = [
@@ -133,7 +133,7 @@ class RemoteEngine:
         found: list[Answer] = []
         asked, retries = 0, self._address.retries
         while len(found) < (size := self._rollout.group_size) and retries >= 0:
-            # Some servers give one choice, whatever is asked for.
+            # Some servers always send a single choice, for any n.
             reply = self._reply(self._body(prompt, template, size - len(found), seed + asked))
             choices = reply.get("choices")
             if not choices:
@@ -147,7 +147,7 @@ class RemoteEngine:
                 self.left_out.update(filter(None, wrong))
         with self._counting:
             self.missing += size - len(found)
-        # Answers to one prompt are of one kind: tokens of some and texts of others have no common prompt.
+        # All answers to a prompt need tokens, or none: answers with tokens and text answers have no common prompt.
         return found if all(one.tokens for one in found) else [Answer(one.text, one.truncated) for one in found]
 
     def _body(self, prompt: Prompt, template: Mapping[str, Any], count: int, seed: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class RemoteEngine:
         return body | {"messages": prompt}
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request, with token ids and log-probs if the server knows of these."""
+        """Returns the reply to a request, with token ids and log-probs if the server supports them."""
         path = "chat/completions" if "messages" in body else "completions"
         if self._gives_ids:
             extra = {"logprobs": True if "messages" in body else 0, "return_token_ids": True}
@@ -178,14 +178,14 @@ class RemoteEngine:
             if reply.status_code not in (400, 422):
                 return self._read(reply)
             plain = self._sent("POST", path, body)
-            if plain.is_success and self._gives_ids:  # it is these that it does not know
+            if plain.is_success and self._gives_ids:  # the server refused only the extra fields
                 self._gives_ids = False
                 self._warn("ids", "the server knows no return_token_ids, so its completions are kept as texts")
             return self._read(plain)
         return self._read(self._sent("POST", path, body))
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """The response to a request, which is made again where its failure may pass."""
+        """Sends a request, with retries after temporary failures, and returns the response."""
         wait, tries = 0.5, self._address.retries
         for left in range(tries, -1, -1):
             try:
@@ -210,7 +210,7 @@ class RemoteEngine:
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
         words = _words(reply)
-        if reply.status_code == 400 and _error_code(reply) == "content_filter":  # of the prompt, as Azure says it
+        if reply.status_code == 400 and _error_code(reply) == "content_filter":  # Azure's filter of prompts
             return {"choices": [{"finish_reason": "content_filter"}]}
         if reply.status_code in (401, 403):
             raise ValueError(f"{self._place} refuses ({words}); give --api_key_file, a file with one key")
@@ -228,7 +228,7 @@ class RemoteEngine:
         reply = self._sent("GET", "models")
         asked = self._address.model
         if reply.status_code == 404 and asked is not None:
-            return asked  # a server that does not list any
+            return asked  # the server does not list models
         listed = self._read(reply).get("data")
         names = [one["id"] for one in listed if "id" in one] if isinstance(listed, list) else []
         if asked is None and len(names) == 1:
@@ -254,7 +254,7 @@ class RemoteEngine:
         return plain._replace(prompt=prompt, tokens=tokens, logprobs=self._logprobs(reply, choice, len(tokens)))
 
     def _is_of_vocabulary(self, tokens: Sequence[int], text: str | None) -> bool:
-        """Whether the policy's tokenizer reads the ids as the text, if there is one: with its last token or without."""
+        """True if the policy's tokenizer decodes the ids to the text, if given, with or without the final token."""
         tokenizer, vocabulary = self._policy.tokenizer, self._policy.decoder.config.vocab_size
         if not all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens):
             return False
@@ -262,12 +262,12 @@ class RemoteEngine:
             return True
         ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
         said = text.strip().rstrip("\ufffd")
-        # Some servers write special tokens out; all leave a stop string out of the text.
+        # Some servers include special tokens in the text; no server includes the stop string.
         read = [tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd") for skip in (False, True)]
         return any(one.startswith(said) if self._rollout.stop else one == said for one in read)
 
     def _logprobs(self, reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
-        """Those of the distribution that sampled the tokens; None where it is not certain that they are."""
+        """Log-probs under the distribution that sampled the tokens; None unless they certainly are of this kind."""
         values = choice.get("token_logprobs")
         if values is None:
             said = choice.get("logprobs") or {}
@@ -275,7 +275,7 @@ class RemoteEngine:
             values = said.get("token_logprobs") if content is None else [one.get("logprob") for one in content]
         if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
             return None
-        # Others give log-probs of the softmax, whatever they sample from.
+        # Servers other than recjax report log-probs of the plain softmax, regardless of the sampling settings.
         if "policy_version" not in reply and self._rollout.sampling() != Sampling():
             self._warn("sampling", "log-probs may be of another distribution than that of rollout, and are left out")
             return None
@@ -288,7 +288,7 @@ class RemoteEngine:
 
 
 def _wrong_with(choice: dict[str, Any]) -> str | None:
-    """Why a choice is no completion of the policy; None: it is one."""
+    """The reason why a choice is not a completion of the policy; None if it is one."""
     message, reason = choice.get("message"), choice.get("finish_reason")
     said = message if isinstance(message, dict) else {}
     if said.get("refusal"):
@@ -307,17 +307,17 @@ def _error_code(reply: httpx.Response) -> Any:
 
 
 def _words(reply: httpx.Response) -> str:
-    """What a response says, in short."""
+    """A short form of the message in a response."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(reply.json()["error"]["message"])[:300]
     return reply.text[:300]
 
 
 def read_key(file: str | None) -> str | None:
-    """The one key of a file.
+    """Reads the single key in a file; None without a file.
 
     Raises:
-        ValueError: it cannot be read, or is empty.
+        ValueError: the file cannot be read, or does not contain exactly one key.
     """
     if file is None:
         return None

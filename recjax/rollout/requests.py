@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests and completions."""
+"""Input and output of the engine: requests and completions."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Request(NamedTuple):
     """A completion to sample.
 
     Attributes:
-        prefix: the tokens that it follows, at least one.
+        prefix: tokens before the completion, at least one.
         key: key data; token t, from 0, is sampled with fold_in(key, t).
         limit: most tokens of the completion, end-of-sequence token included.
         sampling: the distribution.
@@ -29,9 +29,9 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
     """Refuses requests that cannot be sampled.
 
     Args:
-        group_size: so many consecutive requests must share a prefix; None: each may have its own.
+        group_size: number of consecutive requests that must share a prefix; None: prefixes may all differ.
     Raises:
-        ValueError: with the request's place, what is wrong with it, and the remedy.
+        ValueError: with the request's place, the problem and the remedy.
     """
     for place, request in enumerate(requests):
         if request.limit < 1:
@@ -53,12 +53,12 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
 
 
 class Weights(NamedTuple):
-    """What completions are sampled with.
+    """The weights that sample completions.
 
     Attributes:
         params: all parameters, stacked by layer, in the dtype that they compute in.
-        version: optimizer updates that they have had.
-        run: the id of the run that made these; None: it has none.
+        version: number of optimizer updates that produced them.
+        run: id of the run that produced them; None: unknown.
     """
 
     params: dict
@@ -70,10 +70,10 @@ class Sampled(NamedTuple):
     """A completion.
 
     Attributes:
-        tokens: the end-of-sequence token among them.
-        logprobs: of each token, under the distribution that sampled it.
-        versions: the policy version whose weights sampled each token.
-        truncated: whether it ran into its limit before it ended.
+        tokens: sampled tokens, including the end-of-sequence token.
+        logprobs: log-prob of each token, under the distribution that sampled it.
+        versions: policy version whose weights sampled each token.
+        truncated: True if the completion reached its limit before it ended.
     """
 
     tokens: Int[np.ndarray, " time"]
@@ -83,7 +83,7 @@ class Sampled(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Requests that have their first token, sampled by the weights of `version`."""
+    """Requests with their first token, sampled by the weights of `version`."""
 
     requests: list[Request]
     tickets: list[int]
@@ -92,20 +92,20 @@ class Started(NamedTuple):
     version: int
 
     def part(self, places: Int[np.ndarray, " some"]) -> "Started":
-        """Some of them."""
+        """The started requests at some places."""
         requests, tickets = ([column[place] for place in places] for column in (self.requests, self.tickets))
         return Started(requests, tickets, self.tokens[places], self.logprobs[places], self.version)
 
 
 class Admitted(NamedTuple):
-    """Requests in line and their tickets; `group_size` is None where they are no batch of groups."""
+    """Requests in line and their tickets; `group_size` is None for requests that are not a batch of groups."""
 
     requests: list[Request]
     tickets: list[int]
     group_size: int | None
 
     def without(self, gone: Container[int]) -> "Admitted":
-        """The same but for some tickets; a batch of groups stays whole."""
+        """Drops the tickets in `gone`; a batch of groups stays whole."""
         if self.group_size is not None:
             return self
         left = [place for place, ticket in enumerate(self.tickets) if ticket not in gone]
@@ -113,12 +113,12 @@ class Admitted(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """Completions that have their first token and wait for slots.
+    """Completions with their first token that wait for slots.
 
     Attributes:
-        rows: their places in the batch that they are of.
+        rows: places of the completions in their batch.
         prompts: rows of `cache`, the keys and values of prompts of `lengths` tokens.
-        group_size: consecutive rows of a prompt in a batch that has the engine for itself; None for other requests.
+        group_size: consecutive rows per prompt in a batch that has the engine for itself; None for other requests.
         weights: number of the weights that ran the prompts.
     """
 
@@ -131,14 +131,14 @@ class Prefilled(NamedTuple):
     weights: int
 
     def without(self, gone: Container[int]) -> "Prefilled | None":
-        """The same but for some tickets; None where no other is left."""
+        """Drops the tickets in `gone`; None if this drops all of them."""
         left = np.array([place for place, ticket in enumerate(self.started.tickets) if ticket not in gone], int)
         started, rows, prompts = self.started.part(left), self.rows[left], self.prompts[left]
         return self._replace(started=started, rows=rows, prompts=prompts) if len(left) else None
 
 
 def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " some"]]:
-    """Places of requests by their distributions."""
+    """Groups places of requests by their distributions."""
     found: dict[Sampling, list[int]] = {}
     for place, request in enumerate(requests):
         found.setdefault(request.sampling, []).append(place)
@@ -146,12 +146,12 @@ def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " som
 
 
 def taken(places: list[int], *columns: list) -> list[list]:
-    """Some places of each column."""
+    """Selects some places of each column."""
     return [[column[place] for place in places] for column in columns]
 
 
 def padded(rows: list[np.ndarray], time: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of tokens, right-padded to a length, and the mask of those that are real."""
+    """Right-pads rows of tokens to a length; returns the tokens and the mask of real tokens."""
     mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
     tokens = np.zeros(mask.shape, np.int32)
     tokens[mask] = np.concatenate(rows)

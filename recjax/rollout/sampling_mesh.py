@@ -1,7 +1,7 @@
-"""The devices of a run as they lie to sample: the weights on as few of them as hold them, rows over all such groups.
+"""The mesh for sampling: splits the weights over as few devices as hold them, and rows over all such groups.
 
-Decoding reads every weight for every token. What training splits over many devices would have to be sent that often, so
-an engine has a mesh of its own, to which weights are sent once. Devices, and the order they are in, are the same.
+Decoding reads every weight for every token. Weights split over many devices, as for training, would have to be sent for
+every token. So an engine has its own mesh of the same devices in the same order, and receives the weights once.
 """
 
 import functools
@@ -14,31 +14,31 @@ from recjax.models.placement import bytes_on_device, laid_out_by_rules
 from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.capacity import free_bytes
 
-WEIGHTS_SHARE = 0.45  # of a device's free memory, for weights; the rest is for keys and values
+WEIGHTS_SHARE = 0.45  # share of a device's free memory for weights; keys and values use the remainder
 
 
 def sampling_mesh(decoder: Decoder) -> Mesh:
-    """The devices of the mesh in context, laid out by what is free of their memory when this is first asked."""
+    """The devices of the mesh in context, grouped by the memory that is free at the first call."""
     mesh = jax.sharding.get_mesh()
     return mesh if mesh.size <= 1 else _for_this_process(decoder, mesh)
 
 
 @functools.lru_cache(maxsize=4)
 def _for_this_process(decoder: Decoder, mesh: Mesh) -> Mesh:
-    # Asked anew for each batch, it could come out differently, and all programs would be compiled again.
+    # Cached, because a different result for a later batch would make JAX compile all programs again.
     return grouped(decoder, mesh, free_bytes())
 
 
 def grouped(decoder: Decoder, mesh: Mesh, free: int) -> Mesh:
     """The mesh's devices as groups ("data"), in each of which "tensor" splits the weights.
 
-    Groups are the smallest in which weights take no more than WEIGHTS_SHARE of a device's free memory, else the largest
-    whose devices can share the heads and are no more than weights are split over in training.
+    Groups are the smallest in which weights take at most WEIGHTS_SHARE of a device's free memory. If none fit, they are
+    the largest groups whose devices can share the heads and are no more than training splits weights over.
 
     Args:
-        free: bytes of each device.
+        free: free bytes of each device.
     Returns:
-        The mesh itself where such groups have no room for the weights.
+        The mesh itself if the groups have no room for the weights.
     """
     weights, shape = abstract_weights(decoder), decoder.config
     found, needed = mesh, 0
@@ -53,6 +53,6 @@ def grouped(decoder: Decoder, mesh: Mesh, free: int) -> Mesh:
 
 
 def abstract_weights(decoder: Decoder) -> dict:
-    """All parameters as a sampler has them, as shapes."""
+    """Shapes and dtypes of all parameters as a sampler holds them."""
     cast = functools.partial(in_compute_dtype, decoder, copy=False)
     return jax.eval_shape(cast, abstract_params(decoder.config))

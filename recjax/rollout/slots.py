@@ -1,4 +1,4 @@
-"""The engine's slots: what they are at, on the host, and their keys and values, on the device."""
+"""The engine's slots: their state on the host, and their keys and values on the device."""
 
 import functools
 from collections.abc import Container, Sequence
@@ -17,14 +17,14 @@ from recjax.rollout.requests import Request, Sampled, Started
 
 
 class Columns(NamedTuple):
-    """What each slot is at. A free one (ticket -1) still holds the tokens that it was at last.
+    """The state of each slot. A free slot (ticket -1) still holds the tokens of its last completion.
 
     Attributes:
-        tickets: of the completion that is sampled in the slot; -1: none.
-        lengths, cached, last, counts, limits, keys: as in `recjax.rollout.decoding.Rows`.
-        current: all keys and values of the slot are of the current weights.
-        requests: the newest Request of the slot.
-        tokens, logprobs, versions: what was sampled for it; the first `counts` places count.
+        tickets: ticket of the completion that the slot samples; -1 if it is free.
+        lengths, cached, last, counts, limits, keys: see `recjax.rollout.decoding.Rows`.
+        current: True if all keys and values of the slot come from the current weights.
+        requests: latest Request of the slot.
+        tokens, logprobs, versions: samples of the latest request; only the first `counts` places are valid.
     """
 
     tickets: Int[np.ndarray, " slots"]
@@ -42,29 +42,29 @@ class Columns(NamedTuple):
 
 
 class Slots:
-    """A number of slots and the memory that belongs to them; without memory there is none."""
+    """A number of slots and their memory; a new object has neither."""
 
     def __init__(self, dtype: DTypeLike | None = None):
-        """No slots.
+        """Creates an object without slots.
 
         Args:
-            dtype: of the memory that is written to; None: as keys and values come.
+            dtype: dtype of the memory for new tokens; None: the dtype of the keys and values given.
         """
         self.columns, self.memory, self._dtype = _columns(0), None, dtype
 
     @property
     def count(self) -> int:
-        """Slots that there are."""
+        """The number of slots."""
         return len(self.columns.tickets)
 
     @property
     def live(self) -> Bool[np.ndarray, " slots"]:
-        """Slots that a completion is sampled in."""
+        """True for slots in which a completion is being sampled."""
         return self.columns.tickets >= 0
 
     @property
     def held(self) -> Int[np.ndarray, " slots"]:
-        """Tokens whose keys and values, of the current weights, each slot has."""
+        """Number of tokens in each slot with keys and values from the current weights."""
         return np.where(self.columns.current, self.columns.lengths + self.columns.cached, 0)
 
     @property
@@ -72,17 +72,17 @@ class Slots:
         """Tokens behind its prompt that each slot has room for."""
         return keys_values.cache_time(self.memory.later)
 
-    # --- How many there are, and their room.
+    # --- The number of slots, and their room.
 
     def open_for(self, cache: tuple, lengths: Int[np.ndarray, " prompts"], group_size: int, time: int) -> None:
-        """As many empty slots as groups of that size have rows; each group reads its one prompt in `cache`."""
+        """Creates an empty slot for each row of groups of `group_size`; each group reads its one prompt in `cache`."""
         count = len(lengths) * group_size
         self.columns = _columns(count)
         self.columns.lengths[:] = np.repeat(lengths, group_size)
         self.memory = Memory(cache, self._room(cache, count, time))
 
     def make(self, count: int, cache: tuple, time: int) -> None:
-        """At least so many slots, each with room for a prompt of its own that is as long as those in `cache`."""
+        """Provides at least `count` slots, each with room for its own prompt, as long as the prompts in `cache`."""
         prompt_time = keys_values.cache_time(cache)
         if self.memory is None:
             self.columns = _columns(count)
@@ -100,19 +100,19 @@ class Slots:
 
     @property
     def fewest(self) -> int:
-        """Slots that live ones need where each device keeps those that it has."""
+        """The number of slots that live slots need if each stays on its device."""
         return int(self.live.reshape(row_shards(), -1).sum(axis=1).max()) * row_shards()
 
     def change_number(self, count: int, time: int) -> None:
-        """As many slots, each with a prompt of its own and room for so many tokens behind it; live ones are kept.
+        """Changes the number of slots, keeping live ones; each has its own prompt and room for `time` later tokens.
 
         Args:
-            count: at least `fewest`, so that every slot stays on its device.
+            count: new number, at least `fewest`, so that every live slot stays on its device.
         """
         shards = row_shards()
         own, new = self.live.reshape(shards, -1), np.arange(count // shards)
         _, held = own.shape
-        # A device's live slots first; where there are more slots than before, all as they are.
+        # With fewer slots, a device's live slots come first; with more slots, the order stays.
         places = np.argsort(~own & (count < self.count), axis=1, kind="stable")
         order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
         again = np.tile(new >= held, shards)
@@ -121,16 +121,16 @@ class Slots:
         self.memory = keys_values.gathered(self.memory, order.astype(np.int32), time=time)
 
     def resize(self, time: int) -> None:
-        """Room for so many tokens behind each prompt."""
+        """Changes the room to `time` tokens behind each prompt."""
         if time != self.time:
             self.memory = self.memory._replace(later=keys_values.resized(self.memory.later, time=time))
 
     def leave_room(self, tokens: int) -> None:
-        """Has free slots hold no more than leaves so much room: what a round writes there must not hit it."""
+        """Drops the last tokens of free slots that leave less room than `tokens`, as a round overwrites this room."""
         free = ~self.live
         self.columns.cached[free] = np.minimum(self.columns.cached[free], self.time - tokens)
 
-    # --- What comes into them.
+    # --- Filling slots.
 
     def put(
         self,
@@ -140,9 +140,9 @@ class Slots:
         lengths: Int[np.ndarray, " requests"],
         current: bool,
     ) -> int:
-        """Puts completions with their prompts, rows of `cache`, into free slots; returns how many found one."""
+        """Puts completions with their prompts, rows of `cache`, into free slots; returns how many found a slot."""
         free = np.flatnonzero(~self.live)
-        # Slots that hold the least are given away first.
+        # Slots with the fewest useful tokens are reused first.
         free = free[np.argsort(self.held[free], kind="stable")][: len(prompts)]
         if not len(free):
             return 0
@@ -157,7 +157,7 @@ class Slots:
         """Writes completions with their first tokens into the columns of slots.
 
         Args:
-            current: their prefixes have been run with the current weights.
+            current: True if their prefixes were run with the current weights.
         """
         self.make_room(1)
         columns, (requests, tickets, tokens, logprobs, version) = self.columns, started
@@ -170,7 +170,7 @@ class Slots:
             columns.requests[place] = request
 
     def make_room(self, tokens: int) -> None:
-        """Room in the columns for so many sampled tokens a slot."""
+        """Extends the columns to at least `tokens` sampled tokens per slot."""
         columns = self.columns
         if (missing := tokens - columns.tokens.shape[1]) > 0:
             padding = ((0, 0), (0, max(missing, columns.tokens.shape[1])))
@@ -178,20 +178,20 @@ class Slots:
             tokens, logprobs, versions = (np.pad(column, padding) for column in sampled)
             self.columns = columns._replace(tokens=tokens, logprobs=logprobs, versions=versions)
 
-    # --- What goes on in them.
+    # --- Sampling in slots.
 
     def rows(self, live: Bool[np.ndarray, " slots"]) -> Rows:
-        """What a round must know, with the slots that sample in it; copies.
+        """Copies of the columns for a round in which the slots in `live` sample.
 
-        On a CPU a program reads an array of the host where it lies. A device that is behind the others would find in
-        it what comes after the round.
+        On a CPU, a program reads the host's array in place. Without copies, a slow device could read values of a later
+        round.
         """
         columns = self.columns
         known = columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys
         return Rows(live, *(column.copy() for column in known))
 
     def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
-        """Puts a round's tokens into the columns of the slots that sampled them."""
+        """Adds a round's tokens to the columns of the slots that sampled them."""
         columns, counts = self.columns, np.where(mine, state.counts, 0)
         slot, time = np.nonzero(np.arange(state.tokens.shape[1]) < counts[:, None])
         places = slot, columns.counts[slot] + time
@@ -202,16 +202,16 @@ class Slots:
         columns.last[mine] = state.last[mine]
 
     def free(self, tickets: Container[int]) -> None:
-        """Frees slots of which nobody wants the completion."""
+        """Frees the slots of the given tickets."""
         self.columns.tickets[[ticket in tickets for ticket in self.columns.tickets.tolist()]] = -1
 
     def so_far(self, tickets: Container[int]) -> dict[int, Sampled]:
-        """What live slots have sampled by now, by ticket."""
+        """Tokens that live slots have sampled so far, by ticket."""
         slots = [slot for slot in np.flatnonzero(self.live) if self.columns.tickets[slot] in tickets]
         return {int(self.columns.tickets[slot]): Sampled(*self._sampled(slot), truncated=True) for slot in slots}
 
     def _sampled(self, slot: int | np.integer) -> list[np.ndarray]:
-        """Copies of the tokens of a slot, their log-probs and versions."""
+        """Copies of a slot's tokens, their log-probs and versions."""
         columns = self.columns
         return [column[slot, : columns.counts[slot]].copy() for column in columns[-3:]]
 
@@ -226,7 +226,7 @@ class Slots:
         return finished
 
     def continuations(self, requests: Sequence[Request]) -> dict[int, int]:
-        """Free slots that hold a beginning of a prefix, the longest that there is: place of the request to slot."""
+        """Maps places of requests to free slots that hold the longest beginning of the request's prefix."""
         columns, lengths, held = self.columns, self.held, {}
         for slot in np.flatnonzero(~self.live & columns.current):
             tokens = np.concatenate([columns.requests[slot].prefix, columns.tokens[slot, : columns.counts[slot]]])
@@ -242,7 +242,7 @@ class Slots:
 
 
 def _columns(count: int) -> Columns:
-    """Of slots that hold nothing."""
+    """Columns of empty slots."""
     room = np.zeros((count, 0), np.int32)
     return Columns(
         *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
@@ -257,5 +257,5 @@ def _columns(count: int) -> Columns:
 
 @functools.cache
 def _key_words() -> int:
-    """Numbers that a key's data are."""
+    """Number of words in a key's data."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size

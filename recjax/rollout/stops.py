@@ -1,4 +1,4 @@
-"""Stop strings: a completion up to the token that completes one, with its tokens as they were sampled."""
+"""Stop strings: cuts a completion after the token that completes a stop string, keeping the sampled tokens."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from recjax.rollout.requests import Sampled
 def up_to_stop(
     sampled: Sampled, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, prompt: Int[np.ndarray, " time"]
 ) -> tuple[Sampled, str, bool]:
-    """A completion up to the token that completes its first stop string; its text, without that; whether it has one.
+    """Cuts a completion after its first stop string. Returns it, its text before the string, and True if one was found.
 
     Args:
-        prompt: that it follows.
+        prompt: tokens before the completion.
     """
     text = said(sampled, tokenizer, prompt)
     if not any(end in text for end in stop):

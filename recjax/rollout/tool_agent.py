@@ -1,4 +1,4 @@
-"""The built-in agent that calls tools, and how models write their calls."""
+"""The built-in agent that calls tools, and the parser of models' calls."""
 
 import asyncio
 import json
@@ -10,12 +10,12 @@ from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.tools import Tools
 from recjax.tasks.problems import Problem
 
-# As Hermes, Qwen and SmolLM models write them: JSON between tags, one call or a list of them.
+# The format of Hermes, Qwen and SmolLM models: JSON between tags, one call or a list of calls.
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class Call(NamedTuple):
-    """A call that a model has written; `error` says why it is none."""
+    """A call that a model has written; `error` explains an invalid call."""
 
     name: str
     arguments: dict[str, Any]
@@ -23,11 +23,11 @@ class Call(NamedTuple):
 
 
 def tool_agent(tools: Tools, turns: int) -> Callable:
-    """An agent that lets the model call tools until a reply calls none; the task's reward grades that reply.
+    """Returns an agent that lets the model call tools until a reply has no call; the task's reward grades that reply.
 
     Args:
-        tools: open while it runs.
-        turns: most replies.
+        tools: tools that stay open while the agent runs.
+        turns: largest number of replies.
     """
 
     async def use_tools(problem: Problem, policy: AgentPolicy) -> None:
@@ -39,7 +39,7 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
             if not calls or turn == turns - 1:
                 return
             results = await asyncio.gather(*(answered(tools, call) for call in calls))
-            # The model's own text stays as it is, so that its tokens do.
+            # The model's text stays unchanged, so that its tokens are kept.
             messages = [*messages, reply.message]
             messages += [
                 {"role": "tool", "name": call.name, "content": result}
@@ -50,7 +50,7 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
 
 
 def parsed_calls(text: str) -> list[Call]:
-    """The calls in a reply, in order; what stands between the tags and is no call has an error."""
+    """The calls in a reply, in order; text between the tags that is not a valid call gives a call with an error."""
     calls = []
     for written in CALL.findall(text):
         try:
@@ -73,7 +73,7 @@ def _call(call: Any) -> Call:
 
 
 async def answered(tools: Tools, call: Call) -> str:
-    """What the model is told of its call: the result, or what was wrong."""
+    """The text that the model gets for its call: the result or the error."""
     if call.error is not None:
         return f"error: {call.error}"
     return await tools.call(call.name, call.arguments)

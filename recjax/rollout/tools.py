@@ -1,4 +1,4 @@
-"""Functions that a model may call, in worker processes: what one of them does to its process costs its own call."""
+"""Functions that a model may call, run in worker processes: a crash or a hang fails only its own call."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,20 @@ from recjax.tasks.grading import processes
 class Tools:
     """Tools by name; a context that holds the worker processes, which start with the first call.
 
-    A call that takes longer than `seconds`, kills its worker or raises gives the text of an error, and so does one of a
-    name that there is not. Calls do not wait for each other, as long as there are workers.
+    A call returns the text of an error if it takes longer than `seconds`, kills its worker, raises, or names no known
+    tool. Calls run in parallel as long as workers are free.
     """
 
     def __init__(self, functions: dict[str, Any], workers: int, seconds: float):
-        """Reads schemas, and starts nothing yet.
+        """Reads the schemas of the functions; the first call starts the processes.
 
         Args:
-            functions: by module:function, importable by that name. Each has type hints and a docstring that describes
-                it and, under Args, its parameters; or an attribute `schema`, its JSON schema.
-            workers: processes.
-            seconds: for one call.
+            functions: functions by import name, module:function. Each has type hints and a docstring that describes it
+                and, under Args, its parameters; or an attribute `schema`, its JSON schema.
+            workers: number of processes.
+            seconds: time limit of one call.
         Raises:
-            ValueError: a function that no schema comes of or that yields, or two of one name.
+            ValueError: a function gives no schema or yields, or two functions have one name.
         """
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -41,17 +41,17 @@ class Tools:
         self._numbers, self._calls = itertools.count(), {}
 
     def __enter__(self) -> "Tools":
-        """Starts nothing yet."""
+        """Returns itself; the first call starts the processes."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the worker processes, whatever they are at."""
+        """Ends the worker processes, even during a call."""
         if self._server:
             processes.end(self._server)
             self._server = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The result of a call, as text: a string as it is, anything else as JSON; or "error: " and what was wrong."""
+        """Returns a call's result as text: strings unchanged, other values as JSON; or "error: " and the problem."""
         if name not in self._functions:
             return f"error: there is no tool {name!r}; there are {', '.join(self._functions)}"
         place, function = self._functions[name]
@@ -82,7 +82,7 @@ class Tools:
         threading.Thread(target=self._read, args=(self._server.stdout,), name="tools", daemon=True).start()
 
     def _read(self, stream: Any) -> None:
-        """In a thread: hands results to those that wait."""
+        """Hands results to waiting calls, in a thread."""
         with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
                 number, outcome = pickle.load(stream)

@@ -1,4 +1,4 @@
-"""Turns become rows. Tokens are never made twice: those of a completion are the ones that were sampled."""
+"""Joins turns into rows. Completions keep the tokens that were sampled; recjax never tokenizes them again."""
 
 from collections.abc import Sequence
 
@@ -12,46 +12,46 @@ from recjax.rollout.requests import Sampled
 
 
 class Trajectory:
-    """The turns of one agent, joined into rows as they come.
+    """The turns of one agent, joined into rows as they arrive.
 
-    A turn whose prompt begins with all tokens of a row goes on from that row: what lies between is in the row with its
-    mask False. Any other begins a row of its own.
+    If a turn's prompt begins with all tokens of a row, the turn extends that row, and the prompt's new tokens get mask
+    False. Any other turn begins a row of its own.
 
         row: prompt a a a            turn 1 has sampled a a a
         turn 2: prompt a a a t t  →  b b
-        row: prompt a a a t t b b,  mask of what follows the prompt: 1 1 1 0 0 1 1
+        row: prompt a a a t t b b,  mask after the prompt: 1 1 1 0 0 1 1
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        """No turns yet."""
+        """Creates a trajectory without turns."""
         self._tokenizer = tokenizer
         self._rows: list[Row] = []
-        self._texts: list[str | None] = []  # of whole rows; None where nobody said what the prompt's is
+        self._texts: list[str | None] = []  # texts of whole rows; None if the prompt was given as tokens
         self.turns: list[Sampled] = []
-        self.ends: list[tuple[int, int]] = []  # of each turn: its row, and the place behind it among the row's tokens
+        self.ends: list[tuple[int, int]] = []  # for each turn: its row, and where it ends among the row's tokens
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """In the order of their first turns."""
+        """The rows in order of their first turns."""
         return tuple(self._rows)
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled a token of it."""
+        """The oldest version of the weights that sampled any of its tokens."""
         return min(int(turn.versions.min()) for turn in self.turns)
 
     @property
     def truncated(self) -> bool:
-        """Whether the last turn ran into a limit."""
+        """True if the last turn reached a limit."""
         return self.turns[-1].truncated
 
     def tokens_of(self, text: str, rendered: bool = False) -> Int[np.ndarray, " time"]:
-        """The tokens of a prompt: where it begins with the text of a row, that row's own, and only the rest is made.
+        """Tokenizes a prompt. If it begins with a row's text, the row's tokens stay and only new text is tokenized.
 
         Args:
-            rendered: the text comes from a chat template, so it gets no begin-of-sequence token.
+            rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: text that the tokenizer does not know, or none.
+            ValueError: the text gives no tokens, or the tokenizer does not know it.
         """
         places = [place for place, before in enumerate(self._texts) if before and text.startswith(before)]
         if not places:
@@ -63,11 +63,11 @@ class Trajectory:
         return np.concatenate([before, np.array(more, np.int32)])
 
     def add(self, prompt: Int[np.ndarray, " prompt_time"], sampled: Sampled, text: str | None = None) -> str:
-        """Adds a turn; returns what it wrote, special tokens among that.
+        """Adds a turn; returns the text that it wrote, including special tokens.
 
         Args:
-            prompt: all tokens that it follows.
-            text: of the prompt, if it was one.
+            prompt: all tokens before the turn's own.
+            text: text of the prompt, if the prompt was given as text.
         """
         self.turns.append(sampled)
         place = self._row_before(prompt)

@@ -1,1 +1,1 @@
-"""The recording server: the engine behind OpenAI's API, and an experience store of all that it serves."""
+"""The recording server: an OpenAI-compatible API for the engine, and an experience store of all completions."""

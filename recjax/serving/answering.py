@@ -1,4 +1,4 @@
-"""A request's way: prompts, places, completions, the record, and then the reply."""
+"""Handles a request from start to end: reads prompts, samples completions, records them, and then replies."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ READ = {"chat": bodies.chat, "text": bodies.text, "generate": bodies.generate}
 
 
 class Prompt(NamedTuple):
-    """A prompt as the model reads it: tokens, text, and the messages that say it all, if any do."""
+    """A prompt as the model reads it: tokens, text, and its messages if they fully determine the text."""
 
     tokens: np.ndarray
     text: str
@@ -45,12 +45,12 @@ class Job(NamedTuple):
 
     @property
     def asked(self) -> Asked:
-        """What the request asks for."""
+        """The parsed request."""
         return self.form.asked
 
     @property
     def count(self) -> int:
-        """Completions."""
+        """Number of completions."""
         return len(self.prompts) * self.asked.n
 
 
@@ -66,21 +66,21 @@ class Answering:
         name: str,
         versions: Versions,
     ):
-        """Takes what it asks.
+        """Stores the parts that answer a request.
 
         Args:
-            recorder: None: nothing is recorded, and there are no sessions.
-            name: of the model.
-            versions: of the policy.
+            recorder: recorder of completions; None: the server records no completions and has no sessions.
+            name: name of the model.
+            versions: versions of the policy.
         """
         self.sampler, self.recorder, self.name, self.versions = sampler, recorder, name, versions
         self._chats, self._rendering, self._numbers = chats, asyncio.Lock(), numbers
 
     async def job(self, kind: str, body: Any, session: str | None) -> Job:
-        """A checked request with its prompts.
+        """Checks a request and prepares its prompts.
 
         Raises:
-            Refused: something is wrong with it.
+            Refused: the request is invalid.
         """
         began, asked = time.monotonic(), READ[kind](body)
         if asked.model not in (None, self.name):
@@ -104,7 +104,7 @@ class Answering:
         """The recorder.
 
         Raises:
-            Refused: there is none.
+            Refused: the server has no recorder.
         """
         if self.recorder is None:
             raise Refused(
@@ -137,7 +137,7 @@ class Answering:
     # --- Completions.
 
     async def pieces(self, job: Job) -> AsyncIterator[tuple[int, Piece]]:
-        """What comes of each completion, by its index, as it comes; closing it frees all their slots."""
+        """Yields the pieces of each completion with its index as they arrive; closing the iterator frees all slots."""
         asked = job.asked
         keys, held = self.sampler.keys(asked.seed, job.count), [CALL_BEGINS] if asked.tools else []
         queue: asyncio.Queue = asyncio.Queue()
@@ -171,7 +171,7 @@ class Answering:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def record(self, job: Job, pieces: Sequence[Piece]) -> None:
-        """Returns when all completions of a request are on disk.
+        """Records a request's completions; returns when all are on disk.
 
         Args:
             pieces: whole completions, in order.
@@ -209,7 +209,7 @@ class Answering:
 
 
 def as_written(message: dict[str, Any], session: Session | None) -> dict[str, Any]:
-    """A message as the template takes it: a call that was made in this session is in its own words."""
+    """Prepares a message for the template: a tool call from this session keeps the policy's exact text."""
     calls = message.get("tool_calls")
     if calls and session and (place := place_of(calls[0].get("id"))) and (said := session.said(*place)) is not None:
         return {"role": message["role"], "content": said}

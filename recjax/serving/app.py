@@ -32,13 +32,13 @@ _PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "generate":
 
 
 class Server:
-    """Answers requests; `app` is its ASGI application, `answering` what it asks."""
+    """Answers requests; `app` is its ASGI application, and `answering` produces the completions."""
 
     def __init__(self, answering: Answering, numbers: Numbers, guarded: Guarded, lifespan: Callable):
-        """Makes the routes.
+        """Creates the routes.
 
         Args:
-            lifespan: an asynchronous context manager of the application, in which it serves.
+            lifespan: asynchronous context manager in which the application serves.
         """
         self.answering, self._numbers = answering, numbers
         routes = [
@@ -72,7 +72,7 @@ class Server:
         return answer
 
     async def _all(self, job: Job) -> list[Piece]:
-        """The whole completions of a request, which are on disk by then."""
+        """Waits for all completions of a request, records them on disk, and returns them."""
         found: dict[int, Piece] = {}
         async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
             async for index, piece in pieces:
@@ -82,7 +82,7 @@ class Server:
         return done
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream; those that say why a choice has ended come when all is on disk."""
+        """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
         prompts = [prompt.tokens for prompt in job.prompts]
         chunks = [Chunks(job.form, index, prompts[index // job.asked.n]) for index in range(job.count)]
         for one in chunks:
@@ -107,7 +107,7 @@ class Server:
     # --- Feedback.
 
     async def feedback(self, request: Request) -> Response:
-        """A reward for a completion, by the id of its reply or of its row."""
+        """Takes a reward for a completion, by the id of its reply or of its row."""
         recorder, fields = self.answering.taken_recorder(), Fields(await _body(request))
         reply, index = fields.text("id", 512), fields.whole("index", None, 0, 2**31 - 1)
         given = Feedback.read(fields)
@@ -118,7 +118,7 @@ class Server:
         return await self._rewarded(row, given)
 
     async def session_reward(self, request: Request) -> Response:
-        """The reward of a session."""
+        """Takes the reward of a session."""
         self.answering.taken_recorder()
         fields = Fields(await _body(request))
         given = Feedback.read(fields)
@@ -133,7 +133,7 @@ class Server:
     # --- About the server.
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """Describes the single model."""
         answering = self.answering
         model = {"id": answering.name, "object": "model", "created": 0, "owned_by": "recjax"}
         limits = answering.sampler.limits
@@ -144,19 +144,19 @@ class Server:
         return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests can be served; if not, why. Also what does not reach the store, though it is kept."""
+        """Reports if requests can be served, and if not, why. Also reports records that do not reach the store."""
         recorder = self.answering.recorder
         wrong = self.answering.sampler.error or (recorder and recorder.error)
         status = wrong or (recorder and recorder.trouble) or "ok"
         return JSONResponse({"status": status} | (recorder.waiting() if recorder else {}), 503 if wrong else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """Numbers for Prometheus."""
+        """Reports metrics for Prometheus."""
         return Response(self._numbers.text(), headers={"content-type": CONTENT_TYPE})
 
 
 class _Events(StreamingResponse):
-    """Chunks as server-sent events. Whatever becomes of the client, the places are given back."""
+    """Chunks as server-sent events. The places are freed even if the client disconnects."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], places: contextlib.ExitStack):
         self._chunks, self._places = chunks, places
@@ -193,7 +193,7 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # the pattern, so that clients do not make numbers without end
+                route = scope.get("route")  # the pattern, so that clients cannot create unlimited metrics
                 path = route.path if isinstance(route, Route) else "other"
                 self._numbers.requests.labels(path, str(message["status"])).inc()
             await send(message)
@@ -209,7 +209,7 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def _session(request: Request) -> str | None:
-    """The session of a URL; None where it has none."""
+    """The session in a URL; None if the URL has no session."""
     name = request.path_params.get("session")
     if name is not None and not _SESSION.fullmatch(name):
         raise Refused(400, f"session {name!r:.140}: takes 1 to 128 of A-Z, a-z, 0-9, '.', '_', '~' and '-'")
@@ -230,7 +230,7 @@ async def _body(request: Request) -> Any:
 
 
 async def _unless_gone(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:
-    """What work comes to, which ends when the client is gone."""
+    """Waits for the result of `work`, and cancels it if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

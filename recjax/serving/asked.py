@@ -1,4 +1,4 @@
-"""What requests ask for: bodies of OpenAI's API and of vLLM's, checked."""
+"""Parses and checks request bodies of OpenAI's API and vLLM's API."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -33,14 +33,14 @@ class Asked(NamedTuple):
     """A request for completions.
 
     Attributes:
-        messages: of a chat; None: there are prompts.
+        messages: messages of a chat; None: the request has prompts.
         prompts: texts, or token ids.
-        n: completions of each prompt.
+        n: number of completions of each prompt.
         stop: strings that end a completion.
-        seed: of the random numbers; None: the server's.
-        max_tokens: of a completion; None: as many as there is room for.
-        usage: whether a stream ends with the numbers of tokens.
-        metadata: what the client wants recorded.
+        seed: random seed; None: the server's.
+        max_tokens: limit on a completion; None: as many tokens as there is room for.
+        usage: True if a stream ends with token counts.
+        metadata: extra values that the client wants recorded.
         template: variables of the chat template.
     """
 
@@ -62,10 +62,10 @@ class Asked(NamedTuple):
 
 
 def chat(body: Any) -> Asked:
-    """The body of /v1/chat/completions.
+    """Parses the body of /v1/chat/completions.
 
     Raises:
-        Refused: with the key.
+        Refused: with the invalid key.
     """
     fields = Fields(body)
     is_list = lambda value: isinstance(value, list) and bool(value)  # noqa: E731
@@ -87,10 +87,10 @@ def chat(body: Any) -> Asked:
 
 
 def text(body: Any) -> Asked:
-    """The body of /v1/completions.
+    """Parses the body of /v1/completions.
 
     Raises:
-        Refused: with the key.
+        Refused: with the invalid key.
     """
     fields = Fields(body)
     takes = "text, token ids, or a list of such"
@@ -102,17 +102,17 @@ def text(body: Any) -> Asked:
     if len(prompt) > MOST_CHOICES:
         raise Refused(400, f"prompt: {len(prompt)} prompts at once; give {MOST_CHOICES} at most", param="prompt")
     prompts = [one if isinstance(one, str) and one else _token_ids(one, "prompt") for one in prompt]
-    # Which tokens were the most likely is not there, so 1 gives no more than 0.
+    # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
     logprobs = fields.whole("logprobs", None, 0, 1) is not None
     fields.neutral(_TEXT)
     return _asked(fields, None, prompts, None, fields.whole("max_tokens", 16, 1, 2**31 - 1), logprobs)
 
 
 def generate(body: Any) -> Asked:
-    """The body of vLLM's /inference/v1/generate: tokens in, tokens out.
+    """Parses the body of vLLM's /inference/v1/generate: tokens in, tokens out.
 
     Raises:
-        Refused: with the key.
+        Refused: with the invalid key.
     """
     fields = Fields(body)
     prompt = _token_ids(fields.take("token_ids", None, lambda value: True, ""), "token_ids")
@@ -135,7 +135,7 @@ def _asked(
     logprobs: bool,
     outer: Fields | None = None,
 ) -> Asked:
-    """The request with what all three have."""
+    """Builds the request, reading the keys that all three kinds share."""
     whole = outer or fields
     fields.neutral(_COMMON)
     options = whole.take("stream_options", {}, lambda value: isinstance(value, dict), "an object")
@@ -171,7 +171,7 @@ def _sampling(fields: Fields) -> Sampling:
     top_k = fields.whole("top_k", 0, -1, 2**31 - 1)
     min_p = fields.number("min_p", 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
     if temperature == 0:
-        return Sampling(0.0)  # whatever it would be cut to, the most likely token is among it
+        return Sampling(0.0)  # top_k, top_p and min_p always keep the most likely token
     return Sampling(temperature, max(top_k, 0), top_p, min_p)
 
 
@@ -199,7 +199,7 @@ def _metadata(fields: Fields) -> dict[str, Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message as the template takes it: its content one text."""
+    """Converts a message for the template: joins its content into one text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
         raise Refused(400, f"messages: {message!r:.100} is no message; it has a role, and content", param="messages")
     content = message.get("content")

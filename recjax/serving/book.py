@@ -1,4 +1,4 @@
-"""What a server has recorded and who has which reward: the state that a journal's entries make, in memory."""
+"""The server's record in memory: completions, and the reward of each row, as the journal's entries define them."""
 
 import contextlib
 import time
@@ -20,39 +20,39 @@ class Book:
     """Units that wait, the feedback on every row, and feedback that the store does not have yet.
 
     Attributes:
-        units: by name.
-        stored: the feedback on each row of the store; None: none yet.
-        late: of these, feedback that is in the journal alone, with its line; also where the store has another reward,
-            or the row no more.
+        units: waiting units by name.
+        stored: feedback on each row of the store; None: no feedback yet.
+        late: feedback on stored rows that is only in the journal, with its line. The row may have another reward in the
+            store, or be deleted.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: bool, sessions: int):
-        """Reads what the store has.
+        """Reads the store.
 
         Args:
-            prompts: whether rows say what was asked.
-            sessions: that may be under way at one time.
+            prompts: True if rows include prompts.
+            sessions: most sessions that may be active together.
         Raises:
             ValueError: the store is damaged.
         """
         self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
         self._prompts, self._sessions = prompts, sessions
         self.units: dict[str, Unit] = {}
-        self._unit_of: dict[str, Unit] = {}  # by the rows that take feedback
-        self._turns: dict[str, str] = {}  # replies to the names of their sessions
-        self._growing: Counter[str] = Counter()  # names of sessions' units, by turns that are being written
-        self._folder, self._read = folder, {}  # of each part that was read, its inode and time
+        self._unit_of: dict[str, Unit] = {}  # by ids of rows that take feedback
+        self._turns: dict[str, str] = {}  # names of sessions by reply
+        self._growing: Counter[str] = Counter()  # for each session's unit, the number of turns being written
+        self._folder, self._read = folder, {}  # inode and time of each part that was read
         self.stored = self.new_in_store()
         self.late: dict[str, tuple[Feedback, bytes]] = {}
 
-    # --- The store, which others may write as well.
+    # --- The store, which other programs may also write.
 
     def new_in_store(self) -> dict[str, Feedback | None]:
-        """The feedback on each row of the parts that were written since this was asked last.
+        """The feedback on each row of parts written since the last call.
 
         Raises:
             ValueError: a part is damaged.
-            OSError: a part is deleted meanwhile.
+            OSError: a part is deleted during the call.
         """
         found = {}
         for part in store.part_files(self._folder):
@@ -65,20 +65,20 @@ class Book:
         return found
 
     def take_in(self, found: dict[str, Feedback | None]) -> None:
-        """Takes rewards that `new_in_store` has found on known rows."""
+        """Takes over rewards of known rows that `new_in_store` found."""
         self.stored |= {row: given for row, given in found.items() if given is not None and row in self.stored}
 
     def is_stored(self, row: str) -> bool:
-        """Whether a row is in the store, where others than this server may give it its reward."""
+        """True if a row is in the store, where other programs may also reward it."""
         return row in self.stored and row not in self._unit_of
 
-    # --- Questions.
+    # --- Queries.
 
     def session(self, name: str) -> Session:
-        """A session that is under way, or a new one, which is kept with its first turn.
+        """An active session, or a new one, which is kept once its first turn is recorded.
 
         Raises:
-            Refused: it is over, or there are too many.
+            Refused: the session is over, or there are too many sessions.
         """
         row = session_row(name)
         unit = self.units.get(row)
@@ -96,10 +96,10 @@ class Book:
         return unit
 
     def row_of(self, reply: str, index: int | None) -> str:
-        """The id of the row that feedback on a reply is about.
+        """The id of the row that feedback on a reply belongs to.
 
         Raises:
-            Refused: it is a turn of a session, or has several choices and none is named.
+            Refused: the reply is a turn of a session, or it has several choices and `index` is missing.
         """
         if reply in self._turns:
             where = f"POST /sessions/{self._turns[reply]}/reward"
@@ -109,10 +109,10 @@ class Book:
         return f"{reply}/{index or 0}"
 
     def is_new(self, row: str, given: Feedback) -> bool:
-        """Whether a row has no reward yet; False: it has this very one.
+        """True if a row has no reward yet; False if it already has exactly this reward.
 
         Raises:
-            Refused: there is no such row, or it has another reward.
+            Refused: the row does not exist, or has another reward.
         """
         if row not in self._unit_of and row not in self.stored:
             raise Refused(404, f"nothing that was served has the id {row!r}", param="id")
@@ -125,7 +125,7 @@ class Book:
         return before is None
 
     def lines(self) -> Iterator[bytes]:
-        """Of the journal, all that the store does not have."""
+        """All journal lines with data that the store does not have."""
         lines = dict.fromkeys(line for unit in self.units.values() for line in unit.lines)
         yield from lines
         yield from (line for _, line in self.late.values())
@@ -134,17 +134,17 @@ class Book:
 
     @contextlib.contextmanager
     def growing(self, sessions: Sequence[str]) -> Iterator[None]:
-        """A block in which turns of sessions are written, which do not go to the store meanwhile."""
+        """A block in which turns of sessions are written; until it ends, these sessions are not moved to the store."""
         names = [session_row(name) for name in sessions]
         self._growing.update(names)
         try:
             yield
         finally:
             self._growing.subtract(names)
-            self._growing += Counter()  # drops what is zero
+            self._growing += Counter()  # drops zero counts
 
     def add(self, line: bytes, served: Sequence[Served]) -> None:
-        """Takes what was recorded."""
+        """Adds recorded completions."""
         for one in served:
             name = session_row(one.session) if one.session else one.id
             if name not in self.units:
@@ -163,34 +163,35 @@ class Book:
         """Gives a row its reward.
 
         Args:
-            line: of the journal; empty: it is on its way there.
+            line: line of the journal; empty while it is being written.
         """
         if unit := self._unit_of.get(row):
             unit.given[row] = given
             unit.lines += [line] if line else []
         else:
             self.stored[row] = given
-            if line and self.late.get(row, (given, b""))[0] == given:  # else the store has this one, and another waits
+            # Otherwise the store has this reward, and a different one waits.
+            if line and self.late.get(row, (given, b""))[0] == given:
                 self.late[row] = given, line
 
     def take_back(self, row: str) -> None:
-        """Of a reward that could not be written."""
+        """Removes a reward that could not be written."""
         if unit := self._unit_of.get(row):
             unit.given.pop(row, None)
         else:
             self.stored[row] = None
 
     def replay(self, line: bytes, entry: dict[str, Any]) -> None:
-        """Takes an entry of the journal, but for what the store has.
+        """Applies an entry of the journal, except for data that the store has.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: the entry belongs to another model.
         """
         if "feedback" in entry:
             row, given = entry["feedback"], Feedback(**entry["given"])
             if row in self._unit_of or self.stored.get(row, given) is None:
                 self.give(row, given, line)
-            elif self.stored.get(row) != given:  # the client was told that it is kept
+            elif self.stored.get(row) != given:  # the server has confirmed this reward to its client
                 self.late[row] = given, line
             return
         served = [Served.from_json(one) for one in entry["served"]]
@@ -205,10 +206,10 @@ class Book:
         rows = [session_row(served.session)] if served.session else served.rows
         return any(row in self.stored for row in rows)
 
-    # --- On the way to the store.
+    # --- Moving units to the store.
 
     def take_due(self, seconds: float) -> list[Unit]:
-        """Takes out the units that have their rewards, or that nothing has come to for so long."""
+        """Removes and returns units that have all their rewards, or have not changed for `seconds`."""
         before = time.monotonic() - seconds
         still = [unit for unit in self.units.values() if not self._growing[unit.name]]
         due = [unit for unit in still if unit.is_rewarded or unit.touched <= before]
@@ -220,7 +221,7 @@ class Book:
         return due
 
     def put_back(self, units: Sequence[Unit]) -> None:
-        """Units that could not be written, with what was given to their rows meanwhile."""
+        """Restores units that could not be written, with the rewards that arrived during the attempt."""
         for unit in units:
             self.units[unit.name] = unit
             for row in unit.row_ids:
@@ -230,6 +231,6 @@ class Book:
                     self.give(row, given, line)
 
     def forget_turns(self, units: Sequence[Unit]) -> None:
-        """Of sessions that are over."""
+        """Forgets the turns of sessions that are over."""
         for served in (one for unit in units for one in unit.served):
             self._turns.pop(served.reply, None)

@@ -1,4 +1,4 @@
-"""A JSON object read key by key: each value checked, and a key that nobody has read refused."""
+"""Reads a JSON object key by key: checks each value, and refuses keys that no code has read."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ from recjax.serving.refusals import Refused
 
 
 class Fields:
-    """The keys of a request. Null is as good as a key that is not there."""
+    """The keys of a request. A null value counts as a missing key."""
 
     def __init__(self, values: Any):
         """Takes the parsed body.
 
         Raises:
-            Refused: it is no object.
+            Refused: the body is not an object.
         """
         if not isinstance(values, Mapping):
             raise Refused(400, f"the body is {_kind(values)}; send a JSON object")
@@ -24,9 +24,9 @@ class Fields:
         """A key's value, or the default.
 
         Args:
-            takes: what fits, in words.
+            takes: description of valid values.
         Raises:
-            Refused: another value.
+            Refused: the value is invalid.
         """
         self._read.add(name)
         value = self._values.get(name)
@@ -55,16 +55,16 @@ class Fields:
         return value if value is None else float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false; false where it is not there."""
+        """A boolean; False if the key is missing."""
         return self.take(name, False, lambda value: isinstance(value, bool), "true or false")
 
     def text(self, name: str, most: int) -> str | None:
-        """Text of at most so many characters."""
+        """Text of at most `most` characters."""
         fits = lambda value: isinstance(value, str) and len(value) <= most  # noqa: E731
         return self.take(name, None, fits, f"text of at most {most} characters")
 
     def neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Keys that change nothing at some of their values, and are not there at others."""
+        """Accepts keys that recjax does not support, but only at values with no effect."""
         for name, values in neutral.items():
             shown = " or ".join(map(repr, values)) or "nothing but null"
             self.take(name, None, lambda value, values=values: value in values, f"{shown}; more is not supported")

@@ -1,4 +1,4 @@
-"""What stands before every request: who may ask, how much, and how long a slow client is waited for."""
+"""Checks before every request: API keys, hosts, body sizes, and time limits for slow clients."""
 
 import asyncio
 import contextlib
@@ -16,16 +16,16 @@ from recjax.serving.refusals import Refused
 
 logger = logging.getLogger(__name__)
 
-_MOST_DISCARDED = 2**28  # bytes of a refused body that are read, so that its client gets the refusal
+_MOST_DISCARDED = 2**28  # bytes of a refused body that are read so that the client receives the refusal
 
 
 class Guarded(NamedTuple):
-    """What is asked of requests.
+    """Conditions for requests.
 
-    keys: of which a request has one; empty: it needs none.
-    hosts: names that the server may be called by; None: any. A page of a browser cannot use another name for it.
-    body_bytes: most of a body.
-    client_seconds: to send a body, and to take each piece of a reply.
+    keys: valid API keys, one per request; empty: requests need no key.
+    hosts: names of the server; None: any name. Web pages in a browser cannot reach it under another name.
+    body_bytes: largest body.
+    client_seconds: time limit for a client to send a body, and to take each piece of a reply.
     """
 
     keys: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Guarded(NamedTuple):
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """An ASGI application that wraps and protects another application."""
 
     def __init__(self, app: ASGIApp, guarded: Guarded):
         self._app, self._guarded = app, guarded
@@ -68,7 +68,7 @@ class Guard:
             )
         if guarded.keys and scope["path"] != "/health":
             given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
-            # Each is compared, so that time says nothing of the keys.
+            # Compares all keys, so that the response time reveals no key.
             if not any([hmac.compare_digest(given, key.encode()) for key in guarded.keys]):
                 raise Refused(
                     401,
@@ -77,7 +77,7 @@ class Guard:
                     headers={"www-authenticate": "Bearer"},
                 )
         if scope["method"] == "POST":
-            # Other types are what a page of a browser can send to any server without asking it first.
+            # A web page can send other types to any server without a preflight request.
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise Refused(415, "send the body with Content-Type: application/json")
             size = headers.get("content-length", "0")
@@ -86,7 +86,7 @@ class Guard:
 
 
 class _Client:
-    """Receives and sends for one request, within the limits."""
+    """Receives and sends messages for one request, within the limits."""
 
     def __init__(self, receive: Receive, send: Send, guarded: Guarded, headers: Headers):
         self._receive, self._send, self._guarded = receive, send, guarded
@@ -95,7 +95,7 @@ class _Client:
         self._deadline = asyncio.get_running_loop().time() + guarded.client_seconds
 
     async def receive(self) -> Message:
-        """A piece of the body; after the last one, that the client is gone."""
+        """Returns a piece of the body; after the last piece, waits for the client to disconnect."""
         if self._is_whole:
             return await self._receive()
         try:
@@ -115,7 +115,7 @@ class _Client:
         return message
 
     async def send(self, message: Message) -> None:
-        """A piece of the reply."""
+        """Sends a piece of the reply."""
         if message["type"] == "http.response.start":
             self._closes = Headers(raw=message["headers"]).get("connection") == "close"
         elif self._closes and not self._is_whole and not message.get("more_body"):
@@ -125,8 +125,9 @@ class _Client:
         await self._send_in_time(message)
 
     async def _discard(self) -> None:
-        """Reads the rest of a refused body: a connection that is closed with unread data is reset, and its client
-        loses the reply."""
+        """Reads the rest of a refused body. Closing a connection with unread data resets it, and the client loses the
+        reply.
+        """
         self._deadline = asyncio.get_running_loop().time() + self._guarded.client_seconds
         with contextlib.suppress(TimeoutError):
             while not self._is_whole and self._size <= _MOST_DISCARDED:

@@ -1,7 +1,7 @@
-"""An append-only file of entries that are on disk before anybody is told of them.
+"""An append-only file whose entries are on disk before any client hears of them.
 
-A line is an entry: the checksum of its JSON, and that. Entries that come while others are being forced to disk go
-there together. A writer killed at any time leaves at most a last line that is not whole, which counts as not written.
+Each line is an entry: a checksum and the entry's JSON. Entries that arrive during a sync to disk are written together
+in the next one. A writer killed at any time leaves at most an incomplete last line, which counts as not written.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ class _Entry(NamedTuple):
 
 
 class Journal:
-    """A journal that one process writes; of one event loop, but for `read`."""
+    """A journal for one process and one event loop; only `read` may run outside the loop."""
 
     def __init__(self, path: Path):
-        """Takes the file, which need not be there."""
+        """Takes the file, which need not exist."""
         self._path, self._entries = path, []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writing: asyncio.Task | None = None
@@ -37,10 +37,10 @@ class Journal:
         self.size = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """The lines and what they say; a last one that is not whole is cut off.
+        """Returns the lines and their entries, and removes an incomplete last line.
 
         Raises:
-            ValueError: another one is damaged.
+            ValueError: any other line is damaged.
         """
         content = self._path.read_bytes() if self._path.exists() else b""
         lines = content.splitlines(keepends=True)
@@ -61,12 +61,12 @@ class Journal:
         return found
 
     async def add(self, entry: dict[str, Any], apply: Callable[[bytes], None]) -> None:
-        """Returns when the entry is on disk, and was applied.
+        """Writes an entry; returns when it is on disk and applied.
 
         Args:
-            apply: is called with the line as soon as it is there, in the order of the lines.
+            apply: function that gets the line as soon as it is on disk, in the order of the lines.
         Raises:
-            OSError: it cannot be written, and is not there.
+            OSError: the entry could not be written, and is not in the file.
         """
         said = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass")
         future = asyncio.get_running_loop().create_future()
@@ -75,12 +75,12 @@ class Journal:
         await asyncio.shield(future)
 
     def rewrite(self, kept: Callable[[], Iterable[bytes]]) -> None:
-        """Has the file written anew soon, with the lines that are given then."""
+        """Schedules a rewrite of the file with the lines that `kept` returns when the rewrite starts."""
         self._kept = kept
         self._wake()
 
     async def close(self) -> None:
-        """Ends after what is being written."""
+        """Waits for current writes, then ends."""
         while self._writing:
             await asyncio.wait([self._writing])
         self._thread.shutdown(wait=True)
@@ -97,7 +97,7 @@ class Journal:
                     kept, self._kept = b"".join(self._kept()), None
                     try:
                         await loop.run_in_executor(self._thread, self._replace, kept)
-                    except ValueError as error:  # the old one is as good
+                    except ValueError as error:  # the old file is still valid
                         logger.warning("%s", error)
                 entries, self._entries = self._entries, []
                 error = None
@@ -122,7 +122,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             except OSError:
-                os.truncate(self._path, self.size)  # half a line would damage what comes after it
+                os.truncate(self._path, self.size)  # half a line would damage the next entry
                 raise
         if is_new:
             sync_folder(self._path.parent)
@@ -135,16 +135,16 @@ class Journal:
 
 
 def _finish(entry: _Entry, error: Exception | None) -> None:
-    """Applies an entry that is on disk, and tells whoever waits for it."""
+    """Applies an entry that is on disk, and notifies its waiting task."""
     try:
         if error is None:
             entry.apply(entry.line)
-    except Exception as caught:  # whoever asked is told, and the other entries are theirs who wait for these
+    except Exception as caught:  # fails only this entry's task; other entries continue
         error = caught
     if not entry.done.done():
         entry.done.set_result(None) if error is None else entry.done.set_exception(error)
 
 
 def line_of(said: bytes) -> bytes:
-    """The line of an entry."""
+    """The journal's line for an entry."""
     return digest(said).encode() + b" " + said + b"\n"

@@ -1,23 +1,23 @@
-"""The server's numbers for Prometheus."""
+"""The server's metrics for Prometheus."""
 
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-disable_created_metrics()  # of each counter, when it began
+disable_created_metrics()  # omits each counter's start time
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
 class Numbers:
-    """Counters of one server; each server has a registry of its own."""
+    """Counters of one server; each server has its own registry."""
 
     def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]):
-        """Begins to count.
+        """Starts counting.
 
         Args:
-            gauges: by name, what is asked for when the numbers are: words for it, and the function that says it.
+            gauges: description and value function of each gauge, by name; the function runs when metrics are read.
         """
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("recjax_requests", "Requests.", ["path", "status"], registry=registry)
@@ -34,5 +34,5 @@ class Numbers:
             Gauge(f"recjax_{name}", words, registry=registry).set_function(value)
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

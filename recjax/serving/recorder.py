@@ -1,7 +1,7 @@
-"""The record of what is served: in a journal at once, and in an experience store when it is rewarded or has waited.
+"""Records completions: in a journal at once, in an experience store once they have rewards or have waited long enough.
 
-A row of a store is best written once, whole: a session's grows with its turns, and most rewards come soon. Until then
-it is in the journal, from which a recorder that is started again reads it.
+A store's row is best written once: a session's row grows with its turns, and most rewards arrive soon. Until then the
+journal holds the row, and a restarted recorder reads it from there.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from recjax.serving.units import Unit
 
 logger = logging.getLogger(__name__)
 
-_MOST_SHOWN = 20  # refused rewards, in /health
+_MOST_SHOWN = 20  # refused rewards that /health lists
 _PART = "a part cannot be written"
-_LEAST_REWRITE = 1 << 20  # bytes that a journal has before it is written anew
+_LEAST_REWRITE = 1 << 20  # smallest size in bytes of a journal that is rewritten
 
 
 class Recording(NamedTuple):
-    """How a server records.
+    """Options for recording.
 
-    folder: of the store.
-    source: of its rows.
-    prompts: whether what was asked is recorded.
-    reward_seconds: that completions and sessions wait for rewards, from when something came last.
-    part_seconds: between two parts of the store.
-    keep_days: after which parts are deleted; None: never.
-    sessions: that may be under way at one time.
+    folder: folder of the store.
+    source: source of the rows.
+    prompts: True to record prompts.
+    reward_seconds: time that completions and sessions wait for rewards after their last change.
+    part_seconds: time between two parts of the store.
+    keep_days: age at which parts are deleted; None: never.
+    sessions: most sessions that may be active together.
     """
 
     folder: Path
@@ -54,19 +54,19 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Takes what was served, and feedback; an asynchronous context, of one event loop and one process."""
+    """Records completions and feedback; an asynchronous context for one event loop and one process."""
 
     def __init__(self, options: Recording, tokenizer: PreTrainedTokenizerBase):
-        """Takes the store's folder, and what an earlier recorder left in its journal.
+        """Opens the store's folder, and reads the journal of an earlier recorder.
 
         Raises:
-            ValueError: another server records there; a store or journal is damaged, or of another model.
+            ValueError: another server records there; a store or journal is damaged, or belongs to another model.
         """
         self.options, self.error = options, None
         self._ticking, self._flushing, self._looking = None, asyncio.Lock(), asyncio.Lock()
-        self._failures: dict[str, str] = {}  # what could not be done when it was last tried, and why
-        self.refused: dict[str, str] = {}  # late rewards that the store does not take, by row, and why
-        store.part_files(options.folder)  # refuses a file
+        self._failures: dict[str, str] = {}  # tasks whose last attempt failed, with the reasons
+        self.refused: dict[str, str] = {}  # reasons why the store refuses late rewards, by row
+        store.part_files(options.folder)  # raises an error if it is a file
         options.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(options.folder / ".served.lock", thread_local=False)
         try:
@@ -78,19 +78,19 @@ class Recorder:
         self._journal = Journal(options.folder / ".served.jsonl")
         for line, entry in self._journal.read():
             self.book.replay(line, entry)
-        if options.keep_days is not None:  # rows that are gone were deleted on purpose
+        if options.keep_days is not None:  # missing rows were deleted on purpose
             self.book.late = {row: late for row, late in self.book.late.items() if row in self.book.stored}
         for row, (given, _) in self.book.late.items():
             if (before := self.book.stored.get(row)) not in (None, given):
                 self.refused[row] = f"row {row!r} has another reward, {before.reward}; a reward is given once"
 
     async def __aenter__(self) -> "Recorder":
-        """Begins to write parts."""
+        """Starts writing parts."""
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Writes all that waits to the store; sessions that are under way end with that."""
+        """Writes all waiting units to the store, which ends active sessions."""
         self._ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticking
@@ -100,21 +100,21 @@ class Recorder:
 
     @property
     def trouble(self) -> str | None:
-        """Why something that was recorded does not reach the store, though it is tried; None: all does."""
+        """The reason why some records do not reach the store despite retries; None if all do."""
         refused = f"{len(self.refused)} rewards are not in the store: " if self.refused else None
         return next(iter(self._failures.values()), refused and refused + next(iter(self.refused.values())))
 
     def waiting(self) -> dict[str, Any]:
-        """Rewards that are in the journal and not in the store: how many, and of those that it does not take, why."""
+        """The number of rewards that are only in the journal, and the reasons for those that the store refuses."""
         refused = dict(itertools.islice(self.refused.items(), _MOST_SHOWN))
         late = {"late_rewards": len(self.book.late)} if self.book.late else {}
         return late | ({"refused_rewards": refused} if refused else {})
 
     async def record(self, served: Sequence[Served]) -> None:
-        """Returns when all of it is on disk, in one piece.
+        """Returns when all completions are on disk, in one entry.
 
         Raises:
-            Refused: it cannot be written, or its session is over by now or has another distribution.
+            Refused: the disk is not writable, or the session is over or has another distribution.
         """
         for one in served:
             if one.session is not None:
@@ -125,17 +125,17 @@ class Recorder:
             await self._write(entry, lambda line: self.book.add(line, served))
 
     async def reward(self, row: str, given: Feedback) -> bool:
-        """Gives a row its reward, and returns when that is on disk: whether it is new.
+        """Gives a row its reward; returns when the reward is on disk, with True if it is new.
 
         Args:
-            row: the id of a row, or of a session's.
+            row: id of a row or of a session's first row.
         Raises:
-            Refused: there is no such row, it has another reward, or this one cannot be written.
+            Refused: the row does not exist or has another reward, or the disk is not writable.
         """
         if self.book.is_stored(row):
             await self._look()
         is_new = self.book.is_new(row, given)
-        # At once, so that no other one comes between. The very same one waits for the disk as well.
+        # Set before writing, so that no other reward gets in between. An equal reward also waits for the disk.
         self.book.give(row, given, b"")
         try:
             entry = {"feedback": row, "given": given._asdict()}
@@ -147,14 +147,14 @@ class Recorder:
         return is_new
 
     async def _look(self) -> None:
-        """Takes in rewards that others have given to rows of the store."""
+        """Takes over rewards that other programs have given to rows of the store."""
         async with self._looking:
             with self._trying("the store's rewards cannot be read"):
                 self.book.take_in(await asyncio.to_thread(self.book.new_in_store))
 
     @contextlib.contextmanager
     def _trying(self, failure: str) -> Iterator[None]:
-        """A block that may fail and is tried again; what it is that fails is in the log and in `trouble`."""
+        """A block that may fail and is tried again later; failures appear in the log and in `trouble`."""
         try:
             yield
             self._failures.pop(failure, None)
@@ -171,7 +171,7 @@ class Recorder:
             raise Refused(503, f"{self.error}, and nothing is served that is not recorded; make room there") from error
         self.error = None
 
-    # --- What goes to the store.
+    # --- Writing to the store.
 
     async def _tick(self) -> None:
         while True:
@@ -179,9 +179,9 @@ class Recorder:
             await asyncio.shield(self.flush(self.options.reward_seconds))
 
     async def flush(self, seconds: float) -> None:
-        """Writes a part of what is rewarded or has waited for so long, and late rewards to the parts that they are of.
+        """Writes a part with units that have rewards or have waited `seconds`, and adds late rewards to existing parts.
 
-        What cannot be written stays in the journal, and is tried again.
+        Units and rewards that cannot be written stay in the journal and are tried again.
         """
         async with self._flushing:
             due = self.book.take_due(seconds)
@@ -206,7 +206,7 @@ class Recorder:
                         known.pop(name, None)
 
     def _append(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Writes a part; returns what cannot be written, which is all of it or, alone, what no store takes."""
+        """Writes a part. Returns units that were not written: all of them, or only units that no store accepts."""
         try:
             store.append(self.options.folder, [row for unit in units for row in unit.rows(self.options.source)])
             return []
@@ -218,7 +218,7 @@ class Recorder:
         return [left for unit in units for left in self._append([unit])]
 
     async def _give_late(self) -> None:
-        """Gives rows of the store their late rewards, each by itself; one that the store does not take is kept."""
+        """Gives rows of the store their late rewards one by one; keeps rewards that the store refuses."""
         late = {row: kept for row, kept in self.book.late.items() if row not in self.refused}
         rows, refused = list(late), {}
 
@@ -237,7 +237,7 @@ class Recorder:
 
 
 def check_sampling(unit: Unit, session: str, sampling: Sampling) -> None:
-    """Refuses a turn of another distribution than those before it, as a row's log-probs are of one."""
+    """Refuses a turn with another distribution than earlier turns, as a row's log-probs have one distribution."""
     if unit.served and unit.served[0].sampling != sampling:
         raise Refused(
             409,
@@ -249,7 +249,7 @@ def check_sampling(unit: Unit, session: str, sampling: Sampling) -> None:
 
 
 def delete_before(folder: Path, time: datetime) -> list[str]:
-    """Deletes the parts of a store whose newest row is older; returns the ids of their rows."""
+    """Deletes the parts of a store whose newest row is older than `time`; returns the ids of their rows."""
     old = []
     for part in store.part_files(folder):
         table = store.read_columns(part, ["id", "time"])
@@ -262,6 +262,6 @@ def delete_before(folder: Path, time: datetime) -> list[str]:
 
 
 def _entry(row: str, given: Feedback) -> dict[str, Any]:
-    """As `give_rewards` takes it; the rows of a session have it all."""
+    """A reward in the form that `give_rewards` takes; a session's reward goes to all its rows."""
     key = "group_id" if row.startswith("session/") else "id"
     return {key: row, **given._asdict()}

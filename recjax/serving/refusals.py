@@ -1,4 +1,4 @@
-"""Refusals as OpenAI's API says them: a status, and an error object with message, type, param and code."""
+"""Refusals in the form of OpenAI's API: a status, and an error object with message, type, param and code."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class Refused(Exception):
-    """A request that is not served.
+    """A request that the server refuses.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and the remedy.
-        param: the key of the request that it is about.
-        code: a word for programs.
-        headers: of the reply.
+        status: HTTP status.
+        message: problem and remedy.
+        param: key of the request that caused the refusal.
+        code: short error code for programs.
+        headers: headers of the reply.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Replies as OpenAI's API and vLLM's have them: whole, and as the chunks of a stream."""
+"""Replies in the form of OpenAI's API and vLLM's API: whole, and as the chunks of a stream."""
 
 import codecs
 import json
@@ -20,13 +20,13 @@ PREFIXES = {"chat": "chatcmpl", "text": "cmpl", "generate": "gen"}
 
 
 class Form(NamedTuple):
-    """How a request's reply is written.
+    """The form of a request's reply.
 
     kind: chat, text or generate.
-    id: of the reply.
+    id: id of the reply.
     created: seconds since 1970.
-    model: its name.
-    version: of the policy when the request came.
+    model: name of the model.
+    version: policy version when the request arrived.
     """
 
     kind: str
@@ -39,11 +39,11 @@ class Form(NamedTuple):
 
 
 def whole(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The reply to a request.
+    """The complete reply to a request.
 
     Args:
         prompts: tokens of each prompt.
-        pieces: whole completions, `form.asked.n` of each prompt.
+        pieces: whole completions, `form.asked.n` for each prompt.
     """
     n = form.asked.n
     choices = [_choice(form, index, prompts[index // n], piece) for index, piece in enumerate(pieces)]
@@ -55,7 +55,7 @@ def whole(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) ->
 
 
 def oldest_version(pieces: Sequence[Piece]) -> int:
-    """Of the weights that sampled a token of these; new weights may come in the middle of a completion."""
+    """The oldest version of the weights that sampled a token; weights may change within a completion."""
     return min(int(piece.sampled.versions.min()) for piece in pieces)
 
 
@@ -71,7 +71,7 @@ def _head(form: Form, object_: str) -> dict[str, Any]:
 
 
 def usage(prompts: Sequence[np.ndarray], pieces: Sequence[Piece], n: int) -> dict[str, int]:
-    """Numbers of tokens; a prompt counts once for all its completions."""
+    """Token counts; a prompt counts once for all its completions."""
     asked, given = sum(map(len, prompts)), sum(len(piece.sampled.tokens) for piece in pieces)
     return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
 
@@ -104,7 +104,7 @@ def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
 
 
 def logprobs(form: Form, sampled: Sampled, start: int) -> dict[str, Any]:
-    """Log-probabilities of a completion's tokens from number `start` on, under the distribution that sampled them."""
+    """Log-probs of a completion's tokens from token `start`, under the distribution that sampled them."""
     pieces = [token_bytes(form.tokenizer, token) for token in sampled.tokens.tolist()]
     texts = [piece.decode(errors="replace") for piece in pieces]
     values = [min(value, 0.0) for value in sampled.logprobs.tolist()]
@@ -120,14 +120,14 @@ def logprobs(form: Form, sampled: Sampled, start: int) -> dict[str, Any]:
 
 
 def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
-    """The character of a text that each of its tokens begins in."""
+    """For each token, the index of the character in which the token begins."""
     decoder, count, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
     for piece in pieces:
         starts = []
         for byte in piece:
             was_inside = bool(decoder.getstate()[0])
             new = len(decoder.decode(bytes([byte])))
-            # The byte may show that the character before it is broken, and begins the next one.
+            # The byte may reveal that the previous character is broken, and begin the next character.
             breaks = was_inside and new > (not decoder.getstate()[0])
             starts.append(count + breaks)
             count += new
@@ -139,7 +139,7 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
 
 
 def message_parts(form: Form, index: int, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """A message's content and calls: those of a request with tools, if every one that is written can be read."""
+    """A message's content and tool calls; calls only if the request has tools and all calls in the text are valid."""
     calls = parsed_calls(text) if form.asked.tools else []
     if not calls or any(call.error for call in calls):
         return text, []
@@ -155,17 +155,17 @@ def message_parts(form: Form, index: int, text: str) -> tuple[str | None, list[d
 
 
 def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
-    """Why a message has ended; one that was cut off says so, as another call may have been cut off with it."""
+    """The finish reason of a message; a truncated message keeps its reason, as it may have lost another call."""
     return "tool_calls" if calls and piece.finish == "stop" else piece.finish
 
 
 def call_id(reply: str, index: int, place: int) -> str:
-    """The id of a call, which says where it was written."""
+    """The id of a call, which encodes the reply, the choice and the call's place."""
     return f"call_{reply}_{index}_{place}"
 
 
 def place_of(call: Any) -> tuple[str, int] | None:
-    """The reply, and the index of its choice, that a call of `call_id` was written in."""
+    """The reply and the choice's index that an id made by `call_id` encodes; None for other ids."""
     _, _, rest = call.partition("_") if isinstance(call, str) else ("", "", "")
     reply, _, numbers = rest.partition("_")
     index = numbers.partition("_")[0]
@@ -176,22 +176,22 @@ def place_of(call: Any) -> tuple[str, int] | None:
 
 
 class Chunks:
-    """The chunks of one choice of a stream: each says what the one before did not."""
+    """The chunks of one choice in a stream; each contains only new text and tokens."""
 
     def __init__(self, form: Form, index: int, prompt: np.ndarray):
-        """Nothing is said yet."""
+        """Starts with no text and no tokens sent."""
         self._form, self._index, self._prompt, self._text, self._tokens = form, index, prompt, "", 0
         self._version = form.version
 
     def first(self) -> list[dict[str, Any]]:
-        """Before the first token: who speaks, and the prompt's tokens if they are asked for."""
+        """The chunk before the first token: the role, and the prompt's tokens if requested."""
         form = self._form
         delta = {"delta": {"role": "assistant", "content": ""}} if form.kind == "chat" else {"text": ""}
         asked = {"prompt_token_ids": self._prompt.tolist()} if form.asked.token_ids else {}
         return [self._chunk(delta, asked)] if form.kind == "chat" or asked else []
 
     def next(self, piece: Piece) -> list[dict[str, Any]]:
-        """What is new in a piece; of the last one, why it has ended as well."""
+        """The new content of a piece; the last piece also has the finish reason."""
         self._version = oldest_version([piece]) if len(piece.sampled.versions) else self._version
         text, calls = piece.text, []
         if self._form.asked.tools and self._form.kind == "chat":
@@ -213,7 +213,7 @@ class Chunks:
         return [self._chunk(delta, extra)]
 
     def _without_calls(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """The text before a call, until it is known what comes of that."""
+        """The text before a tool call until the completion ends; then its content and calls."""
         if piece.finish is None:
             return piece.text.partition(CALL_BEGINS)[0].rstrip(), []
         content, calls = message_parts(self._form, self._index, piece.text)
@@ -226,6 +226,6 @@ class Chunks:
 
 
 def last_chunk(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The numbers of tokens at the end of a stream."""
+    """The token counts at the end of a stream."""
     object_ = OBJECTS[form.kind] + (".chunk" if form.kind == "chat" else "")
     return _head(form, object_) | {"choices": [], "usage": usage(prompts, pieces, form.asked.n)}

@@ -1,4 +1,4 @@
-"""The server as a process: a policy and its limits in, requests answered until it is told to end."""
+"""Runs the server process: takes a policy and limits, and answers requests until a signal ends it."""
 
 import contextlib
 import dataclasses
@@ -22,22 +22,22 @@ from recjax.serving.recorder import Recorder, Recording
 from recjax.serving.sampler import Limits, Sampler
 from recjax.serving.versions import Versions
 
-CHAT_SECONDS = 10.0  # for the chat template, at each request
-PREFIX_TIME = 64  # tokens that shorter prompts are padded to
-# Of the event loop before a round: stop strings free their slots then, and replies are written beside the round.
+CHAT_SECONDS = 10.0  # limit for the chat template at each request
+PREFIX_TIME = 64  # length in tokens to which shorter prompts are padded
+# Event-loop passes before a round, enough for stop strings to free slots. Replies are written during the round.
 PASSES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What is served, and how.
+    """The model to serve, and its options.
 
     Attributes:
-        name: of the model.
-        weights: that it begins with.
-        newer: gives weights that have come since it was asked last, or None; None: there will be none.
-        recording: None: nothing is recorded.
-        seed: of requests without one.
+        name: name of the model.
+        weights: first weights.
+        newer: function that returns weights that have arrived since its last call, or None. None: weights never change.
+        recording: options for recording; None: no recording.
+        seed: seed for requests without one.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Serving:
 
 
 def made(serving: Serving, when_ready: str) -> Server:
-    """The server, whose application's lifespan starts and ends all that it needs.
+    """Creates the server; its application's lifespan starts and ends everything that it needs.
 
     Args:
-        when_ready: a line that is printed when requests are answered.
+        when_ready: line to print when the server is ready.
     Raises:
         ValueError: the record cannot be used.
     """
@@ -83,7 +83,7 @@ def made(serving: Serving, when_ready: str) -> Server:
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         with chats:
-            # The template's fork has none of the connections that come later. Without a template there are no chats.
+            # Forks the template's process before connections exist. Models without a template raise ValueError here.
             with contextlib.suppress(ValueError):
                 chats.render([[{"role": "user", "content": "hello"}]])
             async with live, recorder or contextlib.nullcontext(), versions:
@@ -95,12 +95,12 @@ def made(serving: Serving, when_ready: str) -> Server:
 
 
 def serve(serving: Serving, listening: socket.socket) -> None:
-    """Serves until SIGTERM, SIGHUP or Ctrl-C; then finishes what runs, and writes what is recorded to the store.
+    """Serves until SIGTERM, SIGHUP or Ctrl-C; then finishes open requests and writes all records to the store.
 
     Args:
-        listening: bound, where requests come to.
+        listening: bound socket for requests.
     Raises:
-        ValueError: as `made`.
+        ValueError: see `made`.
     """
     host, port = listening.getsockname()[:2]
     place = f"recorded in {serving.recording.folder}" if serving.recording else "nothing is recorded"
@@ -114,8 +114,8 @@ def serve(serving: Serving, listening: socket.socket) -> None:
         "log_level": "warning",
         "access_log": False,
     }
-    # uvicorn raises the signal again at its end, and who was told to end has not failed.
+    # uvicorn raises the signal again when it ends; ignoring it lets the process exit without failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     uvicorn.Server(uvicorn.Config(server.app, server_header=False, **options)).run(sockets=[listening])

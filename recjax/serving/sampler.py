@@ -1,4 +1,4 @@
-"""Completions for requests: from the one engine, with limits on how many there are, a round of tokens at a time."""
+"""Samples completions for requests with the server's engine, a round of tokens at a time, within limits."""
 
 import contextlib
 import hashlib
@@ -18,13 +18,13 @@ from recjax.serving.refusals import Refused
 
 
 class Limits(NamedTuple):
-    """Of a server.
+    """Limits of a server.
 
-    context: tokens of a prompt and its completion.
-    completion: tokens of a completion.
-    slots: completions that are sampled at one time.
-    queue: completions that wait beside these; more are refused.
-    distributions: of temperature, top_k, top_p and min_p in a server's life, as each has programs of its own.
+    context: most tokens of a prompt with its completion.
+    completion: most tokens of a completion.
+    slots: completions that are sampled together.
+    queue: completions that may wait for slots; more are refused.
+    distributions: most combinations of temperature, top_k, top_p and min_p, since each needs its own programs.
     """
 
     context: int
@@ -35,11 +35,11 @@ class Limits(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A completion, as far as it is.
+    """A completion so far.
 
-    sampled: all its tokens by now.
-    text: what is certain of its text.
-    finish: why it has ended, "stop" or "length"; None: it goes on.
+    sampled: all tokens so far.
+    text: text that later tokens cannot change.
+    finish: finish reason, "stop" or "length"; None: unfinished.
     """
 
     sampled: Sampled
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
 
 
 class Sampler:
-    """The policy as requests have it."""
+    """Samples from the policy for requests."""
 
     def __init__(self, live: LiveEngine, policy: Policy, limits: Limits, seed: int):
         """Takes an engine with weights.
 
         Args:
-            seed: of requests that have none; the same one gives the same completions in the same order of requests.
+            seed: seed for requests without one; equal seeds and request orders give equal completions.
         """
         self._live, self.policy, self.limits, self._seed = live, policy, limits, seed
         self._words = int(jax.random.key_data(jax.random.key(0)).size)
@@ -63,15 +63,15 @@ class Sampler:
 
     @property
     def error(self) -> str | None:
-        """What ended the engine; None: it runs."""
+        """The error that ended the engine; None if it runs."""
         return None if self._live.error is None else f"the engine has failed: {self._live.error!r}"
 
     @contextlib.contextmanager
     def places(self, count: int, sampling: Sampling) -> Iterator[None]:
-        """Takes so many of the places that there are.
+        """Reserves places for `count` completions.
 
         Raises:
-            Refused: there are not as many now, or ever; or it is one distribution too many.
+            Refused: too few places are free or exist, or the request needs one distribution too many.
         """
         most = self.limits.slots + self.limits.queue
         if count > most:
@@ -100,7 +100,7 @@ class Sampler:
             self.under_way -= count
 
     def keys(self, seed: int | None, count: int) -> list[UInt32[np.ndarray, " words"]]:
-        """Keys of a request's completions: those of its seed, or keys that no other request has."""
+        """Keys of a request's completions: from its seed, or unique keys if it has no seed."""
         if seed is None:
             origin, self._asked = f"server {self._seed} {self._asked}", self._asked + 1
         else:
@@ -112,10 +112,10 @@ class Sampler:
         return np.frombuffer(digest, np.uint32)[: self._words].copy()
 
     def limit(self, prompt: Int[np.ndarray, " time"], asked: int | None) -> int:
-        """Most tokens of a completion.
+        """The most tokens that a completion may have.
 
         Raises:
-            Refused: the prompt fills the context, has tokens that there are not, or more is asked for than there is.
+            Refused: the prompt fills the context or has unknown tokens, or the request exceeds the token limit.
         """
         limits, vocabulary = self.limits, self.policy.decoder.config.vocab_size
         if prompt.max() >= vocabulary:
@@ -142,12 +142,12 @@ class Sampler:
         stop: Sequence[str],
         held: Sequence[str] = (),
     ) -> AsyncIterator[Piece]:
-        """A completion after each of its rounds; the last piece, and no other, says why it has ended.
+        """Yields a completion after each of its rounds; only the last piece has a finish reason.
 
-        A stop string ends it in the round that has it: its slot is free then. Who closes the iterator frees it too.
+        A stop string ends the completion in its round and frees the slot; closing the iterator also frees the slot.
 
         Args:
-            held: strings before whose beginnings the certain text ends.
+            held: strings to withhold: text that may be the beginning of one is not yet certain.
         """
         tokenizer = self.policy.tokenizer
         async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as rounds:
@@ -161,7 +161,7 @@ class Sampler:
 
 
 def certain(text: str, held: Sequence[str]) -> str:
-    """The text as far as more tokens do not change it: without half a character, or what may be one of `held`."""
+    """The text that later tokens cannot change: no partial character, and no possible beginning of `held`."""
     text = text.rstrip("\ufffd")
     for size in range(min(len(text), max(map(len, held), default=0)), 0, -1):
         if any(end.startswith(text[-size:]) for end in held):

@@ -1,4 +1,4 @@
-"""What was served: the record of one prompt's completions, as the journal keeps it."""
+"""The journal's record of one prompt's completions."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -16,17 +16,17 @@ from recjax.serving.refusals import Refused
 
 
 class Served(NamedTuple):
-    """Completions of one prompt, of one request.
+    """Completions of one prompt in one request.
 
-    id: of their group: the reply's, or, of a reply to several prompts, with the prompt's number.
-    reply: the id of the reply.
-    first: the index of the first of these completions among the reply's choices.
-    session: of whose trajectory they are turns; None: each is a completion by itself.
-    tokenizer: the name of the vocabulary.
-    messages: as they were sent, if the template needed no more than role and content of them; else None.
-    text: of the prompt, as the model read it.
-    texts: what each completion says.
-    metadata: what else is recorded.
+    id: id of their group: the reply's id, plus the prompt's number if the reply has several prompts.
+    reply: id of the reply.
+    first: index of the first completion among the reply's choices.
+    session: session whose turns they are; None: independent completions.
+    tokenizer: name of the vocabulary.
+    messages: original messages, if the template needed only role and content; else None.
+    text: text of the prompt as the model read it.
+    texts: text of each completion.
+    metadata: other recorded values.
     """
 
     id: str
@@ -45,15 +45,15 @@ class Served(NamedTuple):
 
     @property
     def rows(self) -> list[str]:
-        """The ids of the completions as rows of a store, if they are of no session."""
+        """The ids of the completions as rows of a store, if they are not turns of a session."""
         return [f"{self.reply}/{self.first + place}" for place in range(len(self.texts))]
 
     def without_prompt(self) -> "Served":
-        """The same, and nothing of what was asked."""
+        """A copy without the prompt."""
         return self._replace(messages=None, text=None, prompt_tokens=self.prompt_tokens[:0])
 
     def to_json(self) -> dict[str, Any]:
-        """As an object of JSON; `from_json` makes it again, log-probabilities to the bit."""
+        """Converts to a JSON object; `from_json` restores it, with bit-identical log-probs."""
         completions = [
             {
                 "text": text,
@@ -70,7 +70,7 @@ class Served(NamedTuple):
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "Served":
-        """What `to_json` wrote."""
+        """Restores an object from the output of `to_json`."""
         values = dict(plain)
         completions = values.pop("completions")
         values |= {
@@ -92,7 +92,7 @@ class Served(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """A reward that somebody gives, its named parts, whether the answer was right, and a comment."""
+    """A client's reward, its named parts, the correctness of the answer, and a comment."""
 
     reward: float
     reward_parts: dict[str, float] | None = None
@@ -101,15 +101,15 @@ class Feedback(NamedTuple):
 
     @property
     def grade(self) -> Grade:
-        """Without the comment."""
+        """The feedback without the comment, as a grade."""
         return Grade(self.reward, self.reward_parts, self.accurate)
 
     @classmethod
     def read(cls, fields: Fields) -> "Feedback":
-        """The keys of a body that are of the reward.
+        """Reads the keys of a body that describe the reward.
 
         Raises:
-            Refused: with the key.
+            Refused: with the invalid key.
         """
 
         def are_parts(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What becomes rows of a store together: the completions of a prompt, or the trajectory of a session."""
+"""Rows that enter a store together: the completions of a prompt, or the trajectory of a session."""
 
 import json
 import time
@@ -17,21 +17,21 @@ from recjax.serving.served import Feedback, Served
 
 
 class Unit:
-    """Rows to be, which are in the journal until they are in the store.
+    """Future rows of the store; the journal holds them until the store does.
 
     Attributes:
-        name: of the group that they become.
-        served: in the order in which they were recorded.
-        given: feedback by row id; a session has one row id, that of its trajectory.
-        lines: of the journal.
-        touched: when something was recorded last, by time.monotonic.
+        name: name of their group.
+        served: completions in the order of recording.
+        given: feedback by row id; a session has a single row id, for its trajectory.
+        lines: lines of the journal.
+        touched: time of the last record, by time.monotonic.
     """
 
     def __init__(self, name: str, prompts: bool):
-        """Holds nothing yet.
+        """Creates an empty unit.
 
         Args:
-            prompts: whether its rows say what was asked.
+            prompts: True if rows include prompts.
         """
         self.name, self.touched, self._prompts = name, time.monotonic(), prompts
         self.served: list[Served] = []
@@ -40,26 +40,26 @@ class Unit:
 
     @property
     def row_ids(self) -> list[str]:
-        """Of the rows that take feedback."""
+        """The ids of rows that take feedback."""
         return [name for one in self.served for name in one.rows]
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether every row has its reward."""
+        """True if every row has its reward."""
         return bool(self.served) and all(name in self.given for name in self.row_ids)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether its rows say what was asked."""
+        """True if its rows include prompts."""
         return self._prompts and all(len(one.prompt_tokens) for one in self.served)
 
     def add(self, served: Served) -> None:
-        """Takes what was recorded."""
+        """Adds recorded completions."""
         self.served.append(served)
         self.touched = time.monotonic()
 
     def rows(self, source: str) -> list[Experience]:
-        """As rows of a store, in their order there."""
+        """Converts to rows of a store, in their order there."""
         first, metadata, rows = self.served[0], self.metadata(), []
         prompt = (first.messages or first.text if self.has_prompts else None) or PROMPT_LEFT_OUT
         group = Group(self.name, first.prompt_tokens, self._completions(source), prompt)
@@ -72,7 +72,7 @@ class Unit:
         return rows
 
     def metadata(self) -> dict[str, Any]:
-        """Of all its rows."""
+        """Metadata for all its rows."""
         return {"request": self.served[0].reply} | self.served[0].metadata
 
     def _completions(self, source: str) -> tuple[Completion, ...]:
@@ -96,18 +96,18 @@ class Unit:
 
 
 class Session(Unit):
-    """The turns of one agent: one trajectory, with one reward.
+    """The turns of one agent: one trajectory with one reward.
 
     Attributes:
-        trajectory: of its turns; it gives a prompt that goes on from them their own tokens.
-        written: what the policy wrote, by the id of a tool call in it.
+        trajectory: trajectory of the turns; prompts that continue it keep its tokens.
+        written: text of the policy, by the id of a tool call in it.
     """
 
     def __init__(self, name: str, touched: float, tokenizer: PreTrainedTokenizerBase):
-        """Holds nothing yet.
+        """Creates an empty session.
 
         Args:
-            name: as its URL has it.
+            name: name in its URL.
         """
         super().__init__(session_row(name), touched)
         self.trajectory = Trajectory(tokenizer)
@@ -115,28 +115,28 @@ class Session(Unit):
 
     @property
     def row_ids(self) -> list[str]:
-        """The trajectory's."""
+        """The id of the trajectory's row."""
         return [self.name]
 
     @property
     def sampling(self) -> Sampling | None:
-        """The distribution of all its turns; None before the first."""
+        """The distribution of all its turns; None before the first turn."""
         return self.served[0].sampling if self.served else None
 
     def add(self, served: Served) -> None:
-        """Takes turns that were recorded."""
+        """Adds recorded turns."""
         super().add(served)
         if len(served.prompt_tokens):
             for one in served.sampled:
                 self.trajectory.add(served.prompt_tokens, one, served.text)
 
     def said(self, reply: str, index: int) -> str | None:
-        """What a choice of one of its replies says; None where there is no such reply."""
+        """The text of a choice in one of its replies; None if the reply or choice does not exist."""
         texts = [one.texts[index] for one in self.served if one.reply == reply and index < len(one.texts)]
         return texts[0] if texts else None
 
     def metadata(self) -> dict[str, Any]:
-        """Of all its rows; of the requests, what the first one to have a key has there."""
+        """Metadata for all its rows; for each key, the value of the first request that has the key."""
         found: dict[str, Any] = {"requests": list(dict.fromkeys(one.reply for one in self.served))}
         for served in reversed(self.served):
             found |= served.metadata
@@ -170,13 +170,13 @@ def session_row(name: str) -> str:
 
 
 def _joined(turns: list[Sampled]) -> Row:
-    """Turns without their prompts, one after the other."""
+    """Concatenates turns without their prompts."""
     tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
     return Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs)
 
 
 def feedback_of(row: Experience) -> Feedback | None:
-    """The feedback that a row of a store has; None: none yet."""
+    """The feedback in a row of a store; None without a reward."""
     if row.reward is None:
         return None
     comment = json.loads(row.metadata or "{}").get("comment")

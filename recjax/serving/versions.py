@@ -1,4 +1,4 @@
-"""Which weights are served: those of the start, or of a run's newest checkpoint as it comes."""
+"""The served weights: the weights at the start, or a run's newest checkpoint as it arrives."""
 
 import asyncio
 import contextlib
@@ -10,35 +10,35 @@ from recjax.rollout.requests import Weights
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # from one look for newer weights to the next
+LOOK_SECONDS = 1.0  # time between two checks for newer weights
 
 
 class Versions:
-    """The weights that an engine has, and newer ones; an asynchronous context, in which these are looked for.
+    """The engine's current weights; an asynchronous context that looks for newer weights.
 
     Attributes:
-        version: optimizer updates of the weights that tokens are sampled with.
-        run: the id of the run that these are of, if it has one.
+        version: number of optimizer updates in the current weights.
+        run: id of the run that produced the weights, if it has one.
     """
 
     def __init__(self, live: LiveEngine, weights: Weights, newer: Callable[[], Weights | None] | None):
-        """Takes the engine and the weights that it has.
+        """Takes the engine and its weights.
 
         Args:
-            newer: gives weights that have come since it was asked last, or None, and may take its time; it is called in
-                a thread. None: there will be none.
+            newer: function that returns weights that have arrived since its last call, or None. It runs in a thread and
+                may block. None: weights never change.
         """
         self._live, self._newer, self._looking = live, newer, None
         self.version, self.run = weights.version, weights.run
 
     async def __aenter__(self) -> "Versions":
-        """Begins to look."""
+        """Starts looking for newer weights."""
         if self._newer:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Ends after the look under way."""
+        """Ends after the current check."""
         if self._looking:
             self._looking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -51,9 +51,9 @@ class Versions:
                 weights = await asyncio.to_thread(self._newer)
                 if weights is None:
                     continue
-                # Between two rounds: completions under way go on, each token with the version that samples it.
+                # Between two rounds: open completions continue, and each token records the version that sampled it.
                 await self._live.replace_weights(weights.params, weights.version)
-            except Exception:  # whatever is wrong with what comes, what is there can be served
+            except Exception:  # the current weights can still be served if new ones are invalid
                 logger.exception("newer weights cannot be taken; those of version %d are served on", self.version)
                 continue
             self.version, self.run = weights.version, weights.run

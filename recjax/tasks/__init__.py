@@ -1,1 +1,1 @@
-"""Prompts and rewards."""
+"""Tasks: problems, prompts and rewards."""

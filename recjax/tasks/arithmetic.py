@@ -1,4 +1,4 @@
-"""The embedded task: whole-number sums, differences and products over chosen ranges, every question once."""
+"""The built-in task: whole-number sums, differences and products over configured ranges, each question once."""
 
 import itertools
 import operator
@@ -16,13 +16,13 @@ _LIMIT = 1_000_000
 
 
 def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
-    """All distinct questions of the configured kinds, in an order that the seed decides; a kind is a difficulty.
+    """All distinct questions of the configured kinds, shuffled by the seed; each kind is a difficulty.
 
-    Examples ahead of a question are of the same kinds and never the question itself.
+    The examples before a question have the same kinds and never include the question itself.
 
     Raises:
-        ValueError: a template without the question, or a kind that is not like "10..99 + 10..99", is empty, or spans
-            over a million questions; worked answers of anything but sums.
+        ValueError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
+            million questions; or `worked` is set with kinds other than sums.
     """
     _check_template(config.template)
     for kind in config.problems if config.worked else ():
@@ -50,11 +50,11 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
 
 
 def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
-    """A sum by columns from the right, each with its carry, and the result: "7+5+0=12;4+8+1=13;132".
+    """A worked sum: each column from the right with its carry, then the result, as in "7+5+0=12;4+8+1=13;132".
 
     Args:
-        slip_column: where, counted from the right, the column's sum comes out wrong by `slip`; what follows is
-            consistent with it.
+        slip_column: column, counted from the right, whose sum is wrong by `slip`; later columns are consistent with the
+            wrong sum.
     """
     steps, digits, carry = [], "", 0
     for column in range(len(str(max(a, b)))):
@@ -67,16 +67,16 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
 
 
 def _slips(a: int, b: int) -> tuple[str, ...]:
-    """Worked sums with one column off by one or two."""
+    """Wrong worked sums, each with one column off by one or two."""
     right, columns = worked_sum(a, b), range(len(str(max(a, b))))
     wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
-    # A column's sum below zero is nothing that anyone would write.
+    # A negative column sum would not be a plausible mistake.
     return tuple(text for text in wrong if text != right and "-" not in text)
 
 
 def _check_template(template: str) -> None:
     try:
-        # {a:>999999999} would be that long; {a.real} and {a!r} say nothing that {a} does not.
+        # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
         for _, field, width, conversion in string.Formatter().parse(template):
             if field is not None and (field not in ("a", "op", "b") or width or conversion):
                 raise ValueError(f"{{{field}}} with a width, a conversion or another name is not supported")

@@ -1,12 +1,12 @@
-r"""MATH, competition problems.
+r"""MATH: competition problems.
 
 Data: `DigitalLearningGmbH/MATH-lighteval` on the hub for training, files data/train-*.parquet (7,500 rows) with the
 columns `problem`, `solution`, `level` ("Level 5") and `type` ("Algebra"); `HuggingFaceH4/MATH-500` for evaluation,
 file test.jsonl (500 rows) with `problem`, `solution`, `answer`, `subject`, `level` (5) and `unique_id`.
 Prompt: the problem as the user's message, after the system prompt below.
-Answer: the column `answer`, text or a number, where it is given; otherwise what the solution's last \boxed holds.
+Answer: the column `answer`, text or a number, if present; otherwise the content of the solution's last \boxed.
 Difficulty: the level. Columns: subject.
-Reward: `math`, 1 where the completion's last \boxed equals the answer after normalization, 0 otherwise.
+Reward: `math`, 1 if the completion's last \boxed equals the answer after normalization, 0 otherwise.
 """
 
 import re
@@ -24,17 +24,17 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
 
 def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
-    r"""A problem a row.
+    r"""One problem per row.
 
     Raises:
-        ValueError: a row without problem, or with neither an answer nor a solution that holds a \boxed.
+        ValueError: a row has no problem, or has neither an answer nor a solution with a \boxed.
     """
     return [_problem(row, system_prompt) for row in rows]
 
 
 def _problem(row: Row, system_prompt: str) -> Problem:
     given = row.values.get("answer")
-    is_given = given is not None and given == given and given != ""  # NaN stands for no answer as well
+    is_given = given is not None and given == given and given != ""  # NaN also means no answer
     if is_given:
         answer = row.text("answer") if isinstance(given, str) else row.answer("answer", given)
     else:
@@ -50,7 +50,7 @@ def _problem(row: Row, system_prompt: str) -> Problem:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed or \fbox of a text holds: its balanced braces, or the word after it; None without one."""
+    r"""The content of a text's last non-empty \boxed or \fbox: text in braces, or the next word; None without one."""
     rests = [text[match.end() :] for match in _BOXED.finditer(text)]
     contents = [braced(rest) if rest.startswith("{") else re.match(r"[^\s$.]*", rest).group() for rest in rests]
     return next((content.strip() for content in reversed(contents) if content and content.strip()), None)

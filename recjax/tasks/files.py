@@ -1,4 +1,4 @@
-"""A user's own problems: JSON Lines, JSON or Parquet with a prompt and an answer column."""
+"""The user's own problems: JSON Lines, JSON or Parquet files with a prompt column and an answer column."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from recjax.tasks.reading import Row, read_file, template_of
 def file_problems(path: str, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
     """Problems of a file that `reading.read_file` reads, in file order, with their other columns.
 
-    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The columns `tools` and
-    `chat_template_kwargs` go to the chat template, and to the reward as all others do.
+    Prompts are text or lists of {"role", "content"} messages; answers are text or numbers. The reward gets all other
+    columns. The chat template also gets `tools` and `chat_template_kwargs`.
 
     Args:
-        system_prompt: goes before every prompt, each of which must then be a chat without a system message.
+        system_prompt: system message to put before every prompt; prompts must be chats without a system message.
     Raises:
-        ValueError: a file that cannot be read or a row that cannot be used, with file, line (JSON Lines, from 1) or
-            row (Parquet, from 0), and reason; a prompt before which the system prompt cannot go.
+        ValueError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
+            row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
     """
     return [_problem(row, config, system_prompt) for row in read_file(Path(path), "task.file")]
 
@@ -40,7 +40,7 @@ def _problem(row: Row, config: FileTask, system_prompt: str | None) -> Problem:
         reason = "must hold text that is not blank, or a list of messages with role and content"
         raise row.error(config.prompt_column, f"{reason}; got {prompt!r:.80}")
     if system_prompt is not None:
-        # Which of two system messages would count is not for the program to choose.
+        # The user, not recjax, must choose between two system messages.
         if isinstance(prompt, str):
             raise ValueError(
                 f"task.system_prompt is not read by plain text such as {prompt!r:.80}; remove it, or make the prompts"

@@ -1,10 +1,10 @@
-r"""GSM8K, grade-school word problems.
+r"""GSM8K: grade-school word problems.
 
 Data: `openai/gsm8k` on the hub, subset `main`: splits train (7,473 rows) and test (1,319 rows, evaluation) with the
 columns `question` and `answer`, a worked solution whose last line is "#### 72".
 Prompt: the question as the user's message, after the system prompt below.
 Answer: the number after the last "####", without thousands separators.
-Reward: `gsm8k`, equality of the answer (1 or 0) plus 0.1 where the completion has the asked form, minus 0.1 where not.
+Reward: `gsm8k`, 1 for an equal answer, else 0; plus 0.1 if the completion has the requested form, else minus 0.1.
 """
 
 import re
@@ -25,10 +25,10 @@ _NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+", re.ASCII)
 
 
 def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
-    """A problem a row.
+    """One problem per row.
 
     Raises:
-        ValueError: a row without question or answer, or whose answer does not end in "####" and a number.
+        ValueError: a row has no question or answer, or its answer does not end in "####" and a number.
     """
     return [Problem(chat(system_prompt, row.text("question")), _answer(row)) for row in rows]
 

@@ -1,13 +1,13 @@
-r"""Guru-Math, the mathematics part of Guru.
+r"""Guru-Math: the mathematics part of Guru.
 
 Data: `LLM360/guru-RL-92k` on the hub, files train/math__combined_54.4k.parquet for training and
 online_eval/math__math_500.parquet for evaluation, with the columns `prompt` (a list of messages with role and content;
 the question ends in a request for \boxed), `reward_model` (a struct with `ground_truth`), `data_source`, `ability` and
 `qwen2.5_7b_pass_rate`, among others.
-Prompt: the row's messages, after the system prompt below where they have none of their own.
+Prompt: the row's messages, after the system prompt below if they have no system message.
 Answer: reward_model.ground_truth.
-Difficulty: the fifth that the column qwen2.5_7b_pass_rate falls in, where it is given. Columns: data_source.
-Reward: `guru_math`, 1 where the answers are symbolically equal, 0 otherwise.
+Difficulty: the pass rate in the column qwen2.5_7b_pass_rate, if present, in steps of 0.2. Columns: data_source.
+Reward: `guru_math`, 1 if the answers are symbolically equal, 0 otherwise.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the 
 
 
 def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
-    """A problem a row.
+    """One problem per row.
 
     Raises:
-        ValueError: a row without messages or without an answer, or whose pass rate is no number from 0 to 1.
+        ValueError: a row has no messages or no answer, or its pass rate is not a number from 0 to 1.
     """
     return [_problem(row, system_prompt) for row in rows]
 

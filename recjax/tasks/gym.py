@@ -1,16 +1,16 @@
-"""The generators of the package reasoning_gym (`pip install recjax[reasoning_gym]`), each of which is a task.
+"""Tasks from the generators of the package reasoning_gym (`pip install recjax[reasoning_gym]`).
 
-Data: made by the generator `task.reasoning_gym.name` with its `options`, in a process of its own with fixed hashes, as
-some generators walk through sets. The same seed gives the same problems; no question comes twice, so none that is
-trained on is held out.
-Prompt: `template` with the question, as the user's message after the system prompt below, solved examples as earlier
-turns; with `chat` false as plain text, each example on the lines before with its answer after a space. All questions
-have the same examples.
-Answer: the generator's; empty where it has none and only its scorer knows.
-Difficulty: what the generator says of the single problem, such as "num_terms 3"; None where it says nothing.
-Reward: `reasoning_gym`, parts accuracy, 1 where the package's own scorer gives the full score and 0 otherwise, and
-score, what it gives. A completion's answer is what follows its last <answer>, up to </answer> if that comes; without
-the tag it is the whole completion, since a model shown plain examples answers as they do.
+Data: the generator `task.reasoning_gym.name` makes the problems with its `options`, in a separate process with fixed
+hashes, because some generators iterate over sets. A seed always gives the same problems. Questions are distinct, so
+train and held-out problems never overlap.
+Prompt: `template` with the question, as the user's message after the system prompt below; solved examples are earlier
+turns. With `chat` false the prompt is plain text, and each example is on the lines before with its answer after a
+space. All questions have the same examples.
+Answer: the generator's answer; empty if the generator gives none and only its scorer can judge answers.
+Difficulty: settings of the problem that the generator reports, such as "num_terms 3"; None if it reports none.
+Reward: `reasoning_gym`, with the parts accuracy (1 if the package's scorer gives the full score, 0 otherwise) and score
+(the scorer's value). A completion's answer is the text after its last <answer>, up to </answer> if present. Without the
+tag it is the whole completion, because a model imitates plain examples.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = "Solve the user's problem. Write your final answer, and nothing else, between <answer> and </answer>."
 
-_LIMIT = 1_000_000  # problems of one seed: the package numbers them on from the seed
-_LABELS = 12  # difficulties of one task at most
+_LIMIT = 1_000_000  # problems per seed: the package seeds problem i with seed + i
+_LABELS = 12  # most difficulty labels of a task
 
 
 def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
-    """`count` problems; fewer where the generator repeats itself.
+    """Makes `count` problems, or fewer if the generator repeats questions.
 
     Raises:
-        ValueError: the package is missing, has no such generator, or the generator refuses its options or has too few
+        ValueError: the package or the generator is missing, or the generator refuses its options or has too few
             different questions.
     """
     check_gym(config.name, config.options, config.template)
@@ -68,8 +68,8 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
 def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str, Any]]:
     """Up to `count` entries with different questions, in the order in which the generator first asks them.
 
-    Frequent questions so stand early: among those held out, which are then as the generator asks and not what it rarely
-    does.
+    Frequent questions therefore come early, where problems are held out. The held-out problems are then typical
+    questions, not rare ones.
     """
     different: dict[str, dict[str, Any]] = {}
     for entry in _in_a_process(config.name, config.options, count, seed):
@@ -78,7 +78,7 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
 
 
 def _in_a_process(*order: Any) -> list[dict[str, Any]]:
-    """What `_make` returns."""
+    """Runs `_make` in a new process with fixed hashes and returns its result."""
     environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "recjax.tasks.gym", json.dumps(order)]
     done = subprocess.run(command, env=environment, capture_output=True)
@@ -93,11 +93,11 @@ def _make(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[
 
 
 def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """What the entries say of their difficulty, where it differs from one to another."""
+    """Difficulty labels from the entries' metadata; uses only values that differ between entries."""
     metadata = [entry["metadata"] for entry in entries]
     names = dict.fromkeys(["source_dataset", "difficulty"])
     for each in metadata:
-        if isinstance(each.get("difficulty"), Mapping):  # the ranges that each entry's own values are sampled from
+        if isinstance(each.get("difficulty"), Mapping):  # ranges that the generator samples each entry's values from
             names |= dict.fromkeys(each["difficulty"])
     labels = [""] * len(entries)
     for name in names:
@@ -120,6 +120,6 @@ def _prompt(
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):  # what a generator prints is not among what is asked for
+    with contextlib.redirect_stdout(sys.stderr):  # keep a generator's prints out of the pickled result
         made = _make(*json.loads(sys.argv[1]))
     sys.stdout.buffer.write(pickle.dumps(made))

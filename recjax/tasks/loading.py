@@ -1,4 +1,4 @@
-"""From the config's task block to a task."""
+"""Loads the task that a config describes: train problems, held-out problems and reward."""
 
 import inspect
 import json
@@ -20,25 +20,25 @@ from recjax.tasks.reading import read_split
 
 logger = logging.getLogger(__name__)
 
-MOST_HELD_OUT = 1024  # problems, of a task without an evaluation set
+MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
 
-# Tasks whose data the Hugging Face hub has: each file says where a repository has them, and how rows become problems.
+# Tasks with data on the Hugging Face hub. Each module names the files and turns their rows into problems.
 _HUB_TASKS = {"gsm8k": gsm8k, "math": competition_math, "guru_math": guru_math, "toolace": toolace}
 
 
 def load_task(config: Config) -> Task:
-    """Problems and reward; the first `evaluation.problems` of those that are held out.
+    """Loads the train problems, the first `evaluation.problems` held-out problems, and the reward.
 
-    Where the task has no evaluation set, a third of its problems is held out, at most 1,024. The seed alone says
-    which, so that runs with more and with fewer of them evaluated train on the same problems.
+    If the task has no evaluation set, recjax holds out a third of the problems, at most 1,024. The choice depends only
+    on the seed, so the train problems do not depend on `evaluation.problems`.
 
     Raises:
-        ValueError: bad data, or too little of it.
+        ValueError: the data is invalid, or there are too few problems.
     """
     name = config.task.reward_name()
     weights = config.task.reward_weights
     if config.task.agent:
-        # Of the task's reward where that is named; others are of what the agent returns, and of its turns.
+        # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
         weights = {part: weights[part] for part in weights if config.task.reward and part not in (TURNS, ROWS)}
     reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
@@ -52,12 +52,12 @@ def load_task(config: Config) -> Task:
 
 
 def load_problems(config: Config, reward: Reward | None = None) -> tuple[list[Problem], list[Problem]]:
-    """The problems of `load_task`: training problems and held-out problems.
+    """Loads the train and held-out problems of `load_task`.
 
     Args:
-        reward: refuses answers that it cannot read; None: any answer is fine.
+        reward: reward that must be able to read the answers; None accepts any answer.
     Raises:
-        ValueError: bad data, or too little of it.
+        ValueError: the data is invalid, or there are too few problems.
     """
     train, evaluation = _problems(config)
     if reward is not None:
@@ -76,7 +76,7 @@ def load_problems(config: Config, reward: Reward | None = None) -> tuple[list[Pr
 
 
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
-    """Refuses answers that no completion can equal, before the first completion is sampled."""
+    """Refuses answers that no completion can match, before the run samples anything."""
     if reward.name in ("math", "guru_math", "math_dapo"):
         check = imported("recjax.tasks.grading.math_answers:check_answer")
         for problem in problems:
@@ -91,14 +91,14 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on and problems held out."""
+    """All train problems and all held-out problems; both may contain the same prompt."""
     name, asked = config.task.chosen(), config.evaluation.problems
     task, system_prompt = getattr(config.task, name), config.task.system_prompt
     if name == "arithmetic":
         return _hold_out(arithmetic_problems(task, config.seed), asked)
     if name == "reasoning_gym":
         system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # a third of these is held out
+        count = task.problems + min(task.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
         return _hold_out(gym.gym_problems(task, count, config.seed, system_prompt), asked)
     if name == "file":
         train = file_problems(task.train, task, system_prompt)
@@ -116,7 +116,7 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def _origins(problem: Problem) -> set[str]:
-    """What a train and a held-out problem must not share: the prompt, and a conversation whose later turns quote it."""
+    """Keys that train and held-out problems must not share: the prompt, and the conversation that contains it."""
     conversation = problem.columns.get(toolace.CONVERSATION)
     return {_prompt_of(problem), *([conversation] if conversation else [])}
 
@@ -127,7 +127,7 @@ def _prompt_of(problem: Problem) -> str:
 
 
 def _hold_out(problems: list[Problem], asked: int) -> tuple[list[Problem], list[Problem]]:
-    """The rest, and the first of the problems; all with one prompt or of one conversation on the same side."""
+    """Splits problems into (train, held out); problems with the same prompt or conversation stay together."""
     keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
     most, chosen, count = min(len(problems) // 3, MOST_HELD_OUT), set(), 0
     for key, size in Counter(keys).items():

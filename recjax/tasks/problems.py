@@ -1,4 +1,4 @@
-"""What a task is: problems to train on, problems held out, and a reward for completions."""
+"""Data types of tasks: problems, chats, and the task with its train problems, held-out problems and reward."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,11 +8,11 @@ from recjax.tasks.grading.reward import Reward
 
 
 class Problem(NamedTuple):
-    """One question: `prompt` is text or a list of chat messages, `answer` is what a completion is checked against.
+    """One question: `prompt` is text or a list of chat messages, `answer` is the reference answer.
 
-    `mistakes` are wrong answers of a likely kind, which a warm start can show. `columns` are further columns of the
-    data, for the reward function; `difficulty` is a label that evaluation breaks accuracy down by. `template` has
-    variables of the chat template by name, `tools` among them.
+    `mistakes` are plausible wrong answers, which a warm start can show. `columns` holds additional columns of the data
+    for the reward function. Evaluation reports accuracy for each `difficulty` label. `template` maps names to variables
+    of the chat template, including `tools`.
     """
 
     prompt: str | list[dict[str, str]]
@@ -24,7 +24,7 @@ class Problem(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Problems and what completions of them are worth; no evaluation problem is among the train problems."""
+    """Train problems, evaluation problems and their reward; no problem is in both lists."""
 
     train: list[Problem]
     evaluation: list[Problem]
@@ -32,20 +32,20 @@ class Task(NamedTuple):
 
 
 def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
-    """A system message, where it says something, and the turns of user and assistant, of whom the user begins."""
+    """A chat: a system message unless `system_prompt` is empty, then turns of user and assistant, user first."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return system + [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
 
 
 def question_of(prompt: str | list[dict[str, str]]) -> str:
-    """What a reader is shown of a prompt: a chat's last user message, or a text's last line that says something."""
+    """The part of a prompt to show to readers: the last user message of a chat, or the last line of a text."""
     if isinstance(prompt, str):
         return (prompt.strip().splitlines() or [""])[-1]
     return next((turn["content"] for turn in reversed(prompt) if turn["role"] == "user"), prompt[-1]["content"])
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a value is a list of messages with role and content."""
+    """True if the value is a non-empty list of messages with role and content."""
     return (
         isinstance(prompt, list)
         and bool(prompt)

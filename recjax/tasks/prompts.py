@@ -1,4 +1,4 @@
-"""Problems as token arrays, and which of them each batch asks."""
+"""Encodes problems as token arrays, and chooses the problems of each batch."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Encoded = tuple[str, np.ndarray]
 
 
 class Prompts(NamedTuple):
-    """Prompts of a task: `tokens` and `mask` [problems, time], right-padded; as the model saw them; their problems."""
+    """Encoded prompts: `tokens` and `mask` [problems, time], right-padded, with rendered texts and problems."""
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -25,17 +25,17 @@ class Prompts(NamedTuple):
 
     @property
     def answers(self) -> list[str]:
-        """The problems' answers."""
+        """Reference answers of the problems."""
         return [problem.answer for problem in self.problems]
 
     def take(self, indices: np.ndarray) -> "Prompts":
-        """The prompts at the given places."""
+        """Selects the prompts at the given indices."""
         texts, problems = ([column[i] for i in indices] for column in (self.texts, self.problems))
         return Prompts(self.tokens[indices], self.mask[indices], texts, problems)
 
 
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
-    """The problems whose rendered prompts have at most `max_tokens` tokens; several processes share the work."""
+    """Problems whose rendered prompts have at most `max_tokens` tokens; the processes of a run share the work."""
     lengths = hosts.shared_out(lambda own, first: [len(ids) for _, ids in _encoded(own, first, tokenizer)], problems)
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
@@ -43,7 +43,7 @@ def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max
 def _encoded(
     problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
 ) -> list[Encoded]:
-    """Text and token ids of each problem's prompt; the first of them is number `first` of all."""
+    """Text and token ids of each problem's prompt; error messages number the prompts from `first`."""
     of_chats = [problem for problem in problems if not isinstance(problem.prompt, str)]
     if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in of_chats):
         raise ValueError(
@@ -64,13 +64,13 @@ def encode_problems(
     max_tokens: int | None,
     vocabulary: int | None = None,
 ) -> Prompts:
-    """Renders, tokenizes and pads prompts; of several processes each does its share of many, and all call it.
+    """Renders, tokenizes and pads prompts. All processes of a run must call it, and share the work if it is large.
 
     Args:
-        max_tokens: padded length in tokens; None takes the longest prompt's.
-        vocabulary: rows of the model's embedding; None checks no ids.
+        max_tokens: number of tokens to pad to; None: length of the longest prompt.
+        vocabulary: number of rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt without tokens, outside the vocabulary, or longer than `max_tokens`.
+        ValueError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
     found = hosts.shared_out(functools.partial(_encoded, tokenizer=tokenizer, vocabulary=vocabulary), problems)
     texts, encoded = map(list, zip(*found, strict=True))
@@ -88,10 +88,10 @@ def encode_problems(
 
 
 def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -> np.ndarray:
-    """Places of the problems that batch number `batch` (from 1) asks.
+    """Indices of the problems in batch number `batch` (from 1).
 
-    Every problem comes once an epoch, in an order that (seed, epoch) decides; a batch may straddle two epochs. A pure
-    function of its arguments, so a resumed run goes on with the same data.
+    Each epoch uses every problem once, in an order that depends on (seed, epoch). A batch may span two epochs. The
+    result depends only on the arguments, so a resumed run continues with the same data.
     """
     places = np.arange((batch - 1) * prompts_per_step, batch * prompts_per_step)
     return np.array([_order(problems, seed, int(place) // problems)[place % problems] for place in places])

@@ -1,4 +1,4 @@
-"""Rows of problems from files: the one place that reads them, whether a user's own or a hub data set's."""
+"""Reads rows of problems from users' files and from data sets of the Hugging Face hub."""
 
 import codecs
 import gzip
@@ -22,16 +22,16 @@ TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
 class Row(NamedTuple):
-    """One row of a data set: its columns, and where it stands, for messages."""
+    """One row of a data set: its columns, and its place for error messages."""
 
     values: Mapping[str, Any]
     place: str
 
     def text(self, column: str) -> str:
-        """A column that must hold text.
+        """The text of a column.
 
         Raises:
-            ValueError: it is missing, blank or of another type; the message names the row.
+            ValueError: the column is missing, blank or not text; the message names the row.
         """
         value = self.values.get(column)
         if not isinstance(value, str) or not value.strip():
@@ -39,12 +39,12 @@ class Row(NamedTuple):
         return value
 
     def answer(self, column: str, value: Any) -> str:
-        """An answer, which is text or a number.
+        """An answer as text.
 
         Args:
-            value: of the column, or of a part of it.
+            value: text or number from the column, or from a part of the column.
         Raises:
-            ValueError: it is neither; the message names the row.
+            ValueError: the value is neither text nor a finite number; the message names the row.
         """
         text = as_text(value)
         if text is None:
@@ -52,15 +52,15 @@ class Row(NamedTuple):
         return text
 
     def error(self, column: str, reason: str) -> ValueError:
-        """What to raise about a column of this row."""
+        """The exception for an invalid column of this row."""
         return ValueError(f"{self.place}: column {column!r} {reason}")
 
 
 def as_text(value: Any) -> str | None:
-    """Text as it is, or a number in digits that keep its value: 1e-7 is "0.0000001", and 72.0 is "72".
+    """Text unchanged, or a number in digits that keep its value: 1e-7 is "0.0000001", and 72.0 is "72".
 
     Returns:
-        None for anything else: NaN, infinities and truth values are no numbers.
+        The text; None for other values, which include NaN, infinities and booleans.
     """
     if isinstance(value, str):
         return value
@@ -75,12 +75,12 @@ def as_text(value: Any) -> str | None:
 
 
 def template_of(row: Row) -> dict[str, Any]:
-    """Variables that a row gives the chat template: those of `chat_template_kwargs`, and `tools`.
+    """Chat template variables of a row, from its columns `chat_template_kwargs` and `tools`.
 
-    Both columns hold objects or their JSON text.
+    Both columns hold objects or JSON text.
 
     Raises:
-        ValueError: one of them holds something else; the message names the row.
+        ValueError: a column holds anything else; the message names the row.
     """
     found = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
     for name, value in found.items():
@@ -99,7 +99,7 @@ def template_of(row: Row) -> dict[str, Any]:
 
 
 def _of_parquet(row: dict[str, Any]) -> dict[str, Any]:
-    """The row; in a column of objects Parquet gives each one the names of all others, with nulls under them."""
+    """The row without the nulls that Parquet adds to objects for the keys of other rows."""
     return row | {name: _without_nulls(row[name]) for name in TEMPLATE_COLUMNS if name in row}
 
 
@@ -115,10 +115,10 @@ def read_file(file: Path, key: str) -> list[Row]:
     .jsonl and .ndjson have one row a line, .json has one row a line or one list of rows; each may end in .gz.
 
     Args:
-        key: of the config, for messages.
+        key: config key that names the file, for error messages.
     Raises:
-        ValueError: the file is missing, empty or damaged, or a row has no named columns; the message names file and
-            line (JSON Lines, from 1) or row (from 0).
+        ValueError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
+            (JSON Lines, from 1) or row (from 0).
     """
     where = f"{key}: {file}"
     if not file.is_file():
@@ -141,22 +141,22 @@ def read_file(file: Path, key: str) -> list[Row]:
 
 
 def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
-    """The rows of one split of a data set that the Hugging Face hub has.
+    """The rows of one split of a data set from the Hugging Face hub or a local copy.
 
     Args:
-        where: the data set's name on the hub; a folder with its files, laid out as there or with names that begin
-            with `split` and end as `read_file` takes them; or one such file.
-        files: pattern of the split's files in the hub's repository.
-        split: "train" or "test".
-        key: of the config, for messages.
+        where: name of the data set on the hub; a folder with its files, in the hub's layout or with names that begin
+            with `split` and have an ending that `read_file` supports; or one such file.
+        files: glob pattern of the split's files in the hub's repository.
+        split: name of the split, "train" or "test".
+        key: config key, for error messages.
     Raises:
-        ValueError: nothing is there, the hub cannot be reached, or a file is damaged.
+        ValueError: the files are missing, the hub cannot be reached, or a file is damaged.
     """
     place = Path(where)
     if (ENDING.search(where) and not place.is_dir()) or place.is_file():
         return read_file(place, key)
     folder = place if place.is_dir() else _from_hub(where, files, key)
-    # The first kind that is there: a folder may have the same rows in several, and .json files that are no rows.
+    # Read only the first kind found: a folder may hold the same rows in several formats, and .json files without rows.
     kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
     patterns = [(files,), *(tuple(f"{split}*.{ending}" for ending in kind) for kind in kinds)]
     globbed = (sorted(file for pattern in kind for file in folder.glob(pattern)) for kind in patterns)
@@ -182,7 +182,7 @@ def _from_hub(name: str, files: str, key: str) -> Path:
 def _parquet(file: Path, where: str) -> datasets.Dataset:
     try:
         return datasets.load_dataset("parquet", data_files=str(file), split="train")
-    except Exception as error:  # Arrow, datasets and fsspec raise many kinds for a damaged or encrypted file
+    except Exception as error:  # Arrow, datasets and fsspec raise many exception types for damaged or encrypted files
         reason = str(error.__cause__ or error).strip() or type(error).__name__
         raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
 
@@ -198,12 +198,12 @@ def _content(file: Path, where: str) -> bytes:
 
 
 def _has_lines(content: bytes) -> bool:
-    """Whether a .json file has a row a line, and so several objects."""
+    """True if a .json file has one row per line instead of one list of rows."""
     return content.lstrip().startswith(b"{") and b"\n{" in content
 
 
 def _rows_of_lines(content: bytes, where: str) -> list[Row]:
-    # By line and not by a library, which names neither the line of a syntax error nor a column whose type changes.
+    # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
     lines = enumerate(content.split(b"\n"), start=1)
     texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
     return [Row(_parsed(line, place), place) for place, line in texts.items()]

@@ -1,6 +1,6 @@
-"""Rewards that need no library: 1 for a right answer, 0 for any other. Named in `task.reward` as module:function.
+"""Simple rewards: 1 for a right answer, 0 for a wrong one. Name one in `task.reward` as module:function.
 
-They read the text after a completion's thoughts; see `recjax.tasks.grading.thinking`.
+The rewards read the text after a completion's thoughts; see `recjax.tasks.grading.thinking`.
 """
 
 import re
@@ -9,15 +9,15 @@ from fractions import Fraction
 
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 
-# With its thousands whole: the last number of "1,234" is not 234. More digits than these are no answer.
+# Thousands separators belong to the number: the last number of "1,234" is not 234. Longer exponents do not match.
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?(?:[eE][-+]?\d{1,3}(?![\d.]))?", re.ASCII)
 _MOST_CHARACTERS = 1000
 
 
 def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """1 where a completion is its answer to the letter, spaces around either left aside."""
+    """1 if the completion equals the answer exactly, except for surrounding whitespace."""
     texts = zip(completions, _answer_texts(prompts, completions), answers, strict=True)
-    # An answer that has tags of thoughts is compared with the whole completion.
+    # An answer with thinking tags needs the whole completion.
     return [
         float((said if after_thoughts(answer) == answer else whole).strip() == answer.strip())
         for whole, said, answer in texts
@@ -25,7 +25,7 @@ def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Seq
 
 
 def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """1 where a completion is one number and nothing else, equal in value to its answer.
+    """1 if the completion is a single number with the value of the answer.
 
     Raises:
         ValueError: an answer is not a number.
@@ -36,10 +36,10 @@ def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Se
 
 
 def last_number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """1 where the last number in a completion equals the last one in its answer; what comes before is free.
+    """1 if the last number in the completion equals the last number in the answer.
 
     Raises:
-        ValueError: an answer holds no number.
+        ValueError: an answer contains no number.
     """
     need = "last_number_match needs answers that hold a number"
     return _compared(_last_number, need, _answer_texts(prompts, completions), answers)

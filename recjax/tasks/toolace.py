@@ -1,15 +1,15 @@
-"""ToolACE, conversations in which an assistant calls functions.
+"""ToolACE: conversations in which an assistant calls functions.
 
-Data: `Team-ACE/ToolACE` on the hub, file data.json (split train alone; problems to evaluate on are held out, whole
-conversations at a time) with the columns `system`, which lists the functions as JSON, and `conversations`, a list of
-{"from": user, assistant or tool, "value": text}. A call turn reads [Name(key=value, …), …]; names may hold spaces.
-Problems: one a call turn. The turns before it are the prompt, earlier calls rewritten in the form asked for.
+Data: `Team-ACE/ToolACE` on the hub, file data.json (only split train; recjax holds out whole conversations for
+evaluation) with the columns `system`, which lists the functions as JSON, and `conversations`, a list of
+{"from": user, assistant or tool, "value": text}. A call turn reads [Name(key=value, …), …]; names may contain spaces.
+Problems: one per call turn. Its prompt is the previous turns, with earlier calls rewritten in the requested form.
 Prompt: the row's own system message up to the end of the list of functions, then the system prompt below.
-Answer: a JSON list of {"name", "arguments"}, keys of the arguments sorted. Call turns that cannot be parsed are left
-out and counted.
+Answer: a JSON list of {"name", "arguments"}, keys of the arguments sorted. recjax skips and counts call turns that it
+cannot parse.
 Difficulty: the number of calls. Columns: toolace_conversation, the row's place.
-Reward: `tool_calls`, 1 where exactly one think block precedes a JSON list whose calls equal the answer's as a multiset,
-0 otherwise.
+Reward: `tool_calls`, 1 if exactly one think block precedes a JSON list with the calls of the answer in any order, 0
+otherwise.
 """
 
 import ast
@@ -34,21 +34,21 @@ SYSTEM_PROMPT = (
     '<think>your thoughts</think>\n[{"name": "function name", "arguments": {"parameter": "value"}}]'
 )
 
-CONVERSATION = "toolace_conversation"  # the column that says where a problem is from
+CONVERSATION = "toolace_conversation"  # column with the conversation that contains the problem
 
 _SPEAKERS = ("user", "assistant", "tool")
 _QUOTED = r"""(["'])(?:\\.|(?!\1)[^\\])*\1"""
 _QUOTED_OR_CHARACTER = re.compile(rf"{_QUOTED}|.", re.DOTALL)
 _ESCAPED_OR_CHARACTER = re.compile(r"\\.|.", re.DOTALL)
-_ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that a Python literal cannot hold as they are
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that a Python literal cannot contain unescaped
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
-    """A problem for every turn of calls.
+    """One problem for every assistant turn with function calls.
 
     Raises:
-        ValueError: a row without system text or turns, or a turn without a known speaker and text.
+        ValueError: a row has no system text or no turns, or a turn has no known speaker or no text.
     """
     found, unreadable = [], 0
     for row in rows:
@@ -67,9 +67,9 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
-    """The calls of a text such as `[Market Trends(country="us", days=[1, 2]), now()]`; None where it is not that.
+    """The calls in a text such as `[Market Trends(country="us", days=[1, 2]), now()]`; None for other text.
 
-    Values are Python or JSON literals; nothing is run.
+    Values must be Python or JSON literals, because no code is executed.
     """
     if not _looks_like_calls(text):
         return None
@@ -84,7 +84,7 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def _functions(system: str) -> str:
-    """A system text up to the end of its JSON list of functions; all of it where there is no such list."""
+    """A system text up to the end of the JSON list of functions; the whole text if there is no list."""
     for match in re.finditer(r"\[\s*\{", system):
         try:
             functions, end = json.JSONDecoder(strict=False).raw_decode(system, match.start())
@@ -116,7 +116,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
         key, equals, value = piece.partition("=")
         key = key.strip()
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes such as \/, which JSON has and Python lacks
+            with warnings.catch_warnings(action="ignore"):  # escapes such as \/ are JSON only
                 parsed = _literal(ast.parse(_one_line(value.strip()), mode="eval").body)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return None
@@ -127,10 +127,10 @@ def _arguments(text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal as JSON has it; a ValueError of anything else."""
+    """The JSON value of a literal; raises a ValueError for any other expression."""
     match node:
         case ast.Constant(value=str(text)):
-            # JSON writes some characters as two halves; half of one is no text that a completion could repeat.
+            # JSON can write a character as two surrogates; decoding joins them and refuses a lone surrogate.
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         case ast.Constant(value=int() | float() | None) if node.value != math.inf:
             return node.value
@@ -150,7 +150,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """The text with escapes in place of the line breaks inside its quotes."""
+    """Replaces line breaks inside quotes by escapes."""
 
     def escaped(match: re.Match) -> str:
         characters = _ESCAPED_OR_CHARACTER.findall(match.group())
@@ -160,10 +160,10 @@ def _one_line(text: str) -> str:
 
 
 def _split(text: str, has_names: bool = False) -> list[str]:
-    """The parts of a text between its commas, those inside quotes and brackets left alone.
+    """Splits a text at commas outside quotes and brackets.
 
     Args:
-        has_names: outside brackets stand names, which may have an apostrophe: a quote opens no text there.
+        has_names: flag for text with function names outside brackets; an apostrophe in a name opens no quoted text.
     """
     parts, start, depth, place = [], 0, 0, 0
     while place < len(text):

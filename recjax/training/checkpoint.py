@@ -1,7 +1,7 @@
-"""Checkpoints that hold everything a run needs to go on exactly as if it had never stopped.
+"""Checkpoints that hold everything a run needs to resume exactly as if it had never stopped.
 
-Each has a manifest, written when all else is on disk. One without, or with a file that does not agree with it, is not
-whole, and the run goes on from the one before.
+Each checkpoint has a manifest, which is written last. A checkpoint without a manifest, or with a file that differs from
+it, is not whole; the run then resumes from the checkpoint before.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 4  # of checkpoints; 3 and 2 always had the sampler's weights, 2 no manifest, 1 several queues
+LAYOUT = 4  # format version; 2 and 3 always hold the sampler's weights, 2 has no manifest, 1 has several queues
 READS = (2, 3, 4)
-COPY = "behavior_params"  # the sampler's, in a checkpoint of whose state it is not a part
+COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +36,25 @@ def _found(_: object, pattern: str | os.PathLike) -> list[str]:
     return glob.glob(os.path.join(glob.escape(folder), name))
 
 
-# Orbax looks for the arrays of each process by a pattern of which the run's folder is a part: with brackets or stars in
-# its name they would not be found, and the checkpoint would be written without them.
+# Orbax finds the arrays of each process with a glob pattern that contains the run folder. Brackets or stars in the
+# folder's name would hide the arrays, and Orbax would write the checkpoint without them.
 type(epath.backend.os_backend).glob = _found
 
 
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
-    """The run's checkpoints."""
+    """A manager of the checkpoints in `folder`."""
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
 def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
-    """Writes a checkpoint and its manifest, waits until it is on disk, then deletes all but the newest.
+    """Writes a checkpoint and its manifest to disk, then deletes all but the newest `keep` checkpoints.
 
     Args:
-        state: between two steps, all grades of its queue waited for.
-        keep: how many checkpoints stay.
+        state: run state between two steps, with all grades in its queue.
+        keep: number of checkpoints to keep.
     Raises:
-        ValueError: it cannot be written; those before it stay.
+        ValueError: the checkpoint cannot be written; earlier checkpoints stay.
     """
     rows, queue = to_plain(state.queue)
     plain = {"layout": LAYOUT, "version": state.version, "in_flight": state.in_flight, "queue": queue}
@@ -74,7 +74,7 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         if hosts.is_first():
             manifest.write_manifest(folder / str(state.step))
     except Exception as error:
-        # Tensorstore raises kinds of its own for a full disk and the like.
+        # Tensorstore raises its own exception types, for example for a full disk.
         raise ValueError(
             f"{folder}: the checkpoint of step {state.step} cannot be written ({_short(error)}); make room or give the"
             " right to write there, and the same command goes on from the checkpoint before"
@@ -85,13 +85,13 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
 
 
 def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params: dict) -> State:
-    """The newest checkpoint.
+    """Restores the newest checkpoint.
 
     Args:
-        trained, behavior_params: shapes, dtypes and shardings, which may be others than those that were saved; of
-            the sampler's copy, if there is one.
+        trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
+            `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: a checkpoint of an earlier layout, or one that cannot be read.
+        ValueError: the checkpoint has an older layout or cannot be read.
     """
     step = manager.latest_step()
     place = f"{manager.directory}: the checkpoint of step {step}"
@@ -110,7 +110,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     try:
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:
-        # Its files are as they were written, so this is the model's or the code's doing, or an old one's damage.
+        # The manifest was checked: the cause is the model, the code, or damage in an old checkpoint without manifest.
         raise ValueError(
             f"{place} cannot be read ({_short(error)}); if the model or the problems changed since, put them back as"
             " they were"
@@ -128,15 +128,15 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps of a folder's checkpoints, whole or not, in order."""
+    """Steps of all checkpoints in a folder, whole or not, in ascending order."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
 
 
 def progress(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says in plain words: layout, version, the queue's numbers, totals.
+    """The JSON part of a checkpoint: layout, version, the queue's numbers, totals.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     path = folder / str(step) / "progress" / "metadata"
     try:
@@ -152,7 +152,7 @@ def check_whole(folder: Path, step: int) -> None:
     """Compares every file of a checkpoint with its manifest.
 
     Raises:
-        ValueError: one is damaged or missing, or there is no manifest.
+        ValueError: a file is damaged or missing, or the manifest is missing.
     """
     place = folder / str(step)
     if not (place / manifest.NAME).exists() and progress(folder, step).get("layout", 1) < LAYOUT:
@@ -162,7 +162,7 @@ def check_whole(folder: Path, step: int) -> None:
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
-    """The step of the newest whole checkpoint, and what is wrong with each one after it; None: no one is whole."""
+    """The step of the newest whole checkpoint (None without one), and the defect of each later checkpoint by step."""
     damaged: dict[int, str] = {}
     for step in reversed(steps_of(folder)):
         try:
@@ -174,18 +174,18 @@ def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Moves the checkpoints after the newest whole one to `damaged/` beside their folder.
+    """Moves the checkpoints after the newest whole one to `damaged/`, next to their folder.
 
-    Of several processes the first one does. A damaged checkpoint of step 0 alone goes as well: the run begins again,
-    and nothing is lost.
+    Only the first process does this. If the only checkpoint is a damaged one of step 0, it is moved as well: the run
+    starts again, and no work is lost.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole; nothing is moved.
+        ValueError: there are checkpoints, but none is whole; they stay in place.
     """
     refused = None
     if hosts.is_first() and folder.is_dir():
         for unfinished in folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(unfinished)  # of a process that is dead: this one holds the run's lock
+            shutil.rmtree(unfinished)  # its process is dead, since this process holds the lock
         whole, damaged = newest_whole(folder)
         if whole is None and damaged.keys() - {0}:
             refused = none_whole(folder, damaged)
@@ -201,7 +201,7 @@ def set_damaged_aside(folder: Path) -> None:
 
 
 def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
-    """The error for a folder of which no checkpoint is whole."""
+    """The error for a folder without a whole checkpoint."""
     reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
     return ValueError(
         f"{folder}: no checkpoint is whole ({reasons}); bring one back from a copy, or start anew with --overwrite"
@@ -210,7 +210,7 @@ def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Orbax logs a traceback of each failure that it raises as well; --verbosity shows them."""
+    """Hides the tracebacks that Orbax logs for errors that it also raises; --verbosity shows them."""
     logs = logging.getLogger("absl")
     level = logs.level
     if level > logging.INFO:
@@ -222,7 +222,7 @@ def _without_tracebacks() -> Iterator[None]:
 
 
 def _free(path: Path) -> Path:
-    """The path, with a number where it is taken."""
+    """The path, or the path with a number appended if it exists."""
     names = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))]
     return next(name for name in names if not name.exists())
 

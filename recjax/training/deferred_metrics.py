@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl whose numbers the device may still be computing: each is read, checked and written later."""
+"""Metrics rows whose numbers the device may still be computing; they are read, checked and written later."""
 
 import contextlib
 import math
@@ -13,10 +13,10 @@ from recjax.training.metrics import MetricsWriter, PhaseSeconds
 
 
 class DeferredMetrics(contextlib.AbstractContextManager):
-    """Holds the row of a step until the next step's update is dispatched, or until somebody needs it.
+    """Holds the metrics row of a step until the next step's update is dispatched, or until the row is needed.
 
-    So the device goes from one update to the next while the host reads the numbers of the first. A context: the row
-    that is held when it ends, however it ends, is written then.
+    The device can thus start the next update while the host reads the numbers of the previous one. Use it as a context
+    manager: it writes the held row on exit, also after an exception.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class DeferredMetrics(contextlib.AbstractContextManager):
         manager: ocp.CheckpointManager,
         impossible_tokens: Literal["error", "drop"] = "error",
     ):
-        """Holds none yet; rows go to the writer and the bar.
+        """Starts without a row; rows go to the writer and the bar.
 
         Args:
-            impossible_tokens: of `training`.
+            impossible_tokens: setting `training.impossible_tokens`.
         """
         self._writer, self._bar, self._phases, self._manager = writer, bar, phases, manager
         self._refuses_impossible = impossible_tokens == "error"
@@ -40,33 +40,33 @@ class DeferredMetrics(contextlib.AbstractContextManager):
         self.settle()
 
     def hold(self, row: dict[str, Any]) -> None:
-        """Takes a finished row, of which scalars on the device may be a part; the one before must be settled."""
+        """Takes the finished row of a step, which may contain device scalars; the previous row must be settled."""
         if self._row is not None:
             raise AssertionError(f"the row of step {self._row['step']} would be lost")
         self._row = row
 
     def settle(self) -> None:
-        """Writes and shows the row that is held, if one is, when its numbers are there.
+        """Waits for the numbers of the held row, if there is one, then writes and shows the row.
 
         Raises:
-            FloatingPointError: as `read`; the row is not written.
+            FloatingPointError: see `read`; the row is not written.
         """
         if self._row is None:
             return
-        row, self._row = self._row, None  # also where it is refused: the end of the context must not try it again
+        row, self._row = self._row, None  # also if `read` raises: the exit must not try the row again
         row = self.read(row)
         self._writer.write(row)
         _show(self._bar, row)
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with numbers for scalars on the device, which are waited for.
+        """The row with device scalars converted to floats; waits for the device.
 
         Raises:
-            FloatingPointError: the step's loss, gradient or update is not finite, or it has impossible tokens and these
-                are an error.
+            FloatingPointError: the step's loss, gradient or update is not finite, or it has impossible tokens and
+                `impossible_tokens` is "error".
         """
         with self._phases.phase("update"):
-            # Scalars lie whole on every process, so this asks none of the others, which may have ended elsewhere.
+            # Every process holds complete scalars, so this needs no other process, which may already have failed.
             arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
         row = row | {name: float(value) for name, value in arrays.items()}
         bad = [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, commit and devices, one entry for each time that it was started."""
+"""The environment of a run: versions, commit and devices, with one entry for each start."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers
 
 
 def record_start(output: Path) -> None:
-    """Adds a start to the run's environment.json; one that cannot be read is begun anew."""
+    """Adds an entry to environment.json in the run folder; replaces the file if it cannot be read."""
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "recjax": recjax.__version__,
@@ -32,7 +32,7 @@ def record_start(output: Path) -> None:
 
 
 def starts(output: Path) -> list[dict]:
-    """The entries of a run's environment.json; none where there is none, or it is damaged."""
+    """The entries of environment.json in a run folder; an empty list if the file is missing or damaged."""
     try:
         found = json.loads((output / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -41,7 +41,7 @@ def starts(output: Path) -> list[dict]:
 
 
 def commit() -> str | None:
-    """The commit of the package's own checkout, with "+" behind it where files differ; None where there is none."""
+    """The commit of the package's own checkout, with "+" appended if files differ; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         folder = Path(recjax.__file__).parent
@@ -49,7 +49,7 @@ def commit() -> str | None:
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # A package that is installed inside somebody's repository is not of that repository's commit.
+        # A package installed inside another repository does not belong to that repository's commit.
         if git("ls-files", "--error-unmatch", "__init__.py") != "__init__.py":
             return None
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")

@@ -1,4 +1,4 @@
-"""Sampled accuracy on held-out problems."""
+"""Accuracy of sampled completions on held-out problems."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answered(NamedTuple):
-    """Some problems with all of their completions, graded; the first of the problems stands at place `first`."""
+    """Consecutive problems with all of their graded completions; `first` is the index of the first problem."""
 
     first: int
     prompts: Prompts
@@ -50,19 +50,19 @@ def answered(
 ) -> Iterator[Answered]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
-    The random numbers of each part depend on nothing but the seed, `step` and its place.
+    The random numbers of each part depend only on the seed, `step` and the index of its first prompt.
 
     Args:
-        grading: open.
-        first: where to begin, a multiple of `rollout.prompts_per_step`: the parts before it are done.
-        agents: open; None where the config names none.
+        grading: open grading pool.
+        first: index of the first prompt, a multiple of `rollout.prompts_per_step`; earlier prompts are skipped.
+        agents: open agents; None if the config names none.
     Raises:
-        ValueError: all agents of the whole evaluation failed by mistakes of their own.
+        ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
     held: list[Answered] | None = [] if agents and first == 0 else None  # parts in which all agents failed
     for start in range(first, count, size):
-        # Filled up with repeats, so that one compiled program serves every part.
+        # Repeated prompts fill the last part, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
         key, sampling = part_key(config.seed, step, start), settings.sampling()
         names = {"name": f"{start:06d}", "source": "policy", "version": step}
@@ -93,19 +93,19 @@ def answered(
 
 
 def _all_failed(done: Answered) -> bool:
-    """Whether every agent failed by a mistake of its own, and got no reward for it."""
+    """True if every agent failed through its own mistake and got no reward for it."""
     grades = [completion.grade for group in done.groups for completion in group.completions]
     return all(grade.failure in MISTAKES and grade.reward is None for grade in grades)
 
 
 def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
-    """Of the part of an evaluation that begins with prompt `start`."""
+    """The random key for the part of an evaluation that begins with prompt `start`."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 2), step)
     return jax.random.fold_in(key, start)
 
 
 def sample_rows(done: Answered) -> list[dict]:
-    """One row a completion: the problem's place, what was asked and said, and how it was graded."""
+    """One row per completion: the problem's index, the prompt, the completion and its grade."""
     return [
         {
             "problem": done.first + place,
@@ -127,7 +127,7 @@ def sample_rows(done: Answered) -> list[dict]:
 
 
 def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
-    """Says how many completions could not be graded and so count as wrong, if any."""
+    """Logs how many completions could not be graded and so count as wrong, if there are any."""
     reasons = list(reasons)
     found = Counter(reason for reason in reasons if isinstance(reason, str))
     if found:
@@ -142,9 +142,9 @@ def warn_of_ungraded(reasons: Iterable[str | None]) -> None:
 
 
 class Evaluation(NamedTuple):
-    """Share of accurate completions, their mean reward, KL(π ‖ π_0) in nats per token, and one row a completion.
+    """Share of accurate completions, mean reward, KL(π ‖ π_0) in nats per token, and one row per completion.
 
-    The KL is to the initial policy π_0, by Σ (log π − log π_0) over sampled tokens; None where it was not asked for.
+    The KL to the initial policy π_0 is the mean of log π − log π_0 over sampled tokens; None if it was not requested.
     """
 
     accuracy: float
@@ -163,12 +163,12 @@ def evaluate(
     initial_params: dict | None = None,
     agents: Agents | None = None,
 ) -> Evaluation:
-    """The evaluation of a training run after `step` updates.
+    """Evaluates the policy of a training run after `step` updates.
 
     Args:
-        grading: open.
-        initial_params: π_0, for the KL to it; None leaves that out.
-        agents: as of `answered`.
+        grading: open grading pool.
+        initial_params: parameters of π_0, for the KL; None skips the KL.
+        agents: see `answered`.
     """
     divergence, tokens, samples = 0.0, 0, []
     for done in answered(config, policy, params, prompts, grading, step, agents=agents):
@@ -184,7 +184,7 @@ def evaluate(
 
 
 def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) -> tuple[float, int]:
-    """Σ (log μ − log π) over all tokens, μ being who sampled them and π that of `params`; the number of tokens."""
+    """Σ (log μ − log π) over all tokens, for the sampling policy μ and the policy π of `params`; the token count."""
     settings, rollout = config.evaluation, config.rollout
     if config.task.agent:
         rows = rollout.prompts_per_step * settings.samples
@@ -204,7 +204,7 @@ def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) 
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:
-    """The first completions, with question, true answer and reward; what they say stands indented, as it is."""
+    """The first `count` completions as Markdown, with question, true answer and reward; texts are indented verbatim."""
 
     def indented(text: str) -> str:
         return "".join(f"    {line}\n" for line in text.splitlines() or [""])
@@ -217,7 +217,7 @@ def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:
 
 
 def write_samples(path: Path, evaluation: Evaluation) -> None:
-    """One JSON line a completion."""
+    """Writes one JSON line per completion."""
     with writing(path):
         path.parent.mkdir(exist_ok=True)
     write_whole(path, "".join(json_text(sample) + "\n" for sample in evaluation.samples))

@@ -1,7 +1,7 @@
-"""The newest weights of a run that is trained by another process, as its checkpoints come.
+"""Reads the newest weights of a run that another process trains, whenever the run writes a checkpoint.
 
-The two meet in files alone: the run may not have begun, may be dead, and deletes its checkpoints or sets them aside at
-any time.
+The two processes communicate only through files. The run may not have started, may be dead, and may delete or move its
+checkpoints at any time.
 """
 
 import logging
@@ -17,17 +17,17 @@ from recjax.training.trained import checkpoint_reader, run_config
 
 logger = logging.getLogger(__name__)
 
-FIRST_SECONDS = 0.5  # from one look for the first checkpoint to the next
-LINE_SECONDS = 10.0  # between two lines that say what is waited for
+FIRST_SECONDS = 0.5  # interval between checks for the first checkpoint
+LINE_SECONDS = 10.0  # interval between log lines while waiting
 
-Stamp = tuple[int, int, int]  # what tells a checkpoint from any other: its step, and its manifest's inode and time
+Stamp = tuple[int, int, int]  # identifies a checkpoint: its step, and the inode and modification time of its manifest
 
 
 class FollowedRun:
-    """Reads the newest whole checkpoint of a run, whenever there is another one."""
+    """Reads the newest whole checkpoint of a run whenever it changes."""
 
     def __init__(self, run: Path):
-        """Reads nothing yet; the folder need not be there."""
+        """Reads no files yet; the folder need not exist."""
         self._run, self._folder = run, run / "checkpoints"
         self._config, self._reader = None, None
         self._taken: Stamp | None = None
@@ -35,14 +35,14 @@ class FollowedRun:
 
     @property
     def policy(self) -> Policy:
-        """What the run trains, without adapters; there is one after `first`."""
+        """The trained policy without adapters; available after `first`."""
         return self._reader.policy
 
     def first(self) -> Weights:
-        """The newest weights, which are waited for, and a line says so.
+        """Waits for the newest weights, and logs that it waits.
 
         Raises:
-            ValueError: the run's config cannot be used.
+            ValueError: the config of the run cannot be used.
         """
         said = time.monotonic() - LINE_SECONDS
         while (weights := self._first()) is None:
@@ -53,16 +53,16 @@ class FollowedRun:
         return weights
 
     def _first(self) -> Weights | None:
-        # With a checkpoint the run has written its config, and what a warm start makes.
+        # A run with a checkpoint has already written its config and the result of its warm start.
         if self._reader is None and self._stamps():
             self._config = run_config(self._run)
             self._reader = checkpoint_reader(self._run, self._config)
         return self.newer() if self._reader else None
 
     def newer(self) -> Weights | None:
-        """The newest whole weights, on the host, if they are others than those that were given last.
+        """The newest whole weights, on the host; None without a whole checkpoint, or if it was the last one returned.
 
-        A run that has gone back, because its newest checkpoint was damaged, is followed back.
+        If the run resumes from an older checkpoint because the newest one was damaged, this returns the older one.
         """
         for stamp in self._stamps():
             if stamp == self._taken:
@@ -75,9 +75,9 @@ class FollowedRun:
                 said = progress(self._folder, step)
                 check_config_file(self._run, self._config, said)
                 weights = Weights(self._reader.params(step), step, said.get("totals", {}).get("run"))
-            except Exception as error:  # Orbax has errors of its own
+            except Exception as error:  # Orbax raises its own exception types
                 if stamp not in self._stamps():
-                    continue  # it was being deleted
+                    continue  # the run deleted it during the read
                 self._refused.add(stamp)
                 logger.warning("the checkpoint of step %d is not taken: %s", step, error)
                 continue
@@ -86,7 +86,7 @@ class FollowedRun:
         return None
 
     def _stamps(self) -> list[Stamp]:
-        """Of the checkpoints that have a manifest, which is written last; the newest first."""
+        """Stamps of the checkpoints that have a manifest, which is written last; newest first."""
         found = []
         for step in reversed(steps_of(self._folder)):
             try:

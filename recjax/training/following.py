@@ -1,4 +1,4 @@
-"""Groups of a store that is followed: a step waits until there are enough, and takes each once."""
+"""Training on a followed store: a step waits until the store has enough groups, and takes each group once."""
 
 import itertools
 import logging
@@ -21,19 +21,19 @@ from recjax.training.run import Run, State
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5  # from one look at the store to the next, while a step waits
-LINE_SECONDS = 10.0  # between two lines that say what it waits for
+POLL_SECONDS = 0.5  # interval between reads of the store while a step waits
+LINE_SECONDS = 10.0  # interval between log lines while a step waits
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
 def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
-    """The groups that a step trains on, waited for, and the state after it has taken them.
+    """Waits until the store has enough groups for a step, and takes them.
 
     Args:
-        stopping: is not empty once the run is asked to stop.
+        stopping: container that is not empty once the run must stop.
     Returns:
-        None in place of the groups where the run was asked to stop while it waited.
+        The new state, and the groups of the step; None instead of groups if the run must stop before they arrive.
     Raises:
         ValueError: the store is damaged.
     """
@@ -43,7 +43,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
         while True:
             found = run.follower.found(queue.followed, step)
             candidates = iter(found.candidates)
-            # A buffer takes no more from a store than from the policy; elsewhere nothing is taken before its turn.
+            # A step adds at most one batch to a replay buffer; without one, groups stay in the store until their turn.
             while (room := count - (admitted if settings.replay else len(queue.ready))) > 0:
                 part = list(itertools.islice(candidates, room))
                 if not part:
@@ -64,7 +64,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
 
 
 def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) -> Queue:
-    """The queue with groups that have left the store by that."""
+    """The queue with the candidates' groups, which are marked as taken from the store."""
     unrewarded = [name for one in candidates for name in one.unrewarded]
     taken = queue.followed.with_taken([*(name for one in candidates for name in one.ids), *unrewarded], unrewarded)
     groups = [run.follower.group(one, step) for one in candidates]
@@ -73,7 +73,7 @@ def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) ->
 
 
 def _settled(queue: Queue, found: Found) -> Queue:
-    """The queue after what cannot be trained on has left the store, counted by reason."""
+    """The queue with unusable rows marked as taken from the store and counted by reason."""
     counts = Counter(found.unusable.values())
     counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
     counts["groups_without_reward"] = found.without_reward
@@ -84,7 +84,7 @@ def _settled(queue: Queue, found: Found) -> Queue:
 
 
 def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
-    """A line about what a step waits for."""
+    """A log line about the groups that a step is waiting for."""
     groups, completions, pending = found.waiting
     count, folder = run.own[0], run.follower.folder
     there = f"{ready} of {count} groups are there"
@@ -97,10 +97,10 @@ def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
 
 
 def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
-    """What a step logs of the store that it follows.
+    """Metrics of the followed store at a step.
 
     Args:
-        groups: that it trains on.
+        groups: groups that the step trains on.
     """
     last, of_tokens = run.follower.last, token_staleness(groups, step)
     groups, completions, pending = last.waiting
@@ -116,7 +116,7 @@ def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str,
 
 
 def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
-    """The batch with log-probs as `experience.missing_logprobs` says where rows have none: no NaN is left."""
+    """The batch with missing log-probs handled according to `experience.missing_logprobs`; no NaN is left."""
     missing = run.config.experience.missing_logprobs
     if missing == "unneeded":
         return batch._replace(behavior_logprobs=None)
@@ -127,5 +127,5 @@ def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
     options = {"sampling": run.config.rollout.sampling(), "chunk": run.config.model.logprob_chunk}
     everything = combine(state.trained.params, run.frozen)
     now = on_host(_logprobs(run.policy.decoder, everything, *arrays, **options)[0])
-    # Rounding may leave a certain token's a little above 0.
+    # Rounding can make the log-prob of a token with probability 1 slightly positive.
     return batch._replace(behavior_logprobs=np.where(lacking, np.minimum(now, 0.0), batch.behavior_logprobs))

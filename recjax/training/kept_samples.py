@@ -1,4 +1,4 @@
-"""Completions of training batches, kept in the run's folder: what was said, what it got, what the update made of it."""
+"""Saves completions of training batches in the run folder, with rewards and per-token results of the update."""
 
 import logging
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def folder_of(output: Path) -> Path:
-    """Where a run keeps them: a file a step, a line a completion."""
+    """The folder of the saved completions: one file per step, one line per completion."""
     return output / "samples" / "training"
 
 
 def is_kept(step: int, config: SamplesConfig) -> bool:
-    """Whether completions of a step's batch are kept."""
+    """True if completions of the step's batch are saved."""
     return config.every > 0 and (step == 1 or step % config.every == 0)
 
 
@@ -37,11 +37,11 @@ def keep(
     tokenizer: PreTrainedTokenizerBase,
     config: SamplesConfig,
 ) -> None:
-    """Writes the first groups of a batch, unless there are as many bytes as the config allows.
+    """Saves the first groups of a batch, unless the saved files have reached the size limit of the config.
 
     Args:
-        groups: of the batch; each has `rows_per_group` consecutive rows, of which the first are its completions.
-        learned: of the batch, on the host; None where rows of the batch are no whole completions.
+        groups: groups of the batch; each has `rows_per_group` consecutive rows, which begin with its completions.
+        learned: per-token results of the update, on the host; None if rows of the batch are not whole completions.
     """
     folder = folder_of(output)
     path = folder / f"{step:08d}.jsonl"
@@ -95,5 +95,5 @@ def _of_row(learned: Learned, row: int, length: int) -> dict[str, list]:
 
 
 def _short(numbers: np.ndarray) -> list[float]:
-    """Four significant digits."""
+    """The numbers rounded to four significant digits."""
     return [float(f"{number:.4g}") for number in numbers.tolist()]

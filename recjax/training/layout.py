@@ -1,4 +1,4 @@
-"""How an update runs a batch: padded, each prompt once for its group, or packed into rows, by what is less work."""
+"""Chooses the cheaper batch layout for the update: padded, with each prompt once for its group, or packed into rows."""
 
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
@@ -7,24 +7,24 @@ from recjax.models.placement import row_shards
 from recjax.training.packing import Packed, RowShape, pack, pack_trajectories, row_shape, shape_for
 from recjax.training.update import Recipe
 
-# Of an update's FLOPs, and of all: with less to save, it is not worth a second program. About half a second of two CPU
-# cores.
+# Packing must save this share of an update's FLOPs, and this many FLOPs (about half a second on two CPU cores), to be
+# worth a second compiled program.
 LEAST_SHARE, LEAST_SAVED = 0.25, 1e11
-# Unasked, packed micro-batches have this many tokens on each device, as products of fewer rows are slow, or this share
-# of the padded batch, as most of what packing leaves empty is in the last one.
+# By default a packed micro-batch has LEAST_TOKENS tokens per device, since smaller matmuls are slow, or the size of the
+# padded batch over MOST_MICRO_BATCHES if that is more, since mainly the last micro-batch has empty positions.
 LEAST_TOKENS, MOST_MICRO_BATCHES = 2048, 32
 
 
 def packed_batch(config: Config, recipe: Recipe, batch: Batch, micro_batches: int) -> Packed | None:
-    """The batch packed as `training.tokens_per_micro_batch` says; without that, if it is much less work; else None.
+    """The batch in packed rows if `training.tokens_per_micro_batch` is set or packing is much less work, else None.
 
     Args:
-        micro_batches: of the batch as it is padded; packed ones that were not asked for are no larger.
+        micro_batches: number of micro-batches of the padded batch; by default packed micro-batches are no larger.
     Raises:
-        ValueError: too few tokens for the longest sequence, or for those that the algorithm reads together.
+        ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
     algorithm, decoder, shards = recipe.algorithm, recipe.decoder, row_shards()
-    share = decoder.attention != "splash"  # that kernel knows segments alone
+    share = decoder.attention != "splash"  # the splash kernel supports only segments
     if config.training.tokens_per_micro_batch:
         shape = shape_for(config, _shape(batch), shards)
     else:
@@ -48,7 +48,7 @@ def _shape(batch: Batch) -> Shape:
 
 
 def _shape_unasked(batch: Batch, micro_batches: int, shards: int) -> RowShape | None:
-    """Rows of packed micro-batches, none larger than the padded ones; None where those are too small."""
+    """Default shape of packed micro-batches, no larger than padded ones; None if the longest sequence does not fit."""
     shape = _shape(batch)
     longest, (positions, _, _) = shape.prompt_time + shape.time - 1, _padded(batch)
     wanted = max(LEAST_TOKENS * shards, longest * shards, positions // MOST_MICRO_BATCHES)
@@ -59,32 +59,32 @@ def _shape_unasked(batch: Batch, micro_batches: int, shards: int) -> RowShape | 
 
 
 def _has_long_trajectories(batch: Batch) -> bool:
-    """Whether a trajectory has several rows."""
+    """True if a trajectory has several rows."""
     return batch.trajectories is not None and len(set(batch.trajectories.tolist())) < len(batch.trajectories)
 
 
 def _padded(batch: Batch) -> tuple[int, int, int]:
-    """Of the padded batch: positions that run, pairs of them in attention, and positions whose scores are computed."""
+    """Work for the padded batch: computed positions, attention pairs, and positions with vocabulary scores."""
     shape = _shape(batch)
     rows, asked, rest = shape.prompts * shape.group, shape.prompt_time, shape.time - 1
     return shape.positions, shape.prompts * asked**2 + rows * rest * (asked + rest), rows * shape.time
 
 
 def _at_least(batch: Batch) -> tuple[int, int, int]:
-    """The same of the best possible packing, or less."""
+    """Lower bounds on the work for the best possible packing; see `_padded`."""
     sampled = int(batch.completion_mask.sum())
     return sampled, sampled, sampled
 
 
 def _saves(config: DecoderConfig, batch: Batch, positions: int, pairs: int, scores: int) -> bool:
-    """Whether that is so much less work than the padded batch that it is worth a program of its own."""
+    """True if this work is so much less than the padded batch's that a second compiled program pays off."""
     padded = _flops(config, *_padded(batch))
     saved = padded - _flops(config, positions, pairs, scores)
     return saved > max(LEAST_SHARE * padded, LEAST_SAVED)
 
 
 def _flops(config: DecoderConfig, positions: int, pairs: int, scores: int) -> int:
-    """Of an update: two for each weight that a position passes, and four more backwards."""
+    """FLOPs of an update: per weight and position, two in the forward pass and four in the backward pass."""
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * pairs
     head = config.hidden_size * config.vocab_size
     return 6 * (config.num_layers * config.layer_weights * positions + attention + head * scores)

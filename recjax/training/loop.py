@@ -47,10 +47,10 @@ _FROM_STORE = "taking the first batch from the store"
 
 
 class Preempted(Exception):
-    """The run was asked to stop by a signal, and its checkpoint is on disk."""
+    """A signal stopped the run, after the run wrote a checkpoint."""
 
     def __init__(self, step: int, number: int):
-        """After which step, and the signal."""
+        """Takes the last step and the signal's number."""
         super().__init__(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
         self.signal = number
 
@@ -58,18 +58,17 @@ class Preempted(Exception):
 def train(
     config: Config, overwrite: bool = False, *, sources: Callable | None = None, learner: Learner | None = None
 ) -> dict[str, Any]:
-    """Trains to the last step and returns the summary; goes on from the newest checkpoint in the run's folder, if any.
+    """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run's folder, if any.
 
     Args:
-        overwrite: delete what another run left in the folder.
-        sources: samples a batch, with the first four arguments and the results of `rounds.sample_batch`; None: the
-            policy samples.
+        overwrite: delete the run that the folder holds.
+        sources: function that samples a batch, with the first four arguments and the results of
+            `rounds.sample_batch`; None: the policy samples.
         learner: a subclass of `Learner` that computes instead of it; None: JAX computes.
     Raises:
         FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
-        RuntimeError: what the config leaves out of what is sampled leaves nothing to train on, or a generator dies
-            again and again.
-        Preempted: SIGTERM, SIGHUP or Ctrl-C came; the step that was under way is done and its checkpoint written.
+        RuntimeError: the config drops all groups that are sampled, or a generator dies repeatedly.
+        Preempted: on SIGTERM, SIGHUP or Ctrl-C, after the current step and its checkpoint.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_run_folder(config, overwrite)
@@ -80,7 +79,7 @@ def train(
         run, state, manager = begin(config, overwrite, sources, learner)
         resumed = manager.latest_step() is not None
         algorithm = config.algorithm.build()
-        # Ray takes SIGTERM for itself, so it comes before what the loop makes of it.
+        # Ray installs its own handler of SIGTERM, so it starts before the loop installs the run's handler.
         for workers in filter(None, (run.grading, run.generators, run.agents)):
             stack.enter_context(workers)
         stopping, stop_requests = stack.enter_context(_stop_requests()), hosts.LateAnswers()
@@ -106,7 +105,7 @@ def train(
             # --- Sync, sample, queue: rounds, until there are enough groups to train on.
             with under_way(_SAMPLED if run.own[0] and not run.follower else _FROM_STORE, step == first):
                 state, groups = next_groups(run, state, step, stopping)
-            if groups is None:  # it was asked to stop while it waited
+            if groups is None:  # a signal arrived during the wait
                 metrics.settle()
                 if manager.latest_step() != state.step:
                     state = _saved(run, state, manager, writer)
@@ -118,8 +117,8 @@ def train(
 
             state = rounds.set_apart(run, state, step)
 
-            # --- Update, not waited for. Parts of the reward, which differ from batch to batch where sources do, go
-            # along only where the algorithm reads them.
+            # --- Update, asynchronously. Batches of different sources have different reward parts, so only an algorithm
+            # that reads the parts gets them.
             weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
                 packed = run.learner.packed(run, learned, micro_batches)
@@ -129,7 +128,7 @@ def train(
                 )
             tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
-            metrics.settle()  # those of the step before
+            metrics.settle()  # the previous step's
             if is_kept(step, config.samples):
                 _keep_samples(run, step, groups, of_tokens)
 
@@ -144,15 +143,15 @@ def train(
             evaluates = step == last or (config.evaluation.every and step % config.evaluation.every == 0)
             if evaluates:
                 row = metrics.read(row) | _evaluated(run, state, "after" if step == last else "latest", writer)
-            # A row that is still to be read has its own update's dispatch in these, and the updates before it whole.
+            # For a row that is not read yet, these include the dispatch of its own update and all earlier updates.
             row["tokens_per_second"] = tokens / run.phases.loop_seconds
             row["wall_seconds"] = run.phases.wall_seconds
             metrics.hold(row)
 
             # --- Checkpoint.
-            asked_to_stop = stop_requests.any_says(bool(stopping))  # of several processes: in the step before
+            asked_to_stop = stop_requests.any_says(bool(stopping))  # with several processes: asked in the previous step
             saves = step == last or step % config.training.checkpoint_every == 0 or asked_to_stop
-            # What is sampled into a record stays there, and must not be sampled by weights that are not finite.
+            # Recorded completions stay in the record, so weights that are not finite must not sample them.
             if saves or evaluates or run.record:
                 metrics.settle()
             if saves:
@@ -171,12 +170,12 @@ def train(
 
 
 def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ()) -> tuple[State, list[Group] | None]:
-    """The groups that a step trains on, and the state after the rounds that it took to have them.
+    """Runs rounds until there are enough groups for a step; returns the state and the groups.
 
     Args:
-        stopping: signals that ask the run to stop.
+        stopping: received signals that stop the run.
     Returns:
-        None in place of the groups where such a signal came while a store was waited for.
+        None instead of the groups if a signal arrived while the run waited for a store.
     """
     if run.follower:
         return following.next_groups(run, rounds.synced(run, state, step), step, stopping)
@@ -186,7 +185,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
     while groups is None:
         state = rounds.synced(run, state, step)
         state = state._replace(queue=queues.begin_round(state.queue))
-        # What generators have sampled is waited for where the groups that are there are too few.
+        # It waits for the generators only if there are too few groups.
         for wait in (False, True) if run.generators else (True,):
             state = rounds.sampled(run, state, step, wait)
             state, groups = rounds.taken(run, state, step)
@@ -197,7 +196,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
 
 
 def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
-    """The batch of a step and its micro-batches; filled up so that these and devices share prompts equally."""
+    """The batch of a step and its number of micro-batches, padded to equal shares for micro-batches and devices."""
     config, shape = run.config, run.shape
     micro_batches = config.micro_batches(shape.positions, row_shards())
     multiple = micro_batches * row_shards()
@@ -209,7 +208,7 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
             batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
         else:
             batch = pad(groups, shape, logprobs=not unneeded)
-    # Behind a group without any reward the next batch moves up, and what is left of it is trained on later.
+    # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
     all_there = state.queue.left["groups_without_reward"] == 0
     if config.experience is None and config.regime.mode == "sync" and all_there:
         found = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
@@ -219,7 +218,7 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
 
 
 def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
-    """The rows of trajectories; there may be more than one a trajectory, and then more micro-batches."""
+    """The batch of trajectories, which may have several rows each, and its number of micro-batches."""
     shape = run.shape
     rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
     whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
@@ -228,7 +227,7 @@ def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], mi
 
 
 def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) -> None:
-    """Keeps some completions of the step's batch, with what the update made of their tokens."""
+    """Keeps some completions of the step's batch, with the update's per-token results."""
     of_tokens = on_host(of_tokens)
     if hosts.is_first():
         output, tokenizer = Path(run.config.output), run.policy.tokenizer
@@ -238,7 +237,7 @@ def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) 
 
 
 def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
-    """What an evaluation of the trained policy logs; its completions become the run's samples of that name."""
+    """Evaluates the trained policy and returns its metrics; saves its completions in samples/`name`.jsonl."""
     with run.phases.phase("evaluate"):
         result = run.learner.evaluate(run, state)
         if hosts.is_first():
@@ -249,7 +248,7 @@ def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict
 
 
 def _saved(run: Run, state: State, manager: ocp.CheckpointManager, writer: MetricsWriter) -> State:
-    """The state as its checkpoint, which is now on disk, has it: all grades are there."""
+    """Waits for all grades, writes a checkpoint, and returns the state that it holds."""
     state = state._replace(queue=rounds.graded(run, state.queue, all_of_them=True))
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
@@ -265,7 +264,7 @@ def _left_out(run: Run) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """The signals that came: SIGTERM of a cloud, SIGHUP of a terminal that closes, Ctrl-C, whose second one ends."""
+    """Received signals: SIGTERM of a cloud, SIGHUP of a closed terminal, Ctrl-C; a second Ctrl-C ends at once."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's

@@ -1,4 +1,4 @@
-"""Devices as a mesh. Where things lie on it is said in recjax.models.placement."""
+"""Device meshes; recjax.models.placement defines where arrays are placed on them."""
 
 import math
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from recjax.models.decoder_config import DecoderConfig
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes "data", "fsdp" and "tensor", to be put in context with `jax.set_mesh`.
+    """A mesh with the axes "data", "fsdp" and "tensor", to be activated with `jax.set_mesh`.
 
     Args:
-        devices: those of a topology that is compiled for, say; None: all that there are, on all hosts.
+        devices: devices of the mesh, for example of a topology to compile for; None: all devices of all hosts.
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = config.model_dump()
@@ -33,14 +33,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
-    """Refuses a mesh that would leave devices with parts of a head, or without a part of the weights.
+    """Raises if a mesh would split attention heads or leave devices without a part of the weights.
 
-    Vocabularies, key and value heads and the ranks of adapters that an axis does not divide are not split instead.
+    Vocabularies, key and value heads and adapter ranks are not checked: recjax does not split them if they do not fit.
 
     Args:
-        mesh: an empty one, which is what is in context where none was put there, fits any model.
+        mesh: mesh to check; an empty mesh, which is JAX's default, fits any model.
     Raises:
-        ValueError: with the axis, its size, and what it does not divide.
+        ValueError: an axis does not divide a dimension of the model; the message names both and the axis's size.
     """
     for axis, whole, what in (
         ("tensor", decoder.num_heads, "attention heads"),

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard files, the progress bar; and the seconds of each phase."""
+"""Metrics of a run: metrics.jsonl, TensorBoard files, the progress bar, and the seconds of each phase."""
 
 import contextlib
 import json
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes one row a step to metrics.jsonl, TensorBoard files and trackers, in the first of several processes."""
+    """Writes one row per step to metrics.jsonl, TensorBoard files and trackers; only the first process writes."""
 
     def __init__(
         self, output: Path, keep_through: int, written: Written | None = None, tracking: Tracking | None = None
     ):
-        """Opens a run's files; rows of steps past `keep_through`, the checkpoint that the run goes on from, go.
+        """Opens the files; removes rows after `keep_through`, the step of the checkpoint that the run resumes from.
 
         Args:
-            keep_through: a step; -1 keeps nothing.
-            written: metrics.jsonl as that checkpoint knows it.
-            tracking: gets the rows as well.
+            keep_through: last step to keep; -1 removes all rows.
+            written: size and checksum of metrics.jsonl according to that checkpoint.
+            tracking: trackers that also get the rows.
         Raises:
-            ValueError: a line of metrics.jsonl is no row, or the file cannot be written.
+            ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
         self._file, self._tensorboard, self._tracking = None, None, tracking
         if not hosts.is_first():
@@ -56,13 +56,13 @@ class MetricsWriter:
 
     @property
     def written(self) -> Written | None:
-        """All that metrics.jsonl holds now; None in the processes that do not write it."""
+        """Size and checksum of the current metrics.jsonl; None in processes that do not write it."""
         return None if self._file is None else [self._size, self._digest.hexdigest()]
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row, which has a "step"; what is counted by name, in a dictionary, to metrics.jsonl alone.
+        """Appends a row, which has a "step"; dictionaries of counts go only to metrics.jsonl.
 
-        In metrics.jsonl null stands for a number that is not finite.
+        metrics.jsonl has null for numbers that are not finite.
         """
         if self._file is None:
             return
@@ -78,14 +78,14 @@ class MetricsWriter:
             self._tracking.log(row)
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
-        """Adds a text to TensorBoard's files alone."""
+        """Adds a text to the TensorBoard files only."""
         if self._tensorboard is not None:
             self._tensorboard.write_text(step, name, markdown)
 
     def close(self) -> None:
         """Closes both files."""
         if self._file is not None:
-            # What cannot be written has been said at its row, or is for TensorBoard alone.
+            # Writing the row has already raised this error, or the error affects only TensorBoard files.
             with contextlib.suppress(OSError):
                 self._file.close()
             with contextlib.suppress(ValueError):
@@ -93,7 +93,7 @@ class MetricsWriter:
 
 
 def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:
-    """What a run that goes on keeps of its metrics.jsonl."""
+    """The content of metrics.jsonl that a resumed run keeps."""
     if keep_through < 0:
         return b""
     content = path.read_bytes() if path.exists() else b""
@@ -111,12 +111,12 @@ def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without numbers that are not finite, for which it has null.
+    """The rows of a metrics.jsonl file, without numbers that are not finite (null in the file).
 
-    A last line that is not whole yet, or was cut short by a kill, is no row.
+    An incomplete last line does not count: its write is not finished, or a kill cut it short.
 
     Raises:
-        ValueError: any other line that is no row.
+        ValueError: another line is not a row.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [_row(line, f"{path}: line {number}") for number, line in enumerate(lines[:-1], 1)]
@@ -124,7 +124,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line, parse_constant=lambda _: None)  # an earlier recjax wrote NaN and Infinity
+        row = json.loads(line, parse_constant=lambda _: None)  # older versions wrote NaN and Infinity
         is_row = isinstance(row, dict) and type(row.get("step")) is int
         reason = None if is_row else "it has no whole number as its step"
     except (ValueError, RecursionError) as error:
@@ -138,15 +138,15 @@ def _row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
-    """What the completions of a batch say; rows that only fill it up, which have no token, are left out.
+    """Metrics of the completions in a batch; padding rows, which have no tokens, do not count.
 
     Args:
-        step: at which the batch is trained on, from 1.
-        batch: as it was sampled.
-        learned: as the update sees it; the reward is of this one.
+        step: training step of the batch, from 1.
+        batch: batch as it was sampled.
+        learned: batch as the update gets it, from which the mean reward is computed.
     Returns:
-        Means over rows, of each part of the reward over the rows that have it. Staleness is of rows with a policy
-        version, and not there without any; `staleness_rows` counts rows by it.
+        Means over rows; the mean of a reward part covers the rows that have it. `staleness` covers rows with a policy
+        version and is missing without such rows; `staleness_rows` counts rows by staleness.
     """
     rows = batch.completion_mask.any(-1)
     real = rows if batch.trajectories is None else rows & _first_of_trajectories(batch.trajectories)
@@ -164,26 +164,26 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
 
 
 def _first_of_trajectories(trajectories: np.ndarray) -> np.ndarray:
-    """True at the first row of each."""
+    """True at the first row of each trajectory."""
     return np.isin(np.arange(len(trajectories)), np.unique(trajectories, return_index=True)[1])
 
 
 def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
-    """A bar of steps; of several processes the first one shows it."""
+    """A progress bar of steps, shown only by the first process."""
     return console.progress_bar(description, total, initial, unit="step", shown=hosts.is_first())
 
 
 class PhaseSeconds:
     """Wall seconds that the host spends in each named phase of a run.
 
-    The device works on while the host goes ahead, so a phase has the seconds of whatever it waits for. "update" is the
-    dispatch of an update, and the wait for its numbers where nothing else has waited for it before; usually "sample" of
-    the next step has, whose first tokens come after it, and has its seconds. A trace (`training.profile_steps`) shows
-    what the device does meanwhile.
+    The device runs asynchronously, so a phase includes the seconds for which the host waits for the device. "update" is
+    the dispatch of an update, and the wait for its numbers unless another phase has waited before. Usually the next
+    step's "sample" has: the device computes its first tokens after the update, so "sample" includes the update's
+    seconds. A trace (`training.profile_steps`) shows the work of the device.
     """
 
     def __init__(self):
-        """Begins to count."""
+        """Starts the clock."""
         self.totals: dict[str, float] = defaultdict(float)
         self._began = time.perf_counter()
 
@@ -195,17 +195,17 @@ class PhaseSeconds:
 
     @property
     def wall_seconds(self) -> float:
-        """Of the whole run so far."""
+        """Wall seconds of the whole run so far."""
         return time.perf_counter() - self._began
 
     @property
     def loop_seconds(self) -> float:
-        """Spent sampling, grading and updating."""
+        """Seconds spent sampling, grading and updating."""
         return sum(self.totals[name] for name in ("sample", "score", "update"))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the block under it to `name`, by which a profiler's trace has it too."""
+        """Adds the seconds of the `with` block to phase `name`, which a profiler trace shows under the same name."""
         start = time.perf_counter()
         try:
             with jax.profiler.TraceAnnotation(name):
@@ -215,7 +215,7 @@ class PhaseSeconds:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory used so far: the accelerator's where it says so, otherwise this process's resident set."""
+    """Peak memory so far: the accelerator's if it reports that, otherwise this process's resident set."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return statistics["peak_bytes_in_use"]

@@ -1,4 +1,4 @@
-"""Sequences of a batch laid end to end in rows, so that the update spends nothing on padding. On the host, in NumPy."""
+"""Packs the sequences of a batch end to end into rows, to save the update from padding. On the host, in NumPy."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,29 +8,29 @@ import numpy as np
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 
-TILE = 128  # accelerators' attention works on so many tokens at a time
+TILE = 128  # accelerators compute attention in tiles of this many tokens
 
 
 class RowShape(NamedTuple):
-    """A micro-batch of packed sequences: this many rows of this many tokens."""
+    """The shape of a packed micro-batch: `rows` rows of `tokens` tokens each."""
 
     rows: int
     tokens: int
 
 
 class Packed(NamedTuple):
-    """A batch's sequences, a prompt and one completion each, in rows of equal length; host arrays.
+    """A batch in rows of equal length, as host arrays; a sequence is a prompt and one completion.
 
-    Shapes: tokens, positions, segments, targets and prefixes [micro_batches, rows, row_tokens]; first
-    [micro_batches, batch].
+    Shapes: `first` [micro_batches, batch], `count` scalar, all other fields [micro_batches, rows, row_tokens].
 
-    positions count from the start of the token's own sequence; segments number the stretches of a row from 1 and are 0
-    at padding; targets are the tokens that come next. A stretch is a whole sequence, or what completions of a prompt
-    share, or what one of them has for itself, which then begins with the prompt's last token: prefixes are the
-    segments that such tokens look back on, and their own elsewhere; None where all stretches are whole sequences.
-    first is the place of each completion in its micro-batch, rows end to end: where the target is its first token. It
-    is -1 in micro-batches that the completion is not in, and in all for completions without tokens. The first `count`
-    micro-batches hold everything; the others make shapes equal from batch to batch.
+    positions, targets: position of each token in its own sequence, and the token that follows it.
+    segments: number of each token's stretch within its row, from 1; 0 at padding. A stretch is a whole sequence, a
+        prefix that completions of a prompt share, or the own tokens of a completion, from the last prompt token on.
+    prefixes: segment of the shared prefix, for own tokens of a completion; for other tokens their own segment. None if
+        all stretches are whole sequences.
+    first: position in the micro-batch, rows end to end, where the target is the completion's first token; -1 in other
+        micro-batches, and for completions without tokens.
+    count: number of micro-batches with sequences; further micro-batches keep shapes equal from batch to batch.
     """
 
     tokens: np.ndarray
@@ -43,10 +43,10 @@ class Packed(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """What each completion of a batch takes of a row: a prefix, which those with the same one share, and its own rest.
+    """The sequence of each completion in a batch: a prefix, which sequences with equal prefixes share, and own tokens.
 
-    tokens: of the whole sequences. The others are [batch]. prefix: the number of the prefix; before: how many tokens it
-    has; own: the other tokens, less the last, which is a target alone; 0 for completions without tokens.
+    tokens: whole sequences; all other fields are [batch]. prefix: number of the prefix. before: length of the prefix.
+    own: number of own tokens without the last, which is only a target; 0 for completions without tokens.
     """
 
     tokens: list[np.ndarray]
@@ -58,18 +58,18 @@ class _Sequences(NamedTuple):
 def row_shape(
     budget: int, longest: int, together: int = 1, multiple: int = 1, sequences: int | None = None
 ) -> RowShape:
-    """The most rows that a budget of tokens has room for, and their length.
+    """The largest number of rows that fits a budget of tokens, and the row length.
 
-    Attention costs the square of a row's length, so rows are hardly longer than the longest sequence.
+    Attention cost grows with the square of the row length, so rows are hardly longer than the longest sequence.
 
     Args:
-        budget: tokens of a micro-batch, `training.tokens_per_micro_batch`.
-        longest: tokens of the longest sequence that there can be.
-        together: sequences, each that long, that must fit one micro-batch.
-        multiple: of the number of rows, for devices that share them equally.
-        sequences: of the batch, which needs no more rows than that; None: any number.
+        budget: tokens of a micro-batch, see `training.tokens_per_micro_batch`.
+        longest: tokens of the longest possible sequence.
+        together: number of sequences of that length that must fit one micro-batch.
+        multiple: divisor of the number of rows, for devices that share rows equally.
+        sequences: number of sequences in the batch, which needs no more rows; None: any number.
     Raises:
-        ValueError: a budget too small.
+        ValueError: the budget is too small.
     """
     rows = budget // longest // multiple * multiple
     tokens = budget // max(rows, 1)
@@ -87,13 +87,13 @@ def row_shape(
 
 
 def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
-    """The rows of `training.tokens_per_micro_batch` for batches of a shape.
+    """The row shape for `training.tokens_per_micro_batch` and batches of the given shape.
 
     Args:
-        multiple: as for `row_shape`.
+        multiple: see `row_shape`.
     Raises:
-        ValueError: a budget too small for the longest sequence, or for a prompt's completions where the algorithm
-            compares them.
+        ValueError: the budget is too small for the longest sequence, or for all completions of a prompt if the
+            algorithm compares them.
     """
     algorithm = config.algorithm.build()
     together = shape.group if algorithm.compares_completions else 1
@@ -102,21 +102,21 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:
-    """Tokens that each completion takes with its prompt; 0 without a completion. The last is a target alone."""
+    """Row tokens of each completion with its prompt, without the last token, which is only a target; 0 if empty."""
     prompts = batch.prompt_mask.sum(-1).repeat(len(batch.completions) // len(batch.prompts))
     completions = batch.real_tokens.sum(-1)
     return np.where(batch.completion_mask.any(-1), prompts + completions - 1, 0)
 
 
 def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False, share: bool = True) -> Packed:
-    """Lays out a batch; no sequence is in more than one row.
+    """Packs a batch; each sequence stays within one row.
 
     Args:
-        batch: completions without gaps, grouped by prompt, the same number for each; they may have no token.
-        shape: of the micro-batches, which holds any of the sequences.
-        whole_prompts: all completions of a prompt go into one micro-batch, which a pairwise objective asks for.
-        share: what sequences of a row begin with alike is in the row once; else once for each of them, which
-            attention kernels want that know nothing but segments.
+        batch: completions without gaps, grouped by prompt, equally many per prompt; they may have no tokens.
+        shape: shape of the micro-batches, whose rows have room for any of the sequences.
+        whole_prompts: whether all completions of a prompt go into one micro-batch, as pairwise objectives require.
+        share: whether sequences in a row share a common prefix; if not, each sequence repeats the prefix, as attention
+            kernels that support only segments require.
     """
     per_prompt, sequences = len(batch.completions) // len(batch.prompts), _sequences(batch, share)
     units = np.arange(len(batch.completions)).reshape(-1, per_prompt if whole_prompts else 1)
@@ -125,13 +125,13 @@ def pack(batch: Batch, shape: RowShape, whole_prompts: bool = False, share: bool
 
 
 def pack_trajectories(batch: Batch, shape: RowShape, together: bool, share: bool = True) -> Packed:
-    """Lays out a batch of trajectories; where there is too little room the number of micro-batches doubles.
+    """Packs a batch of trajectories; doubles the number of micro-batches until all sequences fit.
 
     Args:
-        together: all rows of a trajectory go into one micro-batch.
-        share: as for `pack`.
+        together: whether all rows of a trajectory go into one micro-batch.
+        share: see `pack`.
     Raises:
-        ValueError: a micro-batch is too small for those of one.
+        ValueError: a micro-batch is too small for the rows of a trajectory.
     """
     sequences, rows = _sequences(batch, share), np.arange(len(batch.completions))
     units = [rows[batch.trajectories == one] for one in np.unique(batch.trajectories)] if together else rows[:, None]
@@ -149,14 +149,14 @@ def pack_trajectories(batch: Batch, shape: RowShape, together: bool, share: bool
 
 
 def _sequence(batch: Batch, index: int) -> np.ndarray:
-    """The tokens of a prompt and one of its completions."""
+    """The tokens of a completion after the tokens of its prompt."""
     prompt = index * len(batch.prompts) // len(batch.completions)
     asked = batch.prompts[prompt][batch.prompt_mask[prompt]]
     return np.concatenate([asked, batch.completions[index][batch.real_tokens[index]]])
 
 
 def _sequences(batch: Batch, share: bool) -> _Sequences:
-    """Prefixes are all tokens before the one that foretells the first sampled one; without `share`, none."""
+    """Splits sequences: a prefix ends before the token that predicts the first sampled one; empty without `share`."""
     lengths = sequence_lengths(batch)
     prompts = batch.prompt_mask.sum(-1).repeat(len(batch.completions) // len(batch.prompts))
     before = np.where((lengths > 0) & share, prompts - 1 + batch.completion_mask.argmax(-1), 0)
@@ -170,13 +170,13 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
 def _laid_out(
     batch: Batch, sequences: _Sequences, shape: RowShape, most: int, places: dict[int, int], share: bool
 ) -> Packed:
-    """The sequences in their rows; see `_first_fit`."""
+    """The packed batch, with each sequence in its row from `_first_fit`."""
     rows, first = np.zeros((5, most * shape.rows, shape.tokens), np.int32), np.full((most, len(sequences.own)), -1)
     used, stretches = np.zeros((2, most * shape.rows), int)
     prefixes: dict[tuple[int, int], int] = {}
 
     def write(row: int, tokens: np.ndarray, position: int, prefix: int | None) -> int:
-        """A stretch behind those that the row has; the number that it gets."""
+        """Appends a stretch to a row and returns its segment number."""
         start, length = used[row], len(tokens) - 1
         stretches[row] += 1
         used[row] += length
@@ -190,7 +190,7 @@ def _laid_out(
         shared = row, int(sequences.prefix[index])
         if before and shared not in prefixes:
             prefixes[shared] = write(row, sequence[: before + 1], 0, None)
-        # The completion's first token is foretold by the prompt's last.
+        # The last prompt token predicts the first completion token.
         asked = len(sequence) - batch.real_tokens[index].sum() - 1
         first[row // shape.rows, index] = row % shape.rows * shape.tokens + used[row] + asked - before
         write(row, sequence[before:], before, prefixes.get(shared))
@@ -202,13 +202,13 @@ def _laid_out(
 def _first_fit(
     sequences: _Sequences, units: Sequence[np.ndarray] | np.ndarray, shape: RowShape, most: int
 ) -> dict[int, int] | None:
-    """The row of each sequence with tokens, in the order they are laid in, by first-fit decreasing; None without room.
+    """The row of each non-empty sequence, in packing order, by first-fit decreasing; None if they do not fit.
 
-    Sequences of a prefix come one after the other, and go where it already is, if there is room.
+    Sequences with the same prefix are placed consecutively, in a row that already has the prefix if there is room.
 
     Args:
-        units: sequences that go into one micro-batch each.
-        most: micro-batches.
+        units: groups of sequence indices; each group goes into one micro-batch.
+        most: number of micro-batches.
     """
     free = np.full((most, shape.rows), shape.tokens)
     held = np.zeros((most, shape.rows, sequences.prefix.max(initial=0) + 1), bool)
@@ -238,12 +238,12 @@ def _first_fit(
 
 
 def _needed(sequences: _Sequences, index: int, held: np.ndarray) -> np.ndarray:
-    """Tokens that a sequence takes of each row, whose prefixes are in `held`."""
+    """Tokens that a sequence would take in each row; `held` marks the prefixes that each row already has."""
     return sequences.own[index] + np.where(held[..., sequences.prefix[index]], 0, sequences.before[index])
 
 
 def _rows_for(sequences: _Sequences, unit: Sequence[int], free: np.ndarray, held: np.ndarray) -> list[int] | None:
-    """The row where each sequence takes least, written into `free` and `held`; None where one finds none."""
+    """The row where each sequence takes fewest tokens; updates `free` and `held`. None if a sequence does not fit."""
     rows = []
     for index in unit:
         needed = _needed(sequences, index, held)
@@ -257,10 +257,10 @@ def _rows_for(sequences: _Sequences, unit: Sequence[int], free: np.ndarray, held
 
 
 def padding_waste(batch: Batch, packed: Packed | None, filled: int = 0) -> float:
-    """The share of token positions that the update computes and that hold no token; a shared prompt counts once.
+    """The share of positions that the update computes without a token in them; a shared prompt counts once.
 
     Args:
-        filled: prompts of the batch, the last ones, that only fill it up; they are left out.
+        filled: number of padding prompts at the end of the batch; they do not count.
     """
     if packed is not None:
         computed = packed.segments[: packed.count]

@@ -1,4 +1,4 @@
-"""A profiler's trace of some steps of a run, for XProf, TensorBoard or Perfetto."""
+"""Profiler traces of training steps, for XProf, TensorBoard or Perfetto."""
 
 import contextlib
 import logging
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 def profiled_steps(
     first: int, last: int, traced: Sequence[int] | None, folder: Path, wait: Callable[[], object]
 ) -> Iterator[int]:
-    """The numbers of a run's steps, each of which has its name in a trace for as long as the caller is at it.
+    """Yields the step numbers; a trace shows each step by name until the caller requests the next one.
 
-    Close it where the caller may leave early, so that a trace that has begun is written.
+    Close the generator if the caller may leave early, so that a started trace is written.
 
     Args:
-        first, last: steps that this part of the run makes.
-        traced: the first and the last step to trace; what an earlier part of the run has made is not. None: no trace.
-        folder: where traces go.
-        wait: returns when the devices have done what they were given, so that a trace has its own steps and whole ones.
+        first, last: first and last step of this part of the run.
+        traced: first and last step to trace; steps before `first` are not traced. None: no trace.
+        folder: folder of the traces.
+        wait: function that returns once the devices are idle, so that a trace has only its own steps, and these whole.
     """
     begins, ends = (max(first, traced[0]), traced[1]) if traced else (0, 0)
     with contextlib.ExitStack() as trace:
@@ -37,8 +37,8 @@ def profiled_steps(
 @contextlib.contextmanager
 def _trace(begins: int, ends: int, folder: Path, wait: Callable[[], object]) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of every library, among which the phases would be lost
-    options.session_id = f"steps_{begins}_to_{ends}"  # one for all hosts of a run
+    options.python_tracer_level = 0  # it traces every Python call, which would bury the phases
+    options.session_id = f"steps_{begins}_to_{ends}"  # equal on all hosts of a run
     wait()
     with jax.profiler.trace(folder, profiler_options=options):
         yield

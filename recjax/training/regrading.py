@@ -1,4 +1,4 @@
-"""Completions of a store, graded by the run's own reward."""
+"""Grades the completions of a store with the reward of the run."""
 
 import contextlib
 import itertools
@@ -20,26 +20,26 @@ from recjax.training.metrics import progress_bar
 from recjax.training.run import Run
 from recjax.whole_files import whole_file
 
-Known = dict[bytes, tuple[str, Problem]]  # the task's prompts as the model sees them and their problems, by tokens
+Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by prompt tokens
 
 
 class Regraded(Sequence[Grade]):
-    """The grades of a store's completions, group by group; each is read from the run's file when it is asked for."""
+    """Grades of a store's completions, group by group; each access reads a grade from the file in the run folder."""
 
     def __init__(self, path: Path, groups: StoredGroups):
-        """Finds the grade of each completion.
+        """Finds the line of each completion in the file.
 
         Args:
-            groups: all that the store has.
+            groups: all groups of the store.
         Raises:
-            ValueError: the file is damaged, or it lacks a completion that the store has.
+            ValueError: the file is damaged or lacks a completion of the store.
         """
         lines, self._file = _lines(path), path.open("rb")
         names = (name for (name,) in groups.columns(["id"]))
         self._places = np.fromiter((_place_of(name, lines, path) for name in names), np.int64)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of grades."""
         return len(self._places)
 
     def __getitem__(self, number: int) -> Grade:
@@ -49,10 +49,10 @@ class Regraded(Sequence[Grade]):
 
 
 def known_problems(run: Run) -> Known:
-    """The problems of the task's prompts, after every group of the store was found to have one, or an answer.
+    """The task's problems by prompt tokens; checks that each group of the store has a problem or an answer.
 
     Raises:
-        ValueError: a prompt without a known answer.
+        ValueError: a prompt of the store has no known answer.
     """
     known = {}
     for prompts in (run.held_out, run.train):
@@ -69,10 +69,10 @@ def known_problems(run: Run) -> Known:
 
 
 def regraded(run: Run, known: Known) -> Run:
-    """The run with grades of its own for what it has from a store, made once and kept in the run's folder.
+    """The run with its own grades for stored completions, which are computed once and kept in the run folder.
 
     Raises:
-        ValueError: a reward function at fault, or a file of grades that is damaged.
+        ValueError: the reward function fails, or the file of grades is damaged.
     """
     path = Path(run.config.output) / "regraded.jsonl"
     if not path.exists():
@@ -83,7 +83,7 @@ def regraded(run: Run, known: Known) -> Run:
 
 
 def _made(run: Run, known: Known, path: Path) -> None:
-    """Writes the grade of each completion, from the reward, to the file, which appears when all are there."""
+    """Grades all completions with the reward and writes the file, which appears once it is complete."""
     groups, rollout = run.stored.groups, run.config.rollout
     tokenizer = run.policy.tokenizer
     rows = (
@@ -91,7 +91,7 @@ def _made(run: Run, known: Known, path: Path) -> None:
         for group in groups
         for one in group.completions
     )
-    size = rollout.prompts_per_step * rollout.group_size  # a batch at a time, as the run grades
+    size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
     file = whole_file(path) if hosts.is_first() else contextlib.nullcontext()
     with run.grading as grading, progress_bar("regrading", len(groups.heads)) as bar, file as file:
         while batch := list(itertools.islice(rows, size)):
@@ -107,16 +107,16 @@ def _made(run: Run, known: Known, path: Path) -> None:
 
 
 def _asked(group: Group, known: Known, run: Run) -> tuple[str, Problem]:
-    """The prompt of a group as the model sees it, and its problem.
+    """The rendered prompt of a group, and its problem.
 
-    Answer and columns are the task's where that asks the same prompt, and else what the store has.
+    Answer and columns come from the task if it has the same prompt; otherwise the answer comes from the store.
     """
     found = known.get(group.prompt_tokens.tobytes())
     return found or (run.policy.tokenizer.decode(group.prompt_tokens), Problem(group.prompt, group.answer))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """The completion that each line of the file is of, and the line's place in bytes."""
+    """Yields the completion id and the byte offset of each line."""
     place = 0
     with path.open("rb") as file:
         for line in file:
@@ -132,7 +132,7 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _place_of(name: str, lines: Iterator[tuple[str, int]], path: Path) -> int:
-    """The place of a completion's line among those that are still to come, as lines are in the store's order."""
+    """The byte offset of a completion's line; reads `lines` up to that line, since they have the order of the store."""
     place = next((place for found, place in lines if found == name), None)
     if place is None:
         raise ValueError(

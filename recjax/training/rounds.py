@@ -1,4 +1,4 @@
-"""What a round does before the update: the sampler's weights, the batch that is due, what is taken from the queue."""
+"""Everything before the update: sync the sampler, sample a batch, take groups from the queue."""
 
 import contextlib
 import functools
@@ -37,11 +37,11 @@ from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
 
 _TOGETHER = 32  # batches whose keys are made at once
-IDLE_ROUNDS = 100  # batches sampled for one step beyond those that the config's delays ask for
+IDLE_ROUNDS = 100  # limit of batches for one step, in addition to those due to the config's delays
 
 
 def synced(run: Run, state: State, step: int) -> State:
-    """The state at the beginning of a step, whose sampler has the trained parameters themselves where it is to sync."""
+    """The state at the beginning of a step; in a sync step the sampler gets the trained parameters."""
     if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
         return state
     state = state._replace(behavior_params=None, version=step - 1)
@@ -51,18 +51,18 @@ def synced(run: Run, state: State, step: int) -> State:
 
 
 def set_apart(run: Run, state: State, step: int) -> State:
-    """The state before the step's update, whose sampler has a copy if it goes on with the weights from before."""
+    """The state before the step's update, with a copy for the sampler if it keeps the current weights."""
     goes_on = run.samples and not schedule.is_sync(step + 1, run.config.regime)
     return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if goes_on else None)
 
 
 def sampled(run: Run, state: State, step: int, wait: bool) -> State:
-    """The state with the batches in its queue that are due in this round.
+    """Samples the batches due in this round and returns the state with them in its queue.
 
-    Where the next round's batch would be sampled from the same weights it is sampled early, while this one is graded.
+    It samples the next round's batch early, during the grading of this one, if both use the same weights.
 
     Args:
-        wait: for a batch of the generators, where there are any.
+        wait: wait for a batch of the generators.
     """
     queue = _beside(run, state, step)
     if run.generators:
@@ -77,7 +77,7 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
 
 
 def _is_due(run: Run, queue: Queue, step: int) -> bool | None:
-    """Whether the next batch is sampled early, for the next round; None where none is sampled now."""
+    """True if the next batch is sampled early, for the next round; False if for this round; None if none is sampled."""
     config, settings = run.config, run.settings
     if run.own[0] == 0:
         return None
@@ -99,14 +99,14 @@ def sample_batch(
     source: str = "policy",
     newer: Callable[[], Weights | None] | None = None,
 ) -> tuple[list[Group], Grades | AgentGrades]:
-    """The groups of a batch, which follow from its number and the weights, and their grades to come.
+    """Samples the groups of a batch, which depend only on its number and the weights; returns them and pending grades.
 
     Args:
-        weights: of the trained parameters' tree.
-        version: of these.
-        prefix: of the completions' ids, before the batch's number.
+        weights: parameters with the structure of the trained parameters.
+        version: the weights' policy version.
+        prefix: prefix of the completions' ids, before the batch's number.
         source: the completions' source.
-        newer: gives, between rounds of tokens, weights that have come since; None: there will be none.
+        newer: returns newer weights between rounds of tokens, if some have arrived; None: no new weights.
     """
     config = run.config
     count, group_size = run.own
@@ -128,27 +128,27 @@ def sample_batch(
 
 
 def batch_key(seed: int, number: int | Array) -> Key[Array, ""]:
-    """From which the completions of a batch have their random numbers; batches count from 1."""
+    """The random key for the completions of a batch; batches count from 1."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
 
 
 def drop_key(seed: int | Array) -> Key[Array, ""]:
-    """Folded with a step, it decides which completions the step's update drops."""
+    """The random key that, folded with a step, decides which completions the step's update drops."""
     return jax.random.fold_in(jax.random.key(seed), 3)
 
 
 @functools.lru_cache(maxsize=2)
 def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches batch words"]:
-    """Key data of the completions of some consecutive batches.
+    """Key data for the completions of several consecutive batches.
 
-    They are made together as the host would otherwise wait for them, behind the update that is under way, each time.
+    They are computed together, as the host would otherwise wait for them behind the running update in each step.
     """
     numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
     return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
 
 
 def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Group]:
-    """The groups of a batch, with others' completions in them where the config says so."""
+    """The groups of a batch, with completions of the store mixed in if the config says so."""
     if not run.others:
         return groups
     count = run.config.rollout.group_size - run.own[1]
@@ -172,11 +172,11 @@ def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
 
 
 def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
-    """The groups to train on at a step, after this round's rewards are delivered, and the state without them.
+    """Delivers this round's rewards and takes the groups to train on; returns the state and the groups.
 
     Returns:
-        None in place of the groups where there are too few yet, or where a batch that generators are at would come too
-        late for `regime.max_staleness` if this step did not wait for it.
+        None instead of the groups if there are too few, or if a batch that generators sample would exceed
+        `regime.max_staleness` unless this step waits for it.
     """
     config, settings = run.config, run.settings
     state = state._replace(queue=graded(run, state.queue))
@@ -191,16 +191,16 @@ def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]
 
 
 def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
-    """The queue after the grades that are due, or all, have been waited for, their batches kept in the run's record."""
+    """Waits for the grades that are due, or for all, records their batches, and returns the queue."""
     with run.phases.phase("score"):
         queue, batches = queues.wait_for_grades(queue, all_of_them)
     if run.record and hosts.is_first():
         for groups in batches:
-            # An agent that failed before its first turn has said nothing.
+            # An agent that failed before its first turn has no tokens.
             silent = [one.id for group in groups for one in group.completions if not len(one.tokens)]
             said = [without(group, silent) for group in groups] if silent else groups
             names = completion_ids(said)
-            # A run that goes on from before this batch has written it already.
+            # A run that resumed from before this batch has recorded it already.
             if names and names[0] not in store.ids(run.record):
                 rows = rows_of(said, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
                 store.append(run.record, rows)
@@ -208,7 +208,7 @@ def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
 
 
 def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict:
-    """What a step logs of the way its groups took, and how many completions could not be graded, by reason."""
+    """Metrics of the step's groups and the queue, and counts of ungraded completions by reason."""
     config = run.config
     logged = {}
     if run.follower:
@@ -234,7 +234,7 @@ def queue_metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dic
 
 
 def require_some(run: Run, queue: Queue, step: int) -> None:
-    """Refuses to sample for ever where nothing is left to train on.
+    """Raises if sampling goes through too many rounds without enough groups to train on.
 
     Raises:
         RuntimeError: too many rounds have gone by without a step.
@@ -252,14 +252,13 @@ def require_some(run: Run, queue: Queue, step: int) -> None:
 
 # --- Asynchronous sampling: generators sample numbered batches, which arrive in any order.
 
-Newest = Callable[[], tuple[int, dict] | None]  # the trained parameters that have come last, and their version
+Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters and their version
 
 
 def start_generators(run: Run, state: State) -> None:
-    """Starts generators on what the checkpoint says was in flight.
+    """Starts generators on the batches that were in flight at the checkpoint.
 
-    What came after the checkpoint was sampled by weights that will not be again. It leaves the record, and its numbers
-    are sampled anew.
+    Batches sampled after the checkpoint leave the record and are sampled again, as their weights no longer exist.
     """
     generators = run.generators
     generators.start(sampler, run.config, run.policy, run.train, run.grading.reward, params_on_host(run.frozen))
@@ -280,10 +279,10 @@ def _number(row: str) -> int:
 def sampler(
     config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
-    """What a generator runs: from a batch's number, policy version and weights to its groups and their grades.
+    """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.
 
-    One batch is sampled at a time, while that before it is graded. Weights that come meanwhile are taken between two
-    rounds of tokens.
+    It samples one batch at a time, during the grading of the previous batch, and takes new weights between rounds of
+    tokens.
     """
     with Grading(config, reward) as grading:
         frozen = jax.tree.map(jnp.asarray, frozen)
@@ -300,7 +299,7 @@ def sampler(
 
 
 def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights | None]:
-    """A function that gives weights which are newer than `version` and than those that it gave before, or None."""
+    """A function that returns weights newer than `version` and than its earlier results, or None."""
     taken = version
 
     def newer() -> Weights | None:
@@ -315,7 +314,7 @@ def _newer(version: int, newest: Newest, frozen: dict) -> Callable[[], Weights |
 
 
 def _received(run: Run, state: State, step: int, wait: bool) -> Queue:
-    """The queue with what generators have sampled; first they are given more to do."""
+    """Issues batches to the generators, and returns the queue with the batches that they have sampled."""
     queue = state.queue
     if not wait:
         _issue(run, state, step)
@@ -328,7 +327,7 @@ def _received(run: Run, state: State, step: int, wait: bool) -> Queue:
 
 
 def _issue(run: Run, state: State, step: int) -> None:
-    """Has the generators sample what it is time for and what would get its turn in time, up to the last step."""
+    """Issues batches that are wanted now and that the run could train on in time, up to the last step."""
     config, generators, queue = run.config, run.generators, state.queue
     count, every = run.own[0], run.settings.sampling_interval
     while not generators.are_busy:
@@ -341,6 +340,6 @@ def _issue(run: Run, state: State, step: int) -> None:
 
 
 def _versions_ahead(run: Run, queue: Queue) -> list[int]:
-    """The policy versions of groups whose turn is still to come, and of those that generators are at."""
+    """Policy versions of the groups in the queue and of the groups that generators sample."""
     coming = [version for version in run.generators.in_flight.values() for _ in range(run.own[0])]
     return [*queues.queued_versions(queue, run.settings), *coming]

@@ -1,4 +1,4 @@
-"""The two holders of a run: what never changes while it lasts, and what a checkpoint holds."""
+"""The two data structures of a run: its constants (`Run`) and the content of a checkpoint (`State`)."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What never changes while a run lasts.
+    """The constant parts of a run.
 
     train, held_out: prompts to train on, and to evaluate on.
-    grading: of completions; open while the run lasts.
-    generators: processes that sample, of an asynchronous run; open while it lasts.
+    grading: workers that grade completions; open during the run.
+    generators: processes that sample, in an asynchronous run; open during the run.
     phases: the clock of the run's phases.
-    stored: groups of a store that is trained on.
-    others: completions of a store that join the policy's groups, by prompt, where some do.
-    frozen: parameters that are not trained, in the dtype that they compute in.
-    initial: the trained ones before the first step, likewise; None where nothing reads them.
+    stored: groups of the store that the run trains on.
+    others: completions of a store that join the policy's groups, by prompt.
+    frozen: parameters that are not trained, in the compute dtype.
+    initial: trained parameters before the first step, in the compute dtype; None if nothing reads them.
     teacher: the model that `model.teacher` names.
-    agents: those that talk to the policy, where there are any; open while the run lasts.
-    follower: the reader of the store that is followed, where one is.
+    agents: programs that talk to the policy; open during the run.
+    follower: the reader of the followed store.
     learner: the `Learner`.
     sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
     judge: how the run's updates read the rewards of a group.
@@ -77,51 +77,51 @@ class Run(NamedTuple):
 
     @property
     def part_weights(self) -> dict[str, float]:
-        """The weight of each part of the reward that has another than 1."""
+        """Weights of the reward's parts; a part without an entry has weight 1."""
         chosen = self.config.task.reward_weights
         return {**self.grading.reward.weights, **(agent_weights(chosen) if self.agents else chosen)}
 
     @property
     def shape(self) -> Shape:
-        """Of the run's batches."""
+        """The shape of the batches."""
         return batch_shape(self.config, self.train, self.stored)
 
     @property
     def own(self) -> tuple[int, int]:
-        """Prompts of a batch, and completions of each, that the policy samples itself."""
+        """Number of prompts in a batch, and of completions of each prompt, that the policy samples itself."""
         rollout, mix = self.config.rollout, self.config.experience and self.config.experience.mix
         in_group = round(mix.share * rollout.group_size) if mix and mix.of == "group" else 0
         return rollout.prompts_per_step - stored_per_batch(self.config), rollout.group_size - in_group
 
     @property
     def samples(self) -> bool:
-        """Whether the policy samples any of what it is trained on."""
+        """True if the policy samples any of its training data."""
         return self.own[0] > 0 and not self.follower
 
     @property
     def settings(self) -> Settings:
-        """Of the queue."""
+        """The settings of the queue."""
         return settings_of(self.config)._replace(judge=self.judge)
 
     @property
     def record(self) -> Path | None:
-        """Folder of the store that keeps what the policy samples."""
+        """Folder of the store that records the policy's completions."""
         experience = self.config.experience
         return Path(self.config.output) / "experience" if experience and experience.record else None
 
 
 class State(NamedTuple):
-    """What a run is at: all that a checkpoint holds. Data position and random keys follow from the seed and `step`.
+    """The content of a checkpoint. Data position and random keys follow from the seed and `step`.
 
-    step: optimizer updates made.
+    step: optimizer steps made.
     trained: the trained parameters and the optimizer's state.
-    behavior_params: the sampler's copy of the trained parameters as they were, in the dtype that they compute in;
-        None: the sampler has them as they are, or never samples.
-    version: the updates that the sampler's weights have.
-    queue: groups that were sampled and may still be trained on.
-    in_flight: numbers of the batches that generators are at.
-    totals: of the run so far: seconds by phase, wall seconds, tokens; a digest of the store; size and checksum of
-        metrics.jsonl; the config; of a run that follows a store its id, which no other run has.
+    behavior_params: the sampler's copy of earlier parameters, in the compute dtype; None: the sampler uses the trained
+        parameters, or never samples.
+    version: optimizer steps of the sampler's weights.
+    queue: sampled groups that the run may still train on.
+    in_flight: numbers of the batches that generators sample.
+    totals: the run's seconds by phase, wall seconds and tokens; a digest of the store; size and checksum of
+        metrics.jsonl; the config; if the run follows a store, the run's unique id.
     """
 
     step: int
@@ -137,8 +137,8 @@ def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tup
     """The policy with its adapters, and all of its parameters before the first step, in float32.
 
     Args:
-        policy: of `policy_alone`.
-        train: what a warm start is made of; None where the config has none.
+        policy: the result of `policy_alone`.
+        train: prompts for a warm start; None without one.
     """
     with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
         params = load_params(config, policy.decoder.config)
@@ -152,12 +152,12 @@ def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tup
 
 
 def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run, dict]:
-    """Loads the task, the initial policy, made by a warm start where the config has one, and the experience store.
+    """Loads the task, the initial policy (after a warm start, if the config has one), and the experience store.
 
     Args:
         make_policy: `initial_policy`, or a function with its arguments and results.
     Returns:
-        The run, without what follows from the parameters, and all of the initial policy's parameters in float32.
+        The run, without the fields that depend on parameters, and all of the initial policy's parameters in float32.
     Raises:
         ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
@@ -177,7 +177,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
-        split(abstract_params(policy.decoder.config), config.model)  # its errors, before weights are read
+        split(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
@@ -191,10 +191,10 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
 
 
 def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
-    """The task's prompts to train on and to evaluate on, encoded to one width; its reward is not read.
+    """The task's training and evaluation prompts, encoded to one width; does not load the reward.
 
     Raises:
-        ValueError: as `without_long_prompts`, and a prompt that cannot be encoded.
+        ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
     """
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     problems = [*task.train, *task.evaluation]
@@ -204,15 +204,15 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
 
 
 def untrained(config: Config) -> Config:
-    """The same policy and task, with nothing that only training reads and that `prepare` would check."""
+    """The config's policy and task, without the settings that only training reads and that `prepare` would check."""
     return config.model_copy(update={"experience": None, "training": TrainingConfig()})
 
 
 def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
-    """The task as `rollout.long_prompts` says: all of it, or what fits; how much does not is logged.
+    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
 
     Raises:
-        ValueError: too little is left.
+        ValueError: too few problems remain.
     """
     if rollout.long_prompts == "refuse":
         return task
@@ -231,7 +231,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
 
 
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
-    """Of batches into which the policy's own groups fit and those of the store, where either is trained on."""
+    """The batch shape that fits both sampled and stored groups."""
     experience = config.experience
     if experience and experience.store and not experience.follow:
         return stored.shape

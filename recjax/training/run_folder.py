@@ -1,4 +1,4 @@
-"""A run's folder: made for a new run, found again for one to go on with, never mixed up with another."""
+"""Run folders: created for a new run, reopened to resume a run, never shared by two different runs."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
 
-# Settings that change no number of a training step, but for the rounding of sums in another order.
+# Settings that do not change a training step's numbers, except for the rounding of sums in another order.
 _MAY_CHANGE = {
     "output",
     "model.remat",
@@ -55,19 +55,19 @@ _MAY_CHANGE = {
 
 
 def check_run_folder(config: Config, overwrite: bool) -> None:
-    """Whether this run may write to `output`: a new folder, or an unfinished run of the same config to go on with.
+    """Raises unless `output` is a new folder, or has an unfinished run of the same config, which can be resumed.
 
     Args:
-        overwrite: another run's folder will do as well.
+        overwrite: whether the folder may also have another run.
     Raises:
-        ValueError: the folder holds a finished run, one of another config, or something that is not a run.
+        ValueError: the folder has a finished run, a run of another config, or files that are not a run.
     """
     output = Path(config.output)
     if "\\" in str(output.absolute()):
         raise ValueError(f"output = {config.output!r}: a checkpoint cannot be read from a folder with \\ in its path")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
-    # A process that was killed before it had written the config leaves these.
+    # A process that was killed before it wrote the config leaves these files.
     if not output.exists() or {path.name for path in output.iterdir()} <= {run_lock.NAME, partial_of("config.yaml")}:
         return
     if not (output / "config.yaml").is_file():
@@ -83,10 +83,10 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
 
 
 def with_chat_date(config: Config, overwrite: bool) -> Config:
-    """The config with the date that its chat template gets: of the run's first start, where the template reads one.
+    """The config with a date for its chat template, if the template reads one: the day on which the run first started.
 
     Raises:
-        ValueError: the model's folder, or the run's config.yaml, cannot be read.
+        ValueError: the model folder, or the config.yaml of the run, cannot be read.
     """
     model = config.model
     if not model.path or model.chat_date:
@@ -105,16 +105,16 @@ def _chat_date(config: Config, overwrite: bool) -> str | None:
         return date.today().isoformat()
     if stored := (_stored_config(output).get("model") or {}).get("chat_date"):
         return stored
-    # Begun by a recjax that kept no date.
+    # An older version started the run and stored no date.
     first = next(iter(starts(output)), {}).get("started")
     return (datetime.fromisoformat(first).astimezone().date() if first else date.today()).isoformat()
 
 
 def is_finished(config: Config) -> bool:
-    """Whether `output` holds a whole run of this config; a damaged summary.json is made again by running on.
+    """True if `output` has a finished run of this config. False if summary.json is damaged; resuming writes it again.
 
     Raises:
-        ValueError: it holds a run of another config.
+        ValueError: `output` has a run of another config.
     """
     summary = Path(config.output) / "summary.json"
     if not summary.is_file():
@@ -122,7 +122,7 @@ def is_finished(config: Config) -> bool:
     _check_same_config(config, Path(config.output))
     try:
         made = json.loads(summary.read_text(encoding="utf-8"))["steps"]
-        # Who has deleted the checkpoints of a finished run has its summary's word alone.
+        # If the user deleted the checkpoints of a finished run, only the summary counts.
         return min([made, *steps_of(summary.parent / "checkpoints")[-1:]]) >= config.training.steps
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged (%s: %s); the run makes it again", summary, type(error).__name__, error)
@@ -130,12 +130,12 @@ def is_finished(config: Config) -> bool:
 
 
 def open_run_folder(config: Config, overwrite: bool) -> Path:
-    """The folder `output` with config.yaml in it; `overwrite` deletes what an earlier run left there.
+    """Creates or reopens the folder `output` and writes config.yaml; `overwrite` deletes an earlier run there.
 
-    Of several processes the first one makes it, and all see it.
+    The first process creates the folder; all processes must see it.
 
     Raises:
-        ValueError: as `check_run_folder`.
+        ValueError: see `check_run_folder`; also if a process does not see the folder.
     """
     check_run_folder(config, overwrite)
     output = Path(config.output)
@@ -157,12 +157,12 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
 
 
 def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
-    """Compares a run's config.yaml, as it was read, with the config that its checkpoint was written under.
+    """Compares the config from config.yaml of a run with the config in the run's checkpoint.
 
     Args:
-        said: the checkpoint's progress; an earlier recjax put no config there, another one other keys.
+        said: progress of the checkpoint; older versions stored no config there, or other keys.
     Raises:
-        ValueError: they differ in what decides the weights.
+        ValueError: a setting that affects the weights differs.
     """
     ours, theirs = config.model_dump(), said["totals"].get("config")
     if not theirs:
@@ -177,7 +177,7 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
 
 
 def _empty(output: Path) -> None:
-    """Deletes what is in a run's folder, but for the lock, config.yaml last: without it the rest would be no run."""
+    """Deletes the files in a run folder except the lock; config.yaml last, since without it the folder is not a run."""
     for path in sorted(output.iterdir(), key=lambda path: path.name == "config.yaml"):
         if path.name != run_lock.NAME:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -188,7 +188,7 @@ def _check_same_config(config: Config, output: Path) -> None:
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
     fixed = fixed | _new_defaults(ours, theirs)
     if None in (config.model.chat_date, (theirs.get("model") or {}).get("chat_date")):
-        fixed = fixed | {"model.chat_date"}  # `with_chat_date` gives a run the date of its first start
+        fixed = fixed | {"model.chat_date"}  # `with_chat_date` sets the date of the first start
     if changed := differences(ours, theirs, fixed):
         raise ValueError(
             f"output = {config.output!r} holds a run of another config ({changed});"
@@ -197,19 +197,19 @@ def _check_same_config(config: Config, output: Path) -> None:
 
 
 def _new_defaults(ours: dict, theirs: dict) -> set[str]:
-    """Keys that a config of an earlier recjax does not have, at their defaults, which change nothing."""
+    """Keys that a config of an older version lacks and that have default values, which do not change the run."""
     values = _dotted(ours)
     return {key for key in values.keys() - _dotted(theirs).keys() if key in KEYS and values[key] == KEYS[key].default}
 
 
 def _stored_config(output: Path) -> dict[str, Any]:
-    """What a run's config.yaml says; where it is damaged, what the newest whole checkpoint says."""
+    """The values in config.yaml of a run; if the file is damaged, the values in the newest whole checkpoint."""
     path = output / "config.yaml"
     try:
         values = read_yaml_file(path)
-        if isinstance(values, dict):
+        if isinstance(values, dict) and "output" in values:
             return values
-        reason = f"it holds {'nothing' if values is None else 'no keys and values'}"
+        reason = "it holds nothing" if values is None else "it lacks keys that recjax writes, such as output"
     except ValueError as error:
         reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
@@ -223,7 +223,7 @@ def _stored_config(output: Path) -> dict[str, Any]:
 
 
 def differences(ours: dict, theirs: dict, ignored: Set[str] = frozenset()) -> str:
-    """What is set otherwise `there` than `now`, by dotted key; empty where nothing is."""
+    """Describes the differing values by dotted key: `theirs` ("there") and `ours` ("now"); empty if all are equal."""
     ours, theirs = _dotted(ours), _dotted(theirs)
     changed = sorted(key for key in (ours.keys() | theirs.keys()) - ignored if ours.get(key) != theirs.get(key))
     return "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now" for key in changed)

@@ -1,4 +1,4 @@
-"""One process, or one group of processes, at a time in a run's folder: who holds it stands in `running.json`."""
+"""Locks a run folder for one process, or one group of processes; `running.json` names the holder."""
 
 import contextlib
 import fcntl
@@ -17,36 +17,36 @@ from recjax import hosts
 from recjax.whole_files import writing
 
 NAME = "running.json"
-BEAT_SECONDS = 10.0  # between two signs of life
-STALE_SECONDS = 60.0  # after so long without one, a holder on another host is taken for dead
+BEAT_SECONDS = 10.0  # interval between signs of life
+STALE_SECONDS = 60.0  # without a sign of life for this long, a holder on another host counts as dead
 
 logger = logging.getLogger(__name__)
 
 
 class Holder(NamedTuple):
-    """The process that holds a run's folder."""
+    """The process that holds a run folder."""
 
     host: str
     pid: int
     since: str
 
     def __str__(self) -> str:
-        """The holder as messages call it."""
+        """The holder in words, for messages."""
         return f"process {self.pid} on host {self.host}, since {self.since}"
 
 
 class RunLock:
-    """Held in a run's folder; of several processes the first one holds it for all."""
+    """The lock of a run folder; the first process holds it for all processes."""
 
     def __init__(self, output: Path, descriptor: int | None, holder: Holder | None):
-        """Takes over an open and locked file; None in the processes that hold nothing themselves."""
+        """Takes over an open and locked file; `descriptor` and `holder` are None in all processes but the first."""
         self._path, self._descriptor, self._holder = output / NAME, descriptor, holder
 
     def check(self) -> None:
-        """Makes sure that the folder is still there and still this process's.
+        """Checks that the folder still exists and that this process still holds it.
 
         Raises:
-            ValueError: somebody deleted the folder, or took it over.
+            ValueError: the folder was deleted, or another process took it over.
         """
         if self._descriptor is None:
             return
@@ -68,13 +68,13 @@ class RunLock:
 
 @contextlib.contextmanager
 def held(output: Path) -> Iterator[RunLock]:
-    """Holds a run's folder, which is made where there is none, for as long as the block lasts.
+    """Holds a run folder for the duration of the block; creates the folder if it does not exist.
 
-    The file is locked (`flock`), which ends with the process however it ends. Where hosts share the folder and not
-    the lock, a sign of life in the file, its time of modification, tells whether the holder lives.
+    The operating system releases the lock (`flock`) when the process ends, for any reason. If hosts share the folder
+    but not the lock, the modification time of the file, which the holder updates, shows if the holder is alive.
 
     Raises:
-        ValueError: another process holds the folder, or it cannot be made or written.
+        ValueError: another process holds the folder, or the folder cannot be created or written.
     """
     made, lock, refused = not output.exists(), RunLock(output, None, None), None
     if hosts.is_first():
@@ -105,7 +105,7 @@ def _taken(output: Path) -> RunLock:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             locked = _lock(descriptor)
-            # Whoever held it may have removed it between the two calls.
+            # The previous holder may have removed the file between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(descriptor).st_ino:
                     break
@@ -131,7 +131,7 @@ def _taken(output: Path) -> RunLock:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the file could be locked; None where the file system has no locks."""
+    """Locks the file: True on success, False if another process has the lock, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -142,13 +142,13 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_alive(holder: Holder | None, locked: bool | None, output: Path, descriptor: int) -> bool:
-    """Whether somebody else holds the folder."""
+    """True if another process holds the folder."""
     if locked is False:
         return True
     if holder is None:
         return False
     if holder.host != socket.gethostname():
-        # Both times are the file system's, whatever this host's clock says.
+        # Both times come from the file system, so this host's clock does not matter.
         with tempfile.TemporaryFile(dir=output) as now:
             return os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime < STALE_SECONDS
     return locked is None and holder.pid != os.getpid() and _runs(holder.pid)
@@ -165,7 +165,7 @@ def _runs(pid: int) -> bool:
 
 
 def _read(descriptor: int) -> Holder | None:
-    """Who holds the file; None where it does not say so."""
+    """The holder that the file names; None if it names no holder."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
         return Holder(str(found["host"]), int(found["pid"]), str(found["since"]))
@@ -185,5 +185,5 @@ def _release(lock: RunLock, made: bool) -> None:
         lock._path.unlink()
     os.close(lock._descriptor)
     if made:
-        with contextlib.suppress(OSError):  # a run is in it
+        with contextlib.suppress(OSError):  # the folder has a run
             lock._path.parent.rmdir()

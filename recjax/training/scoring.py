@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a batch, part by part: of one part under the gradient, or of all parts without."""
+"""Log-probabilities and entropies of a batch: of one part for the gradient, or of all parts without gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +15,25 @@ LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"
 
 
 def split(x: Array, parts: int) -> Array:
-    """An array of rows as that many equal parts, each on all devices."""
+    """Splits an array of rows into equal parts, each spread over all devices."""
     return constrain(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), None, ROWS)
 
 
 def prompts_logprobs(decoder: Decoder, params: dict, part: Batch, sampling: Sampling, chunk: int) -> LogprobsAndEntropy:
-    """Of a part whose prompts are each run once for their group."""
+    """Scores one part of a padded batch; each prompt runs once for its group."""
     arrays = part.prompts, part.prompt_mask, part.completions, part.real_tokens
     return completion_logprobs(decoder, params, *arrays, sampling=sampling, chunk=chunk)
 
 
 def in_micro_batch(batch: Batch, packed: Packed, index: Int[Array, ""]) -> Batch:
-    """The batch with the tokens alone that are in a micro-batch of packed rows."""
+    """The batch with a completion mask that keeps only the tokens in one micro-batch of packed rows."""
     return batch._replace(completion_mask=batch.completion_mask & (packed.first[index] >= 0)[:, None])
 
 
 def micro_batch_logprobs(
     decoder: Decoder, params: dict, part: Batch, packed: Packed, index: Int[Array, ""], sampling: Sampling, chunk: int
 ) -> LogprobsAndEntropy:
-    """Of the tokens in a micro-batch of packed rows, `part` by `in_micro_batch`; 0 elsewhere."""
+    """Scores the tokens in one micro-batch of packed rows, 0 elsewhere; `part` is the result of `in_micro_batch`."""
     *sequences, first = jax.tree.map(lambda x: x[index], packed[:-1])
     sequences = jax.tree.map(lambda x: constrain(x, ROWS), sequences)
     values = packed_logprobs(decoder, params, *sequences, sampling=sampling, chunk=chunk)
@@ -49,12 +49,12 @@ def batch_logprobs(
     sampling: Sampling,
     chunk: int,
 ) -> LogprobsAndEntropy:
-    """Of the whole batch, the scoring pass: as much memory as one part takes, and no gradient.
+    """Scores the whole batch without gradients, with the memory of one part.
 
     Args:
-        params: all of them.
-        packed: as for `update.update`.
-        micro_batches: likewise.
+        params: all parameters, trained and frozen.
+        packed: see `update.update`.
+        micro_batches: see `update.update`.
     """
     if packed is None:
         parts = jax.tree.map(lambda x: split(x, micro_batches), batch)

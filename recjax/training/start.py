@@ -1,4 +1,4 @@
-"""Where a run begins: before its first step, or at its newest checkpoint."""
+"""Starts a run before its first step, or resumes it at its newest checkpoint."""
 
 import logging
 import uuid
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 def begin(
     config: Config, overwrite: bool, sources: Callable | None = None, learner: Learner | None = None
 ) -> tuple[Run, State, ocp.CheckpointManager]:
-    """The run, where it stands, and its checkpoints, on the mesh in context, whatever mesh an earlier part was on.
+    """The run, its state and its checkpoints, on the mesh in context, also if the run was on another mesh before.
 
     Args:
-        overwrite: delete what another run left in the folder.
-        sources, learner: as of `train`.
+        overwrite: delete the run that the folder holds.
+        sources, learner: see `train`.
     Raises:
-        ValueError: a task, model, store or folder that cannot be used, or a store that has changed since.
+        ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
     """
     learner = learner or Learner()
     run, params = prepare(config, learner.initial_policy)
@@ -65,7 +65,7 @@ def begin(
 
 
 def _with_follower(run: Run, state: State) -> Run:
-    """The run with what reads the store that it follows, if it does."""
+    """The run with a reader of the store that it follows, if it follows one."""
     if not run.config.follows:
         return run
     if jax.process_count() > 1:

@@ -1,6 +1,6 @@
-"""TensorBoard's files of scalars and texts, written at once by whoever calls.
+"""Writes scalars and texts to TensorBoard files, in the caller's thread.
 
-tensorboardX's own SummaryWriter leaves that to a thread: a full disk ends the thread, and then the run waits for ever.
+The SummaryWriter of tensorboardX writes in its own thread: a full disk ends that thread, and the run hangs forever.
 """
 
 import time
@@ -18,13 +18,13 @@ FLUSH_SECONDS = 30.0
 
 
 class TensorBoardEvents:
-    """One file of scalars and texts by step, in a folder with those of the run's earlier parts."""
+    """One file of scalars and texts by step, in a folder with the files of earlier parts of the run."""
 
     def __init__(self, folder: Path, first_step: int):
-        """Makes the file; what earlier files say of steps from `first_step` on does not count any more.
+        """Creates the file; it invalidates the values of earlier files from step `first_step` on.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: the file cannot be written.
         """
         self._folder, self._flushed = folder, time.monotonic()
         with writing(folder):
@@ -38,11 +38,11 @@ class TensorBoardEvents:
         """Adds the scalars of a step.
 
         Raises:
-            ValueError: they cannot be written.
+            ValueError: the file cannot be written.
         """
         summary = Summary()
         for name, value in scalars.items():
-            # Not made alone: after 10,000 of those protobuf gives the free pages of the heap back to the kernel.
+            # `add`, not separate Value objects: after 10,000 of them protobuf returns free heap pages to the kernel.
             summary.value.add(tag=name, simple_value=value)
         self._add(step, summary)
 
@@ -50,7 +50,7 @@ class TensorBoardEvents:
         """Adds a text of a step.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: the file cannot be written.
         """
         self._add(step, text(name, markdown))
 
@@ -62,10 +62,10 @@ class TensorBoardEvents:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Writes what is left.
+        """Writes buffered events and closes the file.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: the file cannot be written.
         """
         with writing(self._folder):
             self._file.close()

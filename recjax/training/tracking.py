@@ -1,4 +1,4 @@
-"""Trackers beside the run's own files: W&B, trackio, and any module of wandb's shape."""
+"""Experiment trackers in addition to the run's own files: W&B, trackio, and any module with wandb's interface."""
 
 import importlib
 import inspect
@@ -20,18 +20,18 @@ from recjax.whole_files import write_whole
 logger = logging.getLogger(__name__)
 
 NAME = "tracking.json"
-MOST_WAITING = 10_000  # rows that a tracker may be behind; then it gets no more
-LAST_SECONDS = 60.0  # that the end of a run waits for a tracker
-_ONE_AT_A_TIME = threading.Lock()  # of several trackers the first makes the run's id
+MOST_WAITING = 10_000  # rows that a tracker may be behind; a slower tracker gets no further rows
+LAST_SECONDS = 60.0  # longest wait for a tracker at the end of a run
+_ONE_AT_A_TIME = threading.Lock()  # the first tracker makes the id of the run for all trackers
 
 
 def identity(output: Path) -> tuple[str, str]:
-    """The id and name by which trackers know the run in a folder, however often it is started and wherever it lies.
+    """The id and name of a run in trackers; both stay when the run is resumed or its folder is moved.
 
-    They are in the folder's tracking.json, which the first call makes.
+    The first call stores them in tracking.json in the folder.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: tracking.json cannot be written.
     """
     path = output / NAME
     try:
@@ -47,32 +47,32 @@ def identity(output: Path) -> tuple[str, str]:
 
 
 class Tracking:
-    """The trackers of a run, each fed by a thread of its own; what one of them does, or fails to do, stops nothing.
+    """The trackers of a run. Each has its own thread, so that a slow or failing tracker cannot stop the run.
 
-    Of several processes the first one has them.
+    Only the first process has trackers.
     """
 
     def __init__(self, config: Config):
-        """Imports the modules; their `init` is called in their threads, with the first row.
+        """Imports the modules; each thread calls the `init` of its module when the first row arrives.
 
         Raises:
-            ValueError: a module that is not installed.
+            ValueError: a module is not installed.
         """
         blocks = config.tracking.model_dump() if hosts.is_first() else {}
         modules = {name: _module(name) for name, options in blocks.items() if options is not None}
         self._feeds = [_Feed(name, module, config, blocks[name]) for name, module in modules.items()]
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Takes a row of metrics, by its "step"; dictionaries in it are left out."""
+        """Sends a row of metrics to the trackers, at the row's "step"; skips dictionaries in the row."""
         numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
         for feed in self._feeds:
             feed.put(lambda module, run: run.log(numbers, step=row["step"]))
 
     def log_results(self, figures: Mapping[str, Path], samples: Path, step: int) -> None:
-        """Takes pictures and a table of samples, where the module has kinds of values for them.
+        """Sends figures and a table of samples, to modules that have the types `Image` and `Table`.
 
         Args:
-            samples: a file of JSON Lines.
+            samples: JSON Lines file of samples.
         """
 
         def results(module: Any, run: Any) -> None:
@@ -86,7 +86,7 @@ class Tracking:
             feed.put(results)
 
     def close(self) -> None:
-        """Ends the trackers, once they have what they were given or have had their time."""
+        """Ends each tracker once it has logged all its rows, or after LAST_SECONDS."""
         begun = [feed for feed in self._feeds if feed.ident]
         for feed in begun:
             feed.put(None)
@@ -102,7 +102,7 @@ def _module(name: str) -> Any:
 
 
 class _Feed(threading.Thread):
-    """What a tracker is given, in order."""
+    """The thread of a tracker, which runs the jobs for the tracker in order."""
 
     def __init__(self, name: str, module: Any, config: Config, options: dict[str, Any]):
         super().__init__(name=f"tracking-{name}", daemon=True)
@@ -119,11 +119,11 @@ class _Feed(threading.Thread):
             self._fails(f"it is {MOST_WAITING} rows behind")
 
     def run(self) -> None:
-        """In the thread."""
+        """Starts the tracker and runs its jobs until a job is None."""
         try:
             with _ONE_AT_A_TIME:
                 run_id, name = identity(Path(self._config.output))
-            # trackio knows a run by its name alone.
+            # trackio identifies a run only by its name.
             takes = inspect.signature(self._module.init).parameters.values()
             by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
             own = {"id": run_id, "name": name} if by_id else {"name": f"{name}-{run_id[:8]}"}
@@ -132,11 +132,11 @@ class _Feed(threading.Thread):
             while (job := self._waiting.get()) is not None:
                 job(self._module, run)
             run.finish()
-        except BaseException as error:  # some of them end by SystemExit
+        except BaseException as error:  # some trackers raise SystemExit
             self._fails(f"{type(error).__name__}: {error}")
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the thread, and says so where that was not enough."""
+        """Waits for the thread; warns if the tracker is not done after `timeout`."""
         super().join(timeout)
         if self.is_alive():
             self._fails(f"it has not taken the rest in {timeout:g} s")

@@ -1,4 +1,4 @@
-"""Policies by name: what a run has made so far, whole and without adapters; a model folder; the initial policy."""
+"""Loads policies: of a run's checkpoint (adapters merged), of a model folder, or the initial policy of a config."""
 
 import dataclasses
 import hashlib
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Subject(NamedTuple):
-    """A policy to evaluate: a name for it, its parameters in compute dtype, and the config of the run that made it."""
+    """A policy to evaluate: its name, its parameters in compute dtype, and the config of its run, if any."""
 
     name: str
     policy: Policy
@@ -42,14 +42,14 @@ class Subject(NamedTuple):
 
 
 def subject(checkpoint: str | None, config: Config) -> Subject:
-    """The policy of a checkpoint, to be sampled with the stop strings and chat template variables of `config`.
+    """Loads the policy of a checkpoint, with the stop strings and chat template variables of `config`.
 
     Args:
-        checkpoint: a run's folder (its newest checkpoint), one of its checkpoints/STEP, or a Hugging Face folder or
-            hub name; None or "base": what `config` starts from, warm start included.
-        config: describes the model in the last case alone.
+        checkpoint: run folder (its newest checkpoint), a checkpoints/STEP folder in it, or a Hugging Face folder or
+            hub name; None or "base": the initial policy of `config`, after its warm start.
+        config: settings of the evaluation; describes the model only in the last case.
     Raises:
-        ValueError: there is no such checkpoint or model.
+        ValueError: the checkpoint or model does not exist.
     """
     bare, theirs = config.model.model_copy(update={"lora": None, "freeze": []}), None
     folder = Path(checkpoint or "base")
@@ -81,30 +81,30 @@ def subject(checkpoint: str | None, config: Config) -> Subject:
 
 
 def fingerprint(params: dict) -> str:
-    """A digest of every bit of the parameters; equal weights, wherever they are kept, have equal ones."""
+    """A digest of every bit of the parameters; equal weights have equal digests, wherever they are stored."""
     sums = {path: (leaf.shape, str(leaf.dtype), int(_checksum(leaf))) for path, leaf in flatten(params).items()}
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
 @jax.jit
 def _checksum(leaf: jax.Array) -> jax.Array:
-    # Sums of whole numbers wrap around and so do not depend on the order in which a device adds.
+    # Integer sums wrap around, so they do not depend on the order in which a device adds.
     bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
     return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def run_config(run: Path) -> Config:
-    """The config of a run; keys that this version does not have are left out, with a warning that names them.
+    """The config of a run; keys that this version does not have are skipped, with a warning that names them.
 
     Raises:
-        ValueError: the folder is not a run's, or its config.yaml is damaged or has values that this version refuses.
+        ValueError: the folder is not a run, or its config.yaml is damaged or has values that this version refuses.
     """
     path = run / "config.yaml"
     if not path.is_file():
         raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
     try:
         unknown = unknown_keys(read_yaml_file(path))
-    except ValueError:  # load_config says what is wrong
+    except ValueError:  # load_config raises the error
         unknown = []
     try:
         config = load_config(path, without=unknown)
@@ -116,21 +116,21 @@ def run_config(run: Path) -> Config:
 
 
 def _made_by(run: Path) -> str:
-    """With which recjax a run was made, where that is another one."""
+    """A note on the recjax version that made a run; empty if it is this version."""
     made = next(iter(starts(run)), {}).get("recjax")
     return f"; the run was made with recjax {made}, this is {__version__}" if made not in (None, __version__) else ""
 
 
 def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:
-    """The policy of a run's checkpoint: its step, what it is, and all of its parameters.
+    """Loads a checkpoint of a run: its step, its policy and all parameters.
 
     Args:
-        config: the run's own.
-        step: of the checkpoint; None: the newest.
+        config: config of the run.
+        step: step of the checkpoint; None: the newest.
     Returns:
         The step, the policy without adapters, and float32 parameters as NumPy arrays on the host.
     Raises:
-        ValueError: there is no such checkpoint, or the model or task of the config is no longer what it was.
+        ValueError: the checkpoint does not exist, or the model or task of the config has changed.
     """
     step = _whole_step(run, config, step)
     reader = checkpoint_reader(run, config)
@@ -138,13 +138,13 @@ def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int,
 
 
 class CheckpointReader(NamedTuple):
-    """Reads the parameters of a run's checkpoints; what all have in common was made once.
+    """Reads the parameters of a run's checkpoints; the parts that all checkpoints share are prepared once.
 
-    run: its folder.
-    policy: without adapters.
-    like: shapes of what the checkpoints hold, which is what the run trained.
-    constant: the other parameters.
-    adapted: the decoder's config with adapters; None where there are none.
+    run: folder of the run.
+    policy: policy without adapters.
+    like: shapes of the trained parameters, which the checkpoints hold.
+    constant: parameters that the run did not train.
+    adapted: decoder config with adapters; None without adapters.
     """
 
     run: Path
@@ -154,26 +154,26 @@ class CheckpointReader(NamedTuple):
     adapted: DecoderConfig | None
 
     def params(self, step: int) -> dict:
-        """All float32 parameters at a step, without adapters, as NumPy arrays on the host.
+        """All parameters at a step in float32, with adapters merged, as NumPy arrays on the host.
 
         Raises:
-            ValueError: the checkpoint has other shapes.
-            Exception: of Orbax, where files are missing.
+            ValueError: the checkpoint has other shapes than the model.
+            Exception: Orbax raises its own types for missing files.
         """
         params = combine(_restored(self.run, step, self.like), self.constant)
         return merged(self.adapted, params) if self.adapted else params
 
 
 def checkpoint_reader(run: Path, config: Config) -> CheckpointReader:
-    """What reads the checkpoints of a run.
+    """A reader for the checkpoints of a run.
 
-    Parameters that the run did not train are in no checkpoint; they are made again as the run made them. The run's
-    problems are read where the built-in tokenizer or a warm start was made of them, its reward never.
+    Checkpoints lack the parameters that the run did not train; the reader makes them again in the same way. It reads
+    the problems only if the built-in tokenizer or a warm start depends on them, and never the reward.
 
     Args:
-        config: the run's own.
+        config: config of the run.
     Raises:
-        ValueError: the model of the config, or the problems that it was made of, cannot be read.
+        ValueError: the model of the config, or the problems that it depends on, cannot be read.
     """
     lora, adapted_config = config.model.lora, None
     partial = lora is not None or bool(config.model.freeze)
@@ -193,13 +193,13 @@ def checkpoint_reader(run: Path, config: Config) -> CheckpointReader:
 
 
 def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, DecoderConfig, dict]:
-    """The adapters of a run's checkpoint: its step, the decoder they belong to, and their parameters alone.
+    """Loads the adapters of a checkpoint: its step, the config of the decoder, and only the adapter parameters.
 
     Args:
-        config: the run's own, with `model.path` and `model.lora`.
-        step: of the checkpoint; None: the newest.
+        config: config of the run, with `model.path` and `model.lora`.
+        step: step of the checkpoint; None: the newest.
     Raises:
-        ValueError: there is no such checkpoint.
+        ValueError: the checkpoint does not exist.
     """
     decoder_config = adapted(policy_alone(config, "").decoder.config, config.model.lora)
     step = _whole_step(run, config, step)
@@ -207,7 +207,7 @@ def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[in
 
 
 def _whole_step(run: Path, config: Config, step: int | None) -> int:
-    """The step of the newest whole checkpoint, or `step`, whose checkpoint must be whole and of this config."""
+    """The step of the newest whole checkpoint, or `step`; checks that the checkpoint is whole and fits the config."""
     folder = run / "checkpoints"
     steps = steps_of(folder)
     if not steps:
@@ -230,7 +230,7 @@ def _whole_step(run: Path, config: Config, step: int | None) -> int:
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:
-    """The trained parameters of a checkpoint; the optimizer's state beside them is not read."""
+    """The trained parameters of a checkpoint; the optimizer state is not read."""
     item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
     to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     arguments = ocp.args.PyTreeRestore(item=item, restore_args=to_host, partial_restore=True)

@@ -1,4 +1,4 @@
-"""The pure update: log-probabilities, loss, gradients, optimizer step; one jitted function."""
+"""The pure update: log-probabilities, loss, gradients and optimizer step in one jitted function."""
 
 import functools
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from recjax.training.scoring import batch_logprobs, in_micro_batch, micro_batch_
 
 
 class Recipe(NamedTuple):
-    """What is the same in all updates of a run, and static under jit.
+    """The parts that all updates of a run share, static under jit.
 
-    sampling: the distribution that sampled the batches; log π is of the same one.
-    chunk: token positions whose vocabulary scores a device has at one time.
-    teacher: the teacher's decoder, where the algorithm has one.
+    sampling: distribution that sampled the batches; log π refers to the same distribution.
+    chunk: number of token positions whose vocabulary scores a device holds at once.
+    teacher: decoder of the teacher, if the algorithm has one.
     """
 
     decoder: Decoder
@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run; the decoders' layers are written out where that is faster."""
+    """The recipe of a run; the decoder layers are unrolled where that is faster."""
     return Recipe(
         decoder=unrolled_for_training(decoder),
         algorithm=config.algorithm.build(),
@@ -51,14 +51,14 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
 
 
 class TrainState(NamedTuple):
-    """What an update changes: the trained parameters, and the optimizer's state, which is of them alone."""
+    """The values that an update changes: the trained parameters and their optimizer state."""
 
     params: dict
     optimizer_state: optax.OptState
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by number of updates made: linear warm-up, then constant or decay to zero at `steps`."""
+    """Learning rate by number of previous updates: linear warm-up, then constant or decay to zero at `steps`."""
     peak, decay_steps = config.learning_rate, max(steps - config.warmup_steps, 1)
     after = {
         "constant": lambda: optax.constant_schedule(peak),
@@ -67,25 +67,25 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     }[config.schedule]()
     if config.warmup_steps == 0:
         return after
-    # The first update already moves: warm-up runs peak/warmup_steps, 2·peak/warmup_steps, …, peak.
+    # Warm-up starts above 0, so that the first update has an effect: peak/warmup_steps, 2·peak/warmup_steps, …, peak.
     warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
 @functools.cache
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """`clipped_adamw` with the config's schedule.
+    """`clipped_adamw` with the schedule of the config.
 
-    The same object for the same arguments, so that equal runs share one compiled `update`.
+    Equal arguments return the same object, so that equal runs share one compiled `update`.
 
     Args:
-        steps: where a decaying schedule ends.
+        steps: number of updates at which a decaying schedule ends.
     """
     return clipped_adamw(config, learning_rate_schedule(config, steps))
 
 
 def clipped_adamw(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's global norm."""
+    """AdamW after clipping the gradient by its global norm."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -95,10 +95,10 @@ def clipped_adamw(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule
 
 
 class Learned(NamedTuple):
-    """What an update made of the tokens of a whole batch; no number means anything where a token is masked.
+    """Per-token results of an update for the whole batch; undefined where masked.
 
-    logprobs: before the update.
-    terms: those of the policy gradient.
+    logprobs: log-probs before the update.
+    terms: terms of the policy gradient.
     """
 
     logprobs: Float[Array, "batch time"]
@@ -106,7 +106,7 @@ class Learned(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What adds up over micro-batches: the loss as (sum, count), and the gradient of the sum."""
+    """Sums over micro-batches: the loss as (sum, count), and the gradient of the loss sum."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]
@@ -131,25 +131,25 @@ def update(
     micro_batches: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[TrainState, dict, Learned]:
-    """One optimizer step on a batch.
+    """Makes one optimizer step on a batch.
 
-    Advantages, weights and drops are of the whole batch; gradients add up over micro-batches as (sum, count), divided
-    once, so how the batch is cut changes nothing but memory and time.
+    Advantages, weights and drops are computed over the whole batch. Gradients are summed over micro-batches as
+    (sum, count) and divided once, so the division into micro-batches changes only memory and time.
 
     Args:
-        state: donated; use the returned one.
-        frozen: the parameters that the state lacks; constant, and no gradient of them is taken.
-        reference_params: those of the anchor of the reference KL, beside `frozen`; None where the algorithm has none.
-        batch: rows grouped by prompt, the same number for each.
-        key: for random drops.
-        packed: the batch's sequences in micro-batches of packed rows. None: each prompt is run once for its group.
-        teacher_params: all parameters of the teacher; None where the algorithm has none.
-        micro_batches: number of equal parts, each of whole prompts, or of whole trajectories where the algorithm
-            relates their rows; None where `packed` has them.
-        axis_name: of the jax.pmap that this runs under: `batch` and `packed` are of one device's share of the prompts,
-            as many on each, all else is the same on all devices, and so is what comes back. None: not under pmap.
+        state: train state, which is donated; use the returned state.
+        frozen: constant parameters that the state lacks; they get no gradient.
+        reference_params: trained part of the reference-KL anchor, combined with `frozen`; None without an anchor.
+        batch: rows grouped by prompt, equally many per prompt.
+        key: random key for drops.
+        packed: sequences of the batch in micro-batches of packed rows. None: each prompt runs once for its group.
+        teacher_params: all parameters of the teacher; None if the algorithm has no teacher.
+        micro_batches: number of equal parts, each of whole prompts, or of whole trajectories if the algorithm relates
+            their rows; None with `packed`.
+        axis_name: axis of the surrounding jax.pmap. `batch` and `packed` then are one device's share, with equally many
+            prompts on each device; all other arguments and the results are equal on all devices. None: no pmap.
     Returns:
-        The new state; scalar metrics of the batch before the update; and what the update made of each token.
+        The new state, scalar metrics of the batch before the update, and per-token results.
     """
     decoder, algorithm, optimizer, *distribution, teacher = recipe
 
@@ -185,7 +185,7 @@ def update(
     rows = jax.tree.map(own, all_rows)
 
     def sums_of(part: Batch, part_rows: RowTerms, logprobs_of: Callable) -> tuple[_Sums, tuple]:
-        """The sums of a micro-batch; log-probs and entropies of its completions' tokens."""
+        """The sums of a micro-batch, and the log-probs and entropies of its completion tokens."""
 
         def micro_loss(params):
             logprobs, entropy = logprobs_of(combine(params, frozen))
@@ -225,7 +225,7 @@ def update(
         sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(lambda x: split(x, micro_batches), (batch, rows)))
         logprobs, entropy = (x.reshape(batch.completions.shape) for x in seen)
     else:
-        # A completion is in one micro-batch and zero in all others. One program serves any number of them.
+        # A completion is in one micro-batch and zero in all others. One program serves any number of micro-batches.
         nothing = (jnp.zeros(batch.completions.shape),) * 2
         sums, (logprobs, entropy) = jax.lax.fori_loop(
             0, packed.count, lambda index, carry: jax.tree.map(jnp.add, carry, of_packed(index)), (sums, nothing)
@@ -235,7 +235,7 @@ def update(
     divisor = jnp.maximum(sums.count, 1)
     gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-    # No data, no step: momentum and weight decay would move the parameters even where the gradient is zero.
+    # Skip the step without data: momentum and weight decay would change the parameters despite a zero gradient.
     updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)
     optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state

@@ -1,4 +1,4 @@
-"""Makes a base policy by supervised training on answers of which some are wrong on purpose."""
+"""Makes a base policy by supervised training on answers, some of them deliberately wrong."""
 
 import functools
 import hashlib
@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
-    """Parameters after the warm start, from the cache where the same one was made before.
+    """The parameters after the warm start, from the cache if an equal warm start is there.
 
-    The cache is $RECJAX_CACHE, or ~/.cache/recjax; its key is everything that the result depends on, but for the mesh,
-    which changes how it is rounded. What is damaged there is made anew. Several processes make theirs together and
-    leave the cache alone.
+    The cache is $RECJAX_CACHE, or ~/.cache/recjax. Its key covers everything that the result depends on except the
+    mesh, which affects rounding. Damaged entries are made again. Runs with several processes do not use the cache.
 
     Raises:
         ValueError: the cache cannot be written.
@@ -47,7 +46,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     depends_on = {key: config.model_dump()[key] for key in ("seed", "model", "task", "warm_start")}
     unread = ["lora", "freeze", "chat_date", *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"])]
     depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
-    # Only where a chat template decides them, so that the digests of all other policies stay what they were.
+    # Only values that a chat template sets, so that the digests of all other policies do not change.
     of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
     depends_on |= {key: value for key, value in of_chats.items() if value is not None}
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
@@ -55,21 +54,21 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     folder = cache_folder("warm_start") / digest
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    # Of several runs that need the same base policy at one time, one makes it and the others wait.
+    # If several runs need the same base policy at once, one run makes it while the other runs wait.
     with FileLock(f"{folder}.lock"), ocp.StandardCheckpointer() as checkpointer:
         if _is_whole(folder):
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed)
         for left in folder.parent.glob(f"{digest}*"):
-            if left.is_dir():  # damaged, or of a process that was killed at it
+            if left.is_dir():  # damaged, or left by a killed process
                 shutil.rmtree(left)
         try:
             checkpointer.save(folder, params)
             checkpointer.wait_until_finished()
             write_manifest(folder)
         except Exception as error:
-            # Tensorstore raises kinds of its own for a full disk and the like.
+            # Tensorstore raises its own exception types, for example for a full disk.
             raise ValueError(
                 f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); make room"
                 " there, or set RECJAX_CACHE to another folder"
@@ -79,7 +78,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the cache has a base policy, every byte as it was written."""
+    """True if the cache has the base policy, with every byte as it was written."""
     if not folder.exists():
         return False
     try:
@@ -91,9 +90,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
-    """Trains on (prompt, answer) pairs, of which `wrong_fraction` are wrong.
+    """Trains on (prompt, answer) pairs; a share `wrong_fraction` of the answers is wrong.
 
-    A wrong answer is one of the problem's mistakes; where the task has none, one token of the answer is replaced.
+    A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps))
@@ -125,7 +124,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
 
 
 def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and mask of the answers, each with the token that ends it: in a chat, the chat template's."""
+    """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
     encoded = [encode_after(policy.tokenizer, (), answer, "answer") for answer in answers]
     end = policy.stop_ids[0]
     end_of_turn = end if (found := turn_end(policy.tokenizer)) is None else found
@@ -142,9 +141,9 @@ def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -
 def _with_slips(
     tokens: np.ndarray, mask: np.ndarray, wrong_fraction: float, generator: np.random.Generator
 ) -> np.ndarray:
-    """The answers, a share of them with one token, not the last, turned into another that the answers have.
+    """The answers, a share of them with one token, never the last, replaced by another token of the answers.
 
-    Answers of no token, or all of one and the same, have nothing to turn and stay.
+    An answer without tokens stays; all answers stay if they have only one distinct token.
     """
     known = np.unique(tokens[:, :-1][mask[:, 1:]])
     if len(known) < 2:

@@ -175,9 +175,7 @@ LOSSES = {name: build_algorithm(name, {}) for name in PRESETS}
 def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
     algorithm = LOSSES[name]
     place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)
-    changed = {"policy": ["logprobs"], "behavior": ["behavior_logprobs"]}.get(
-        source, ["logprobs", "behavior_logprobs"]
-    )
+    changed = {"policy": ["logprobs"], "behavior": ["behavior_logprobs"]}.get(source, ["logprobs", "behavior_logprobs"])
     example, without = EXAMPLE, EXAMPLE.completion_mask.copy()
     for field in changed:
         array = getattr(example, field).copy()

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import logging
 
 import numpy as np
 import pytest
@@ -153,7 +152,6 @@ def test_a_trajectory_that_lost_its_first_row_is_refused(place, tmp_path):
 
 @pytest.mark.parametrize("place", ["file"], indirect=True)
 def test_a_store_is_prepared_once_for_each_of_its_states(place, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     folder, write, calls = tmp_path / "store", prepared._write, []
     monkeypatch.setattr(prepared, "_write", lambda *given: calls.append(1) or write(*given))
 

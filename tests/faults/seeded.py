@@ -66,9 +66,9 @@ FAULTS = {
     ),
     "loop-same-drops-every-step": Fault(
         "an algorithm that drops completions at random makes the same choice in every step",
-        "recjax/training/loop.py",
-        "jax.random.fold_in(drop_key, step)",
-        "jax.random.fold_in(drop_key, 1)",
+        "recjax/training/learner.py",
+        "jax.random.fold_in(self._drop_key, step)",
+        "jax.random.fold_in(self._drop_key, 1)",
         (_KEYS,),
     ),
     # --- Rounds.

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 import time
 import weakref
 from concurrent.futures import Future
@@ -385,7 +384,6 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
 
 @pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
 def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     asked = [
         Problem("1+2=", "3", columns={"do": what}) for what in ["nonsense", *["raise"] * bad, *["fine"] * (5 - bad)]
     ]

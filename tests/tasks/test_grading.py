@@ -1,7 +1,6 @@
 """Grading: worker processes that hang, die and swell; parts and weights; rewards of the user's own."""
 
 import asyncio
-import logging
 import os
 import signal
 import subprocess
@@ -342,7 +341,6 @@ def fails_on_b(prompts, completions, answers):
 
 def test_an_async_reward_is_asked_again_and_has_its_time(monkeypatch, caplog):
     monkeypatch.setattr(own_rewards, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     asked = []
 
     async def judge(prompts, completions, answers):

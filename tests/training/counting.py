@@ -5,15 +5,17 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
+from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group
 from recjax.tasks.prompts import batch_indices
 from recjax.training import loop
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
 from recjax.training.metrics import read_metrics
-from recjax.training.update import TrainState
+from recjax.training.update import Learned, TrainState
 
 
 class CountingLearner(Learner):
@@ -40,11 +42,10 @@ class CountingLearner(Learner):
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}
-        return (
-            TrainState(params, ()),
-            {"loss": float(checksum), "gradient_norm": 1.0, "update_norm": 1.0} | {"learning_rate": 0.1},
-            None,
-        )
+        norms = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
+        zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
+        learned = Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
+        return TrainState(params, ()), {"loss": float(checksum), **norms}, learned
 
     def evaluate(self, run, state):
         accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100

@@ -11,6 +11,7 @@ from recjax.experience.queue import Queue
 from recjax.training import loop, rounds, schedule
 from recjax.training.metrics import PhaseSeconds
 from recjax.training.run import Run, State
+from tests.training.counting import CountingLearner
 
 
 class Grading:
@@ -53,9 +54,9 @@ def simulated(config: Config, monkeypatch, generators=None) -> Iterator[tuple[in
             generators.publish(step - 1, {})
         return state._replace(version=step - 1)
 
-    monkeypatch.setattr(rounds, "sample_batch", sample_batch)
     monkeypatch.setattr(rounds, "synced", synced)
     run = Run(config, None, None, None, Grading, generators, PhaseSeconds())
+    run = run._replace(learner=CountingLearner(), sample=sample_batch)
     state = State(0, None, {}, 0, Queue(), (), {})
     for step in range(1, config.training.steps + 1):
         state, groups = loop.next_groups(run, state, step)

@@ -126,14 +126,14 @@ def test_nothing_of_a_step_that_is_not_finite_is_kept(tiny, poisoned, at):
 
 @pytest.mark.parametrize("how", ["error", "drop"])
 def test_tokens_of_probability_zero_end_the_run_or_are_counted(tiny, monkeypatch, how):
-    config, update = tiny("run", *ALONE, f"training.impossible_tokens={how}"), loop.update
+    config, update = tiny("run", *ALONE, f"training.impossible_tokens={how}"), learner.update
 
     def with_impossible(state, frozen, initial, batch, *args, **options):
         logprobs = np.array(batch.behavior_logprobs)
         logprobs[1, 0] = -np.inf
         return update(state, frozen, initial, batch._replace(behavior_logprobs=logprobs), *args, **options)
 
-    monkeypatch.setattr(loop, "update", with_impossible)
+    monkeypatch.setattr(learner, "update", with_impossible)
     if how == "error":
         words = r"step 1: impossible_tokens/behavior = 1\. .*step 0 in .*training.impossible_tokens=drop leaves"
         with pytest.raises(FloatingPointError, match=words):

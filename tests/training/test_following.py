@@ -81,7 +81,6 @@ def test_it_trains_on_what_comes_once_also_when_killed(tiny, sampled, tmp_path, 
 def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_path, caplog, monkeypatch):
     import logging
 
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     caplog.set_level(logging.INFO)
     folder = tmp_path / "live"
     store.append(folder, batch(sampled, 0))

@@ -33,7 +33,9 @@ REGIMES = {
 }
 
 
-@pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"]])
+@pytest.mark.parametrize(
+    "sampling", [[], ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"], ["rollout.min_p=0.1"]]
+)
 def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     rows = train(tiny("run", *sampling))[1:]
     for row in rows:
@@ -279,7 +281,7 @@ def test_behavior_weights_are_a_copy_of_their_own(tiny):
 
 
 def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
-    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, loop.update
+    sampled, dropped, sample_groups, update = [], [], rounds.sample_groups, learner.update
 
     def watched_sampling(policy, params, prompts, keys, *args, **named):
         sampled.extend(map(tuple, keys.tolist()))
@@ -290,7 +292,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
         return update(*args, **named)
 
     monkeypatch.setattr(rounds, "sample_groups", watched_sampling)
-    monkeypatch.setattr(loop, "update", watched_update)
+    monkeypatch.setattr(learner, "update", watched_update)
     first, second = train(tiny("a", "training.steps=2")), train(tiny("b", "training.steps=2", "seed=1"))
     assert without_times(first) != without_times(second)
     # One key for each completion of two runs of two steps, and one for each update.

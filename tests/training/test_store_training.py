@@ -1,7 +1,6 @@
 """Training from a store alone: what an offline run would learn, whoever wrote it, and nothing that nobody chose."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -197,7 +196,6 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
 
 
 def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     rows = [
         {"prompt": f"{a}+1=", "completion": str(a), "reward": reward, "model": model}
         for model, most in (("one", 1), ("two", 2))

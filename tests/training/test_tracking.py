@@ -1,7 +1,6 @@
 """Trackers: modules of wandb's shape get what metrics.jsonl has; what they do wrong stops nothing."""
 
 import importlib.util
-import logging
 import sys
 import time
 from types import ModuleType
@@ -69,7 +68,6 @@ def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypat
 
 @pytest.mark.parametrize("fails_at", [-1, 0, 2, 3])
 def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tiny, monkeypatch, caplog, fails_at):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     rows = tracked(tiny, monkeypatch, Fake(fails_at))
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     said = [record.getMessage() for record in caplog.records if "tracking.wandb" in record.getMessage()]
@@ -77,7 +75,6 @@ def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tiny, monkeypatch
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     monkeypatch.setattr(tracking, "LAST_SECONDS", 0.1)
     assert len(tracked(tiny, monkeypatch, Fake(seconds=5.0))) == 4
     assert "it has not taken the rest in 0.1 s" in caplog.text
@@ -132,7 +129,6 @@ def test_a_module_that_is_missing_is_an_error_before_work(tiny, monkeypatch):
 def test_the_modules_themselves(tiny, tmp_path, monkeypatch, caplog, name):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}")
-    monkeypatch.setattr(logging.getLogger("recjax"), "propagate", True)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

@@ -1,1 +1,1 @@
-"""From answers to rewards, in worker processes."""
+"""Rewards of completions; worker processes grade completions for the built-in rewards."""

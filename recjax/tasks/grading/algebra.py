@@ -1,4 +1,4 @@
-"""Equations and inequalities by SymPy: what is 0 at the same points, and the regions in which inequalities hold."""
+"""Comparison of equations by their zeros, and of inequalities by the regions in which they hold, with SymPy."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ from recjax.tasks.grading.tree import Node, Unreadable, contains, names, number
 OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
 _AND = re.compile(r" ?(?:\\text ?\{ ?and ?\}|\band\b|\\wedge) ?")
 _TURNED = {">": "<", r"\ge": r"\le", r"\supset": r"\subset", r"\supseteq": r"\subseteq", r"\gg": r"\ll"}
-ORDERS = {"<": (True, False), r"\le": (False, True)}  # strict, with its end
+ORDERS = {"<": (True, False), r"\le": (False, True)}  # operator → (is strict, includes its endpoint)
 _INTERVALS = {"()": (True, True), "(]": (True, False), "[)": (False, True), "[]": (False, False)}
 _NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals}
 _NUMBER_SETS["R^+"] = sympy.Interval.open(0, sympy.oo)
-_MOST_PARTS = 80  # of an equation that is factored, or an inequality that is solved
+_MOST_PARTS = 80  # of an equation to factor or an inequality to solve
 
 
 def pairs(relation: Node) -> list[tuple[str, Node, Node]]:
-    """A chain such as a < b < c as its single statements, all turned to < and the like."""
+    """Splits a chain such as a < b < c into single statements; > and similar operators are turned to < and so on."""
     operators, sides = relation.args
     triples = zip(operators, sides, sides[1:], strict=False)
     return [(_TURNED[mark], b, a) if mark in _TURNED else (mark, a, b) for mark, a, b in triples]
 
 
 def matched(wanted: Sequence[Any], said: Sequence[Any], are_same: Callable[[Any, Any], bool]) -> bool:
-    """Whether each has its own counterpart among the others."""
+    """True if the elements of `wanted` and `said` can be paired one to one."""
     rest = list(said)
     for each in wanted:
         place = next((place for place, other in enumerate(rest) if are_same(each, other)), None)
@@ -40,7 +40,7 @@ def matched(wanted: Sequence[Any], said: Sequence[Any], are_same: Callable[[Any,
 
 
 def same_factors(a: Node, b: Node) -> bool:
-    """Whether two polynomials have the same irreducible factors, so that they are 0 at the same points."""
+    """True if two polynomials have the same irreducible factors and are therefore 0 at the same points."""
     if not names(a) or names(a) != names(b) or contains((a, b), r"\infty") or max(map(_size, (a, b))) > _MOST_PARTS:
         return False
     try:
@@ -56,7 +56,7 @@ def _factors(expression: sympy.Expr) -> list[sympy.Expr]:
 
 
 def _size(node: Any) -> int:
-    """How many parts a tree has, a power counting as often as its exponent says."""
+    """Number of parts of a tree; a power counts its base once for each unit of the exponent, and once more."""
     if not isinstance(node, tuple):
         return 1
     if isinstance(node, Node) and node.kind == "pow" and node.args[1].kind == "number":
@@ -82,7 +82,7 @@ def _symbolic(node: Node) -> sympy.Expr:
 
 
 def same_region(wanted: str, said: str) -> bool | None:
-    """Whether two texts are one set of numbers; None where they are not both read as such sets."""
+    """True if two texts describe the same set of numbers; None unless both can be read as non-empty sets."""
     if not all(
         re.search(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,", text) for text in (wanted, said)
     ):
@@ -97,7 +97,7 @@ def same_region(wanted: str, said: str) -> bool | None:
 
 
 def _region_of(text: str) -> tuple[str | None, sympy.Set]:
-    """The variable, where it is named, and the union of what stands between "or"."""
+    """The variable, or None if the text names none, and the union of the regions that "or" separates."""
     parts = [_common(_statements(part)) for part in OR.split(text)]
     named = {name for name, _ in parts} - {None}
     if len(named) > 1:
@@ -106,7 +106,7 @@ def _region_of(text: str) -> tuple[str | None, sympy.Set]:
 
 
 def _statements(text: str) -> list[str]:
-    """The parts between commas and "and": x\\neq 1, 2 and x > 0 as three statements of x."""
+    """Splits at commas and "and": "x\\neq 1, 2 and x > 0" becomes three statements about x."""
     parts = [part.strip() for part in split(_AND.sub(",", text))]
     if "\\neq" in parts[0]:
         name = parts[0].partition("\\neq")[0]
@@ -154,7 +154,7 @@ def _constant(node: Node) -> sympy.Expr:
 
 
 def _solved(relation: Node) -> tuple[str, sympy.Set]:
-    """Where the inequalities of one unknown hold."""
+    """The unknown, and the region in which its inequalities hold."""
     unknown = names(relation)
     if len(unknown) != 1 or _size(relation) > _MOST_PARTS:
         raise Unreadable("not of one unknown")
@@ -176,7 +176,7 @@ def _solved(relation: Node) -> tuple[str, sympy.Set]:
 
 
 def _without_bars(a: Node, b: Node) -> tuple[Node, Node]:
-    """|x| < c by its squares, where c is not negative."""
+    """Squares both sides of |x| < c if c is not negative."""
     two = number(2)
     for bars, other in ((a, b), (b, a)):
         if bars.kind == "call" and bars.args[0] == "abs" and (values.decimal(other) or -1) >= 0:
@@ -186,7 +186,7 @@ def _without_bars(a: Node, b: Node) -> tuple[Node, Node]:
 
 
 def _below(a: Node, b: Node, is_strict: bool, has_ends: bool) -> sympy.Set:
-    """Where a < b, or a <= b, for rational functions whose factors are of degree 2 at most."""
+    """The region with a < b, or a <= b, for rational functions whose factors have degree 2 at most."""
     over, under = sympy.fraction(sympy.together(_symbolic(a) - _symbolic(b)))
     zeros, poles = ([root for factor in _factors(part) for root in _roots(factor)] for part in (over, under))
     ends = sorted({*zeros, *poles}, key=lambda root: root.evalf(50))

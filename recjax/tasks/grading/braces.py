@@ -1,10 +1,10 @@
-"""TeX's braces."""
+"""Matching braces in TeX."""
 
 import re
 
 
 def braced(text: str) -> str | None:
-    """What stands between a text's first character, an opening brace, and the brace that closes it; else None."""
+    """The text inside the pair of braces that a text starts with; None if it starts with none or never closes it."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL) if text.startswith("{") else ():
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

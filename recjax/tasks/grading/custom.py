@@ -1,4 +1,4 @@
-"""Rewards of the user's own: a function of a batch, sync or async, whose mistakes are named."""
+"""Custom rewards: a user's function of a batch, sync or async; errors name the function and the completion."""
 
 import asyncio
 import inspect
@@ -16,25 +16,25 @@ from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, c
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is asked again; each time twice as long
-SCORE = "score"  # the part of a function that returns plain numbers
-Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, further columns of the problem
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before an async reward is retried; doubled for each further retry
+SCORE = "score"  # name of the part if the function returns plain numbers
+Row = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, the problem's other columns
 
 
 def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """The named parts that a user's function gives to a batch, checked.
+    """Calls the user's function on a batch and checks the named parts that it returns.
 
-    It is called as function(prompts, completions, answers), with equally long lists of strings (prompts as the model
-    saw them), or with a fourth argument where it takes one: a dict from the name of each further column to the list
-    of its values, None in rows without it. It returns one number a completion, of at most MOST_REWARD either way, or a
-    dict from names of parts to such lists. None in place of a number, there or in one part, leaves the completion
-    without a reward. It may be `async def`: the batch is awaited as one.
+    recjax calls function(prompts, completions, answers) with equally long lists of strings; prompts are as the model
+    saw them. A function with a fourth parameter also gets a dict that maps the name of every other column to its list
+    of values, None in rows without this column. The function returns a number from −MOST_REWARD to MOST_REWARD for
+    each completion, or a dict that maps names of parts to such lists. None instead of a number, in any part, leaves
+    the completion without a reward. The function may be `async def`; recjax then awaits it once for the batch.
 
     Returns:
-        The values of each part; NaN for None.
+        The values of each part; NaN stands for None.
     Raises:
-        ValueError: the function raised or would end the program, or returned the wrong number of values or one that is
-            no such number; the message names the function and, where one is at fault, row and completion.
+        ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
+            value. The message names the function and, for an invalid value, the row and the completion.
     """
     try:
         result = _call(reward, rows)
@@ -45,10 +45,10 @@ def custom_parts(reward: Reward, rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def check_weights(reward: Reward, row: Row) -> None:
-    """Refuses weights of parts that a user's function does not return. Calls it once, with `row` alone.
+    """Refuses weights of parts that a user's function does not return; calls the function once, with only `row`.
 
     Raises:
-        ValueError: with the weight and the parts that there are; and as `custom_parts`.
+        ValueError: an unknown part has a weight; the message lists the known parts. Also see `custom_parts`.
     """
     try:
         parts = custom_parts(reward, [row])
@@ -60,7 +60,7 @@ def check_weights(reward: Reward, row: Row) -> None:
 
 
 def _call(reward: Reward, rows: Sequence[Row]) -> Any:
-    """What the function returns; an async one is asked again after it has failed, ever later, as long as it may."""
+    """The function's result; a failed call is retried `reward.retries` times, after longer and longer waits."""
     for retry in itertools.count():
         try:
             result = reward.function(*_arguments(reward.function, rows))

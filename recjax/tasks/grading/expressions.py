@@ -1,6 +1,6 @@
-"""Answers that are more than numbers: expressions, equations, inequalities, regions.
+"""Comparison of answers other than numbers: expressions, equations, inequalities, regions.
 
-`syntax` reads both sides whole, `values` compares expressions; SymPy solves inequalities and factors equations.
+`syntax` reads both answers, `values` compares expressions, and SymPy solves inequalities and factors equations.
 """
 
 import functools
@@ -23,10 +23,10 @@ _INFINITE = Node("name", (r"\infty",))
 
 
 def same(truth: str, given: str, stated: Quantity | None) -> bool:
-    """Whether an answer equals the true one, both in the notation of `notation.plain`.
+    """True if an answer equals the true answer; both are in the notation of `notation.plain`.
 
     Args:
-        stated: the answer, where it is a number.
+        stated: the answer as a number; None if it is not a number.
     """
     (wanted, unit), (said, other) = _without_unit(truth), _without_unit(given)
     if stated is not None and stated.units and not stated.percent:
@@ -51,7 +51,7 @@ def same(truth: str, given: str, stated: Quantity | None) -> bool:
 
 
 def same_angle(degrees: str, given: str) -> bool:
-    r"""Whether an answer in radians, such as \frac{\pi}{2}, is so many degrees."""
+    r"""True if an answer in radians, such as \frac{\pi}{2}, equals an angle in degrees."""
     said, unit = _without_unit(given)
     if r"\pi" not in said or (unit and unit[0].dimensions != (("radian", 1),)):
         return False
@@ -59,13 +59,13 @@ def same_angle(degrees: str, given: str) -> bool:
 
 
 def is_constant(text: str) -> bool:
-    """Whether a text, in the notation of `notation.plain`, is an expression without unknowns."""
+    """True if a text, in the notation of `notation.plain`, is an expression without unknowns."""
     tree = _read(text)
     return tree is not None and tree.kind != "relation" and not names(tree)
 
 
 def names_its_unit(text: str) -> bool:
-    """Whether an expression ends with a unit that is known."""
+    """True if an expression ends with a known unit."""
     return _without_unit(text)[0] != text
 
 
@@ -75,7 +75,7 @@ def _equal_angle(degrees: str, radians: str) -> bool:
 
 
 def _degrees(truth: str, stated: Quantity) -> bool:
-    """Whether so many degrees are the truth, an angle in radians; other units are beside numbers alone."""
+    """True if an answer in degrees equals the truth, an angle in radians; answers with other units never match here."""
     if r"\pi" not in truth or all(unit.dimensions != _CIRCLE for unit in stated.units):
         return False
     said, unit = _without_unit(truth)
@@ -85,7 +85,7 @@ def _degrees(truth: str, stated: Quantity) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
-    """An expression and the unit that it ends with."""
+    """Splits an expression from the unit at its end."""
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
         core, rest = text[: match.start()].strip(), text[match.end() :]
         if rest[:1] == "°" and _OF_AN_ANGLE.search(core):
@@ -96,16 +96,16 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
 
 
 def _conversion(wanted: tuple[Unit, ...], said: tuple[Unit, ...]) -> Fraction | None:
-    """What the answer's number is to be multiplied by; None where its unit is another one."""
+    """The factor that converts the answer to the truth's unit; None if the units measure different things."""
     if not wanted or not said:
-        # An expression in degrees is not one in radians.
+        # One side may omit its unit; degrees are then not converted to radians.
         return Fraction(1)
     factors = (other.factor / unit.factor for unit in wanted for other in said if unit.dimensions == other.dimensions)
     return next(factors, None)
 
 
 def _words_fit(truth: str, given: str) -> bool:
-    """Whether an answer has no words that the truth does not have."""
+    """True if every word of an answer is also in the truth."""
     truth, given = (
         re.sub(
             r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?",
@@ -114,9 +114,9 @@ def _words_fit(truth: str, given: str) -> bool:
         )
         for text in (truth, given)
     )
-    given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # of an integral
+    given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # the differential of an integral
     words = {*re.findall(r"[A-Za-z]{2,}", given)} - _FUNCTIONS - {*re.findall(r"[A-Za-z]{2,}", truth)}
-    # Two letters or so are a product, where the truth has these letters; more are a word.
+    # Up to three letters are a product if the truth has these letters; more letters are a word.
     return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(marks.tokens(word)) == len(word))
 
 
@@ -143,7 +143,7 @@ def _same(wanted: Node, said: Node, is_periodic: bool) -> bool:
 
 
 def _value_of(relation: Node) -> Node | None:
-    """The right side of y = …."""
+    """The right-hand side of y = … or y ∈ …."""
     operators, sides = relation.args
     return sides[1] if operators in (("=",), (r"\in",)) and _is_name(sides[0]) else None
 
@@ -153,7 +153,7 @@ def _is_name(node: Node) -> bool:
 
 
 def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:
-    """The same but for the name of a constant of integration, or of the whole number that counts periods."""
+    """True if only the name of a constant of integration, or of the integer that counts periods, differs."""
     old, new = names(said) - names(wanted), names(wanted) - names(said)
     if old and all(re.fullmatch(r"[cC]_\d", name) for name in old) and {name.swapcase() for name in old} == new:
         for name in old:
@@ -194,14 +194,14 @@ def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
 
 
 def _in_the_same_letters(wanted: Node, said: Node) -> Node:
-    """f(t) = … as f(x) = …, where the truth says so."""
+    """Renames the answer's variable to the truth's: f(t) = … becomes f(x) = …."""
     left, other = wanted.args[1][0], said.args[1][0]
     if left.kind == other.kind == "call" and left.args[0] == other.args[0] and len(left.args) == len(other.args) == 2:
         letters = [each.args[1].args[0] for each in (left, other) if each.args[1].kind == "name"]
         if len(letters) == 2 and letters[0] not in names(said):
             return _renamed(said, letters[1], letters[0])
     terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (left, other)]
-    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(said):  # a_k as a_n
+    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(said):  # a_k becomes a_n
         return _renamed(_renamed(said, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
     return said
 
@@ -223,5 +223,5 @@ def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> 
     return operator not in algebra.ORDERS and algebra.same_factors(whole, answer)
 
 
-# Workers are forked from a process that has imported this module; what the first answer sets up, they need not.
+# A forkserver imports this module and forks the workers. This call makes it do the setup of the first comparison.
 same(r"\frac{1}{2}x", plain("0.5x"), None)

@@ -1,4 +1,4 @@
-"""The functions of mathematics at one argument: exact where the arguments are fractions, else by mpmath."""
+"""Values of mathematical functions: exact if all arguments are fractions and EXACT has the function, else by mpmath."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any
 
 import mpmath
 
-MOST_TERMS = 3000  # of a sum or product
-_LARGEST = 20_000  # whole number whose factorial is computed exactly
+MOST_TERMS = 3000  # in a sum or product
+_LARGEST = 20_000  # largest integer whose factorial is computed exactly
 
 
 class Undefined(ArithmeticError):
-    """An expression has no value at a point, or one too large to be computed."""
+    """An expression has no value at a point, or its value is too large to compute."""
 
 
 def floating(value: Any) -> Any:
@@ -22,7 +22,7 @@ def floating(value: Any) -> Any:
 
 
 def _leading(value: int) -> Any:
-    """A whole number to the precision at work: its leading bits, as mpmath reads long ones slowly."""
+    """An integer cut to its leading bits, twice the current precision, as mpmath is slow at reading long integers."""
     rest = max(0, value.bit_length() - 2 * mpmath.mp.prec)
     return mpmath.ldexp(mpmath.mpf(value >> rest), rest)
 

@@ -1,16 +1,16 @@
-"""The built-in rewards that need a library: which function grades a completion, of which parts, with which weights.
+"""The built-in rewards: the function that grades a completion, the parts of the reward, and their default weights.
 
-Their functions are named and not imported here: they run in worker processes, which import nothing else.
+Functions are given by name and not imported here, because they run in worker processes that import only them.
 """
 
 from typing import NamedTuple
 
 
 class Grader(NamedTuple):
-    """A built-in reward, by names of the form module:function.
+    """A built-in reward; `grade` and `parse` are names of the form module:function.
 
-    `grade` takes (completion, answer, columns) of one row to its named parts; `weights` are those parts' default
-    weights; `parse` takes a completion to the answer it gives, as text by which votes are counted, or None.
+    `grade` maps (completion, answer, columns) of one row to the named parts of its reward. `weights` holds the default
+    weight of every part. `parse` maps a completion to its answer as text, for counting votes, or to None.
     """
 
     grade: str
@@ -19,7 +19,7 @@ class Grader(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a worker process has no result for a completion: timeout, crash, error or too_long."""
+    """The reason why a completion has no result: timeout, crash, error or too_long."""
 
     reason: str
 

@@ -1,6 +1,6 @@
-"""The package reasoning_gym: its generators by name, and what may be asked of them.
+"""Access to the package reasoning_gym: its generators by name, and checks of their options.
 
-Problems are made with it and completions are scored with it. The package itself is imported on first use.
+The package makes problems and scores completions. This module imports it on first use.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
     """Checks the block `task.reasoning_gym`.
 
     Raises:
-        ValueError: a generator or option that the package does not have, values that the generator refuses, or a
-            template without the question.
+        ValueError: an unknown generator or option, values that the generator refuses, or a template without
+            "{question}".
     """
     generators = _package().factory.DATASETS
     if name not in generators:
@@ -46,7 +46,7 @@ def _package() -> ModuleType:
 
 
 def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
-    """A generator of the package, with its options: a data set of problems."""
+    """Makes a generator of the package with its options: a data set of problems."""
     if name == "composite" and isinstance(options.get("datasets"), list):
         specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
         options = {"datasets": [specification(**part) for part in options["datasets"]]}

@@ -1,6 +1,6 @@
-"""Answers of letters, words, times of day, ratios, or digits of a base or modulus: compared as they are written.
+"""Comparison of choices, words, times of day, ratios, congruences, and digits in a named base, mostly as written.
 
-Each function says True, False, or None where the truth is nothing of its kind.
+Each function returns True or False, or None if the truth is not of its kind.
 """
 
 import re
@@ -26,7 +26,7 @@ _MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]
 
 
 def decided(truth: str, given: str) -> bool | None:
-    """Whether an answer is the true one, where the truth is of a kind of this file; else None."""
+    """True if an answer equals a truth of one of this file's kinds; None if no kind decides."""
     kinds = (_as_choice, _as_choices, _as_clock, _as_words, _in_a_base, _as_ratio, _as_congruence)
     return next((answer for kind in kinds if (answer := kind(truth, given)) is not None), None)
 
@@ -44,7 +44,7 @@ def _as_choice(truth: str, given: str) -> bool | None:
 
 
 def _as_choices(truth: str, given: str) -> bool | None:
-    """Several choices: A,C and AC and "A and C"; where both sides run letters together, they may be points."""
+    """Compares several choices: A,C or AC or "A and C"; None if both sides join letters, which may then name points."""
     wanted, said = (re.sub(r" +", " ", TEXT.sub(r" \1 ", text)).strip() for text in (truth, given))
     if (wanted.isalpha() and said.isalpha()) or not (_LETTERS.fullmatch(wanted) and _LETTERS.fullmatch(said)):
         return None
@@ -53,7 +53,7 @@ def _as_choices(truth: str, given: str) -> bool | None:
 
 
 def _as_congruence(truth: str, given: str) -> bool | None:
-    """3 (mod 7), with or without a name; the modulus may be left out where the truth is, or names, one number."""
+    """Compares congruences such as 3 (mod 7), named or not; one side may omit the modulus of a single number."""
     wanted, said = _CONGRUENCE.fullmatch(truth), _CONGRUENCE.fullmatch(given)
     if not wanted and not (said and quantity(truth) and not said["name"]):
         return None
@@ -77,7 +77,7 @@ def _as_congruence(truth: str, given: str) -> bool | None:
 
 def _letter(match: re.Match) -> str:
     letter = match["held"] or match["textheld"] or match["text"] or match["bare"]
-    # The pattern ignores case for its words; a small letter that stands by itself is a variable.
+    # The pattern ignores case because of its words, but a lowercase letter without parentheses or text is a variable.
     return letter if match["held"] or match["textheld"] or letter.isupper() or match["half"] else ""
 
 
@@ -95,7 +95,7 @@ def _as_clock(truth: str, given: str) -> bool | None:
 
 
 def _hours(clock: re.Match) -> set[int]:
-    """The hour of 24 that a time with its half of the day, or after 12, names."""
+    """The hour from 0 to 23 of a time with am or pm, or of an hour above 12; empty for an ambiguous time."""
     hour = int(clock[1])
     if clock[3] and 0 < hour < 13:
         return {hour % 12 + 12 * (clock[3].casefold() == "p")}
@@ -118,7 +118,7 @@ def _as_words(truth: str, given: str) -> bool | None:
         if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
             return None
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
-            return None  # abc may be a product, as a·b·c is; cat is not act
+            return None  # abc may be the product a·b·c, but cat is not act
         if len(words) == 1 and set(words[0]) <= set("uvwxyz"):
             return None
     elif max(map(len, words)) < 2 and "-" not in bare:
@@ -129,7 +129,7 @@ def _as_words(truth: str, given: str) -> bool | None:
 
 
 def _in_a_base(truth: str, given: str) -> bool | None:
-    """Digits of a base that a subscript names: they are compared as they are written."""
+    """Compares digits with a base in the subscript as they are written; base 10 also equals a plain number."""
     wanted, said = _SUBSCRIPT.fullmatch(truth), _SUBSCRIPT.fullmatch(given)
     if wanted:
         digits = said[1] if said else given
@@ -140,7 +140,7 @@ def _in_a_base(truth: str, given: str) -> bool | None:
 
 
 def _as_ratio(truth: str, given: str) -> bool | None:
-    """1:2:3, three parts or more; a ratio of two is a number."""
+    """Compares ratios of three or more parts, such as 1:2:3; a ratio of two parts is a number."""
     if not re.fullmatch(r"\d+(?: ?: ?\d+){2,}", truth):
         return None
     parts = [[quantity(part) for part in text.split(":")] for text in (truth, given)]

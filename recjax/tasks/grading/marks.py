@@ -1,4 +1,4 @@
-"""The marks of mathematical text: commands, letters and words that the reader knows."""
+"""The tokens of mathematical text: commands, letters and words that the reader knows."""
 
 import re
 
@@ -19,8 +19,8 @@ FUNCTIONS = {
     *"exp log ln lg lb abs det deg dim ker max min gcd".split(),
 }
 FUNCTIONS |= set("lcm sup inf arg cis floor ceil tr rank trace erf re im sign Pr Var Cov".split())
-_WORDS = FUNCTIONS - {"inf", "sup", "ker", "re", "im", "Re", "Im", "Pr", "Var", "Cov"}  # known without a backslash
-# Letters that are functions before a parenthesis; others are factors.
+_WORDS = FUNCTIONS - {"inf", "sup", "ker", "re", "im", "Re", "Im", "Pr", "Var", "Cov"}  # recognized without a backslash
+# Letters that are functions before a parenthesis; other letters are factors.
 APPLIED = {*"fghFGHPQ", r"\phi", r"\varphi", r"\psi", r"\Gamma", r"\zeta", r"\Phi"}
 GREEK = set(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi omicron pi varpi rho"
@@ -34,7 +34,7 @@ _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d+)?|\.
 
 
 def tokens(text: str) -> list[str]:
-    """A text's marks: commands, numbers, letters, each known function's name and three or more capitals in one."""
+    """Splits a text into commands, numbers, names of known functions, runs of three or more capitals, and letters."""
     found = []
     for match in _TOKEN.finditer(text):
         run = match.group()
@@ -55,7 +55,7 @@ def _letters(run: str, following: str) -> list[str]:
     if run in _WORDS or run in ("pi", "sqrt") or (len(run) > 2 and run in GREEK and run not in _LATIN):
         return [f"\\{run}"]
     for size in range(len(run) - 1, 1, -1):
-        # 2Rsin(A): the end of a run; sinx: its beginning
+        # 2Rsin(A): the name ends the run of letters; sinx: the name begins it
         if following == "(" and run[-size:] in _WORDS | {"sqrt"}:
             return [*_letters(run[:-size], ""), f"\\{run[-size:]}"]
         if run[:size] in _WORDS and run[size:] == "x":

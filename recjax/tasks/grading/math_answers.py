@@ -1,7 +1,7 @@
-"""Mathematical answers: where a completion gives one, and whether it is the true one.
+"""Rewards for mathematical answers: finding the answer in a completion and comparing it with the true answer.
 
-An answer is read strictly, so that what is rewarded is an answer: of the text after the thoughts, and only where
-it is marked as the answer; see `boxed` and `tagged`.
+Only text after the thoughts that is marked as the answer counts as one, so that the reward is for an answer; see
+`boxed` and `tagged`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from recjax.tasks.grading.notation import plain
 from recjax.tasks.grading.quantities import quantity
 from recjax.tasks.grading.thinking import after_thoughts, one_thought
 
-LONGEST, DEEPEST = 2000, 16  # characters of an answer, and brackets within brackets; what has more is none
+LONGEST, DEEPEST = 2000, 16  # limits of an answer: its characters, and the depth of its brackets
 
 _TAGGED = re.compile(r"\s*<answer>\s*[^<>\s][^<>]*</answer>", re.S)
 _ANSWER_TAG = re.compile("</?answer>")
@@ -27,9 +27,9 @@ _HASHES = re.compile(r"^#### *(.+)$", re.M)
 
 
 def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """accuracy: 1 where the marked answer is the true number, else 0.
+    """accuracy: 1 if the marked answer is the true number, else 0.
 
-    format: 1 where all is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
+    format: 1 if the completion is `<think>your reasoning</think> <answer>the number</answer>`, else −1.
     """
     accuracy = is_right(tagged(completion), _truth(answer), finished=True)
     thoughts, rest = one_thought(completion) or ("", "")
@@ -38,16 +38,16 @@ def gsm8k(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
 
 
 def math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    r"""accuracy: 1 where the last \boxed equals the true answer, else 0.
+    r"""accuracy: 1 if the content of the last \boxed equals the true answer, else 0.
 
-    Where that is a number, so must the box be: a number in any notation, but not a computation such as 2+3 or 5^2,
-    by which a policy could repeat the question instead of answering it.
+    If the true answer is a number, the box must hold a number in any notation. A computation such as 2+3 or 5^2 does
+    not count, because a policy could then repeat the question instead of answering it.
     """
     return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=True))}
 
 
 def guru_math(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    r"""accuracy: 1 where the last \boxed is symbolically equal to the true answer, computed to the end or not."""
+    r"""accuracy: 1 if the last \boxed is symbolically equal to the true answer, fully computed or not; else 0."""
     return {"accuracy": float(is_right(boxed(completion), _truth(answer), finished=False))}
 
 
@@ -55,7 +55,7 @@ def check_answer(answer: str) -> None:
     """Refuses a true answer that no completion can equal.
 
     Raises:
-        ValueError: the answer says nothing, or is too long or too deeply nested to be one.
+        ValueError: the answer is empty, too long, or too deeply nested.
     """
     stated = _short(_truth(answer))
     if stated is None or re.fullmatch(r"(?:\\boxed|[\s${}])*", stated):
@@ -64,39 +64,39 @@ def check_answer(answer: str) -> None:
 
 
 def math_dapo(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """accuracy: 1 where the last line of the form `Answer: …` equals the true answer, with equality as in `math`.
+    """accuracy: 1 if the last line `Answer: …` equals the true answer, else 0; compares answers like `math`.
 
-    Reference: arXiv 2503.14476 (DAPO); verl's math_dapo, whose reward of a wrong answer is −1.
+    Reference: arXiv 2503.14476 (DAPO); verl's math_dapo, which gives a wrong answer the reward −1.
     """
     return {"accuracy": float(is_right(answer_line(completion), _truth(answer), finished=True))}
 
 
 def parse_line(completion: str) -> str | None:
-    """The last line `Answer: …` in one spelling; numbers of equal value are the same text."""
+    """The answer on the last line `Answer: …` in a canonical spelling: equal numbers give equal texts."""
     return _spelling(answer_line(completion))
 
 
 def parse_boxed(completion: str) -> str | None:
-    r"""The last \boxed in one spelling; numbers of equal value are the same text."""
+    r"""The content of the last \boxed in a canonical spelling: equal numbers give equal texts."""
     return _spelling(boxed(completion))
 
 
 def parse_tagged(completion: str) -> str | None:
-    """The marked answer in one spelling; numbers of equal value are the same text."""
+    """The marked answer in a canonical spelling: equal numbers give equal texts."""
     return _spelling(tagged(completion))
 
 
 def boxed(completion: str) -> str | None:
-    r"""What the last \boxed{…} holds; None where there is none, or it is empty or never closed.
+    r"""The content of the last \boxed{…}; None if there is no box, or if it is empty or never closed.
 
-    The text up to `</think>` is no answer, nor is anything after a `<think>` that is never closed.
+    Text up to `</think>`, and after a `<think>` that is never closed, cannot contain the answer.
     """
     _, mark, rest = after_thoughts(completion).rpartition("\\boxed")
     return _short(braced(rest.lstrip())) if mark else None
 
 
 def tagged(completion: str) -> str | None:
-    r"""What the last `<answer>…</answer>` holds, without a \boxed around it; else the last \boxed, or line `#### …`."""
+    r"""The content of the last `<answer>…</answer>`, without a \boxed around it; else the last \boxed or `#### …`."""
     text = after_thoughts(completion)
     answers = _ANSWER.findall(text)
     if answers:
@@ -108,16 +108,16 @@ def tagged(completion: str) -> str | None:
 
 
 def answer_line(completion: str) -> str | None:
-    r"""The text after the last `Answer:` on its line, or on the next one; the content of a \boxed in it.
+    r"""The text after the last `Answer:`, on the same line or the next; for a text with \boxed, the content of the box.
 
-    The answer is without the marks of Markdown and the brackets of TeX around it.
+    Markdown marks and TeX brackets around the answer are removed.
     """
     lines = _LINE.findall(after_thoughts(completion))
     if not lines:
         return None
     line = lines[-1].strip()
     marks = len(line) - len(line.rstrip("*_"))
-    if marks and line.count(line[-1]) == marks:  # the end of **Answer: 5**
+    if marks and line.count(line[-1]) == marks:  # the closing marks of **Answer: 5**
         line = line[:-marks].rstrip()
     if "\\boxed" in line:
         return boxed(line)
@@ -130,7 +130,7 @@ def _truth(answer: str) -> str:
 
 
 def _short(answer: str | None) -> str | None:
-    """An answer that says something and is neither too long nor too nested to be one."""
+    """The answer without outer spaces; None if it is empty, too long, or too deeply nested."""
     answer = (answer or "").strip()
     return answer if 0 < len(answer) <= LONGEST and _depth(answer) <= DEEPEST else None
 

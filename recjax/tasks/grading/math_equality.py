@@ -1,7 +1,7 @@
-"""Whether a mathematical answer is the true one. An answer is read whole: what cannot be read makes it wrong.
+"""Comparison of a mathematical answer with the true answer; an answer with an unreadable part is wrong.
 
-`literal` compares choices, words, times and the like, `quantities` numbers with units. `structures` takes sets, tuples
-and matrices apart. `expressions` compares everything else.
+`literal` compares choices, words, times and similar answers, and `quantities` compares numbers with units.
+`structures` splits sets, tuples and matrices into items. `expressions` compares all other answers.
 """
 
 import functools
@@ -35,10 +35,10 @@ _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Z
 
 
 def is_right(given: str | None, answer: str, finished: bool) -> bool:
-    """Whether an answer equals the true one.
+    """True if an answer equals the true answer.
 
     Args:
-        finished: where the true answer is a number, only a number will do, no computation.
+        finished: if the true answer is a number, accept only numbers and no computations.
     """
     if not given:
         return False
@@ -64,7 +64,7 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     if number is not None:
         return _is_number(truth, number, given, finished)
     if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
-        # A unit that is in no table, or whatever else a number's truth ends with, may be left out but not changed.
+        # An answer may omit, but not change, an unknown unit or other words after the truth's number.
         if expressions.is_constant(match["core"]):
             words = squeezed(TEXT.sub(r" \1", match["words"]))
             given = TEXT.sub(r" \1", given)
@@ -82,11 +82,11 @@ def _same(truth: str, given: str, finished: bool) -> bool:
 
 
 def _in_one_form(truth: str, given: str) -> tuple[str, str]:
-    """Both without what one of them may leave out: "the answer is", set builders, domains, separators of thousands."""
+    """Removes parts that one side may omit: "the answer is", set builders, domains, thousands separators."""
     given = _SAID.sub("", given, count=1).strip() if _SAID.match(given) else given
     texts = [truth, given]
     if any(map(_BUILDER.fullmatch, texts)):
-        # {x | x = 3} is {3}; any other set keeps its braces beside one that lists its members.
+        # {x | x = 3} equals {3}; any other set that lists its members keeps its braces.
         single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
         braces = r"^\\\{|\\\}$" if single else "(?!)"
         texts = [
@@ -102,9 +102,9 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
 
 
 def _without_thousands(truth: str, given: str) -> tuple[str, str]:
-    """Both without the commas that separate thousands, where these are no list's.
+    """Removes the commas that separate thousands, but not the commas of a list.
 
-    A comma without a space is one before three digits in a text that separates its items otherwise, or has no items.
+    A comma between digits separates thousands if the text separates its items in another way, or has no items.
     """
     texts = []
     for text in (truth, given):
@@ -121,7 +121,7 @@ def _without_thousands(truth: str, given: str) -> tuple[str, str]:
 
 
 def _spelled_out(text: str) -> str:
-    """(x,y)=(1,2) as x=1,y=2."""
+    """Rewrites (x,y)=(1,2) as x=1,y=2."""
     match = _TUPLE.fullmatch(text)
     names, items = ([each.strip() for each in split(match[side])] for side in (1, 2)) if match else ([], [])
     if not names or len(names) != len(items):
@@ -130,7 +130,7 @@ def _spelled_out(text: str) -> str:
 
 
 def unnamed(text: str) -> str:
-    """What follows the name of an unknown: 5 of "x = 5", "5 = x" and "x is 5"."""
+    """Removes the name of an unknown: "x = 5", "5 = x" and "x is 5" become "5"."""
     if text.count("=") > 1 and not re.match(r"\([A-Za-z]", text):
         name, _, rest = text.partition("=")
         return rest.strip() if "," not in text and re.fullmatch(_NAME, name.strip()) else text
@@ -139,7 +139,7 @@ def unnamed(text: str) -> str:
 
 
 def _as_named(truth: str, given: str, finished: bool) -> bool | None:
-    """x = 5: a number with its name, which may be left out, but not changed."""
+    """Compares with a truth such as x = 5; the answer may omit the name x, but not change it."""
     match = _NAMED.fullmatch(truth)
     if (
         not match
@@ -169,11 +169,11 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
     if said is not None:
         return same(number, said)
     if len(split(given, "=")) > 1:
-        # 15/4 = 3.75: the same number, several times; a working is none.
+        # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
         parts = [quantity(part) for part in split(given, "=")]
         return None not in parts and all(same(number, part) for part in parts)
     if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
-        said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N, where the truth has a unit too
+        said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N is a quantity if the truth has a unit too
         return said is not None and same(number, said)
     if structure(given) or _RELATION.search(re.sub(r"\{[^{}]*\}", "", given)) or r"\pm" in given:
         return False
@@ -186,11 +186,11 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
 
 
 def _spread(text: str) -> Structure | None:
-    r"""A text's structure, with a single \pm as both of its values."""
+    r"""A text's structure; a text with a single \pm is the list of its two values."""
     if text.count(r"\pm") == 1 and not structure(text):
         return Structure("list", [text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in ("+", "-")])
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
-        text = text[1:].strip()  # the point P(1,2)
+        text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)
 
 
@@ -200,7 +200,7 @@ def _may_be_a_region(truth: str, said: Structure) -> bool:
 
 def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
     if said is None:
-        # An interval may be given as an inequality.
+        # An answer may state an interval as an inequality.
         if truth.kind == "matrix" and re.search(r"\\begin|\^", given):
             return None
         is_region = truth.kind[:1] in "([" and re.search(r"<|>|\\le|\\ge", given)
@@ -234,7 +234,7 @@ def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
 
 
 def _same_assignments(truth: Structure, said: Structure, names: list[list[str]], finished: bool) -> bool:
-    """x=2, y=3: in any order where the answer names them too."""
+    """Compares assignments such as x=2, y=3, in any order if the answer names the unknowns too."""
     if len(truth.items) != len(said.items):
         return False
     values = [[unnamed(item) for item in each.items] for each in (truth, said)]

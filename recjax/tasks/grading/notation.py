@@ -1,6 +1,6 @@
-r"""An answer in one notation: what changes nothing is taken away, and what can be written in several ways is in one.
+r"""Normalization of an answer's notation: removes markup without meaning, and unifies alternative notations.
 
-Text stays marked as text: `\text{…}`. A dollar sign that is left is money.
+Text stays marked as `\text{…}`. A dollar sign in the result means money.
 """
 
 import re
@@ -79,13 +79,13 @@ _WRAPPERS = "mathbf mathit mathsf mathtt boldsymbol bm underline boxed fbox math
 _TEXTS = "text textbf textit textrm textsf texttt textnormal mbox mathrm hbox emph".split()
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _INVERSE = re.compile(r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?")
-_WIDE = re.compile("[\uff01-\uff5e\u3300-\u33ff]")  # full-width forms, and units in one character
+_WIDE = re.compile("[\uff01-\uff5e\u3300-\u33ff]")  # full-width forms, and units that are one character
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~)\s*"
 _MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_BETWEEN_DIGITS}\d{{3}})+(?!\d)", re.A)
 
 
 def plain(text: str) -> str:
-    """An answer in one notation; see the module."""
+    """Normalizes an answer's notation; see the module."""
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     text = re.sub(r"[¼-¾⅐-⅞]", lambda match: _vulgar(match.group()), text)
     text = re.sub(r"[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
@@ -93,12 +93,12 @@ def plain(text: str) -> str:
     text = "".join(_CHARACTERS.get(character, character) for character in text)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
-    # A double backslash ends a matrix's row; it is no space after a backslash.
+    # A double backslash ends a row of a matrix; it does not start a spacing command.
     text = re.sub(r"(\\\\)|\\[;:, >]|(?<=.)~", lambda match: match.group(1) or " ", text)
     text = re.sub(r"\\[hv]space\*?\s*\{[^{}]*\}", " ", text)
     text = re.sub(r"(\d*\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}", text)
     if all("=" in part and re.fullmatch(r"[^,;]*[^,;\s]", part.strip()) for part in re.split(r"\\q?quad", text)):
-        text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3
+        text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3 is two statements
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
     text = re.sub(r"\\color\s*\{[^{}]*\}", "", text)
     text = re.sub(r"\\textcolor\s*\{[^{}]*\}", r"\\mathbf", text)
@@ -141,7 +141,7 @@ def plain(text: str) -> str:
 
 
 def _ends(text: str) -> str:
-    """Without marks of mathematics, type and quotation around the whole, and without a full stop."""
+    """Removes math delimiters, Markdown marks and quotation marks around the whole text, and a final period."""
     before = None
     while before != text:
         before, text = text, text.strip()
@@ -168,7 +168,7 @@ def _top_level_comma(text: str) -> bool:
 
 
 def split(text: str, separators: str = ",;") -> list[str]:
-    """The parts of a text between separators outside all brackets."""
+    """Splits a text at separators that are outside all brackets."""
     parts, depth, start, place = [], 0, 0, 0
     while place < len(text):
         character = text[place]
@@ -187,7 +187,7 @@ def split(text: str, separators: str = ",;") -> list[str]:
 
 
 def _unwrapped(text: str, command: str) -> str:
-    """Without a command that only sets its argument in another type."""
+    """Removes a command that only changes the typeface of its argument."""
     pattern = re.compile(re.escape(command) + r"\s*(?=\{)")
     while match := pattern.search(text):
         inside = braced(text[match.end() :])
@@ -198,7 +198,7 @@ def _unwrapped(text: str, command: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""\frac12, \frac 1 2, \frac1{2} and {1 \over 2} as \frac{1}{2}."""
+    r"""Rewrites \frac12, \frac 1 2, \frac1{2} and {1 \over 2} as \frac{1}{2}."""
     text = re.sub(r"^\{?\s*([^{}\\]+?)\s*\\over\s*([^{}\\]+?)\s*\}?$", r"\\frac{\1}{\2}", text.strip())
     text = re.sub(r"\\frac\s*([A-Za-z\d])\s*([A-Za-z]|\d(?!\d))", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*([A-Za-z\d])\s*(?=\{)", r"\\frac{\1}", text)
@@ -212,12 +212,12 @@ def _vulgar(character: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Without the spaces that separate nothing: two letters or digits apart stay so."""
+    """Removes spaces, except a space between two letters or digits."""
     return re.sub(r"(?<![\w.]) | (?![\w.])", "", text)
 
 
 def words_of(text: str) -> str:
-    r"""Text as words: without \text, quotation marks and a leading article, in lower case."""
+    r"""Reduces a text to lowercase words, without \text, quotation marks and a leading article."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = " ".join(text.casefold().replace('"', "").strip(" .").split())
     return re.sub(r"^(?:an?|the) (?=\w{2})", "", text)

@@ -20,7 +20,7 @@ WORDS = {*_SMALL, *_TENS, *SCALES, *PARTS, "a", "an", "and", "minus", "negative"
 
 
 def number_in_words(text: str) -> Fraction | None:
-    """The number that words say: "twenty-one", "one hundred and five", "two thirds", "minus four", "a dozen"."""
+    """Reads a number in words: "twenty-one", "one hundred and five", "two thirds", "minus four", "a dozen"."""
     words = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text.casefold()).replace(",", " ").split()
     sign = {"minus": -1, "negative": -1, "positive": 1}.get(words[0] if words else "", 0)
     words = words[1:] if sign else words
@@ -49,7 +49,7 @@ def _count(words: list[str]) -> int | None:
 
 
 def _cardinal(words: list[str]) -> int | None:
-    """A whole number: groups of hundreds, each scaled less than the one before."""
+    """Reads an integer: groups below 1,000, each with a smaller scale than the group before."""
     if words and words[0] in ("a", "an"):
         words = ["one", *words[1:]] if len(words) > 1 and words[1] in SCALES else []
     if words and words[0] in SCALES:

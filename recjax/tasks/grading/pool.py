@@ -1,4 +1,4 @@
-"""Grading beside training: batches go in, futures of scores come out; built-in rewards run in worker processes."""
+"""Grading in parallel with training: turns batches into futures of scores; built-in rewards run in worker processes."""
 
 import itertools
 import pickle
@@ -16,15 +16,15 @@ from recjax.tasks.grading.graders import GRADERS, Failure
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 
-# Why a completion could not be graded; no_reward: the user's function said None.
+# Reasons why a completion has no grade; no_reward: the user's function returned None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
 
 
 class Scores(NamedTuple):
-    """Of each completion: its reward, the parts that this is the weighted sum of, whether it is right.
+    """Scores of each completion: its reward, the parts whose weighted sum is the reward, and whether it is correct.
 
-    failures are places in FAILURES. A user's function has no other than no_reward, where the reward is NaN: what it
-    raises stops the run.
+    `failures` holds indices into FAILURES. With a user's function the only failure is no_reward, with the reward NaN;
+    exceptions of the function stop the run.
     """
 
     rewards: np.ndarray
@@ -34,10 +34,10 @@ class Scores(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A completion to be graded: its prompt as the model saw it, its text, and of its problem answer and columns.
+    """A completion to grade: its prompt as the model saw it, its text, and the problem's answer and columns.
 
-    length: in tokens.
-    opening: the tag of thoughts inside which the completion begins, or empty text; None: see the end of its prompt.
+    length: number of tokens.
+    opening: thinking tag that the prompt leaves open, or an empty string; None: detect it at the prompt's end.
     """
 
     prompt: str
@@ -49,18 +49,18 @@ class Answered(NamedTuple):
 
 
 class Grading:
-    """Scores batches in the order they come, in the background; a context that holds the worker processes.
+    """Scores batches in the background, in the order of submission; a context manager that owns the worker processes.
 
-    A completion that takes a built-in reward longer than `grading.seconds`, kills its worker, makes it fail, or has
-    more than `grading.max_characters` gets reward 0, and so do its parts but length; the others are not touched.
+    A completion gets reward 0, and 0 for all parts except length, if it is longer than `grading.max_characters` or if a
+    built-in reward crashes, raises, or takes longer than `grading.seconds`. Other completions are not affected.
     """
 
     def __init__(self, config: Config, reward: Reward):
-        """Starts nothing yet."""
+        """Starts no processes; `__enter__` does."""
         self._config, self.reward = config, reward
         self._thread: ThreadPoolExecutor | None = None
         self._server: subprocess.Popen | None = None
-        self._names: list[str] | None = None  # of the parts that a user's function returned first
+        self._names: list[str] | None = None  # names of the parts in the first result of a user's function
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
@@ -71,13 +71,13 @@ class Grading:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the worker processes, whatever they are at; a user's function that is at work ends by itself."""
+        """Kills the worker processes, even while they work; a running call of a user's function finishes by itself."""
         if self._server:
             processes.end(self._server)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, asked: Sequence[Answered]) -> "Future[Scores]":
-        """Scores of a batch to come; what is raised while they are made, `result()` raises."""
+        """A future of a batch's scores; its `result()` raises any exception of the grading."""
         return self._thread.submit(self._scores, asked)
 
     def _scores(self, asked: Sequence[Answered]) -> Scores:
@@ -98,7 +98,7 @@ class Grading:
         return Scores(rewards.astype(np.float32), parts, success, failures)
 
     def _custom(self, rows: Sequence[Row]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row from a user's function, and which rows got no reward."""
+        """Parts of each row from a user's function, and the failure no_reward for rows without a reward."""
         parts = custom_parts(self.reward, rows)
         self._names = self._names or sorted(parts)
         if sorted(parts) != self._names:
@@ -112,7 +112,7 @@ class Grading:
     def _check_bounded(
         self, rewards: np.ndarray, parts: dict[str, np.ndarray], rows: Sequence[Row], graded: np.ndarray
     ) -> None:
-        """Refuses weighted sums that training could not compute with, and built-in parts that are no such numbers."""
+        """Refuses rewards and parts that training cannot compute with: not finite, or larger than MOST_REWARD."""
         for part, values in {"": rewards, **parts}.items():
             if (bad := graded & ~(np.abs(values) <= MOST_REWARD)).any():
                 row = int(np.argmax(bad))
@@ -124,17 +124,17 @@ class Grading:
                 )
 
     def parsed(self, completions: Sequence[str], openings: Sequence[str] | None = None) -> list[str | None]:
-        """The answer that each completion gives, as text by which votes are counted, under the limits of grading.
+        """The answer of each completion as text, for counting votes, under the limits of grading.
 
         Args:
-            openings: the tag of thoughts inside which each completion begins, or empty text; None: no completion does.
+            openings: thinking tag that each prompt leaves open, or an empty string; None: no prompt leaves one open.
         Returns:
-            None where a completion gives no answer, or cannot be read within the limits.
+            A text for each completion; None if it has no answer, or cannot be read within the limits.
         """
         openings = openings or [""] * len(completions)
         if not self.reward.per_row:
             said = zip(openings, completions, strict=True)
-            # A completion that is cut inside its thoughts gives no answer.
+            # A completion that ends inside its thoughts has no answer.
             texts = [(whole, after_thoughts(whole)) for whole in itertools.starmap(whole_reply, said)]
             return [None if whole.strip() and not text.strip() else text.strip() for whole, text in texts]
         outcomes = self._thread.submit(
@@ -143,7 +143,7 @@ class Grading:
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes]
 
     def _graded(self, asked: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Parts of each row and how its grading failed, from the worker processes."""
+        """Parts of each row, and the failure of its grading, from the worker processes."""
         grader = GRADERS[self.reward.name]
         openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in asked]
         rows = [(row.completion, row.answer, dict(row.columns)) for row in asked]
@@ -157,7 +157,7 @@ class Grading:
         return parts, np.array([FAILURES.index(reason) for reason in reasons], np.int32)
 
     def _called(self, function: str, rows: Sequence[tuple], openings: Sequence[str]) -> list[Any]:
-        """What worker processes make of rows, the first value of each being a completion."""
+        """Calls a function for every row in the worker processes; the first value of a row is a completion."""
         limit = self._config.grading.max_characters
         replies = [
             (whole_reply(opening, row[0]), *row[1:])
@@ -174,12 +174,12 @@ class Grading:
 
 
 def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:
-    """0 for completions that end before the last `margin` tokens of the limit; from there linearly down to −1 at it.
+    """Penalty for long completions: 0 up to `longest` − `margin` tokens, then linearly down to −1 at `longest` tokens.
 
     Args:
-        lengths: in tokens.
-        longest: the limit.
-        margin: from 1 to `longest`.
+        lengths: numbers of tokens.
+        longest: limit of the number of tokens.
+        margin: number of tokens over which the penalty grows, from 1 to `longest`.
     Reference: arXiv 2503.14476 (DAPO, soft overlong punishment).
     """
     return -np.clip((lengths - (longest - margin)) / margin, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""How recjax runs code of users: programs next to the training process, and one event loop for coroutines."""
+"""Execution of users' code: in programs next to the training process, and in one event loop for coroutines."""
 
 import asyncio
 import atexit
@@ -20,15 +20,15 @@ from pebble import ProcessPool
 from recjax.streams import outlast_readers
 
 _WORKER_MEMORY_BYTES = 4 * 2**30
-_END_SECONDS = 1.0  # for coroutines that are told to end
+_END_SECONDS = 1.0  # time that canceled coroutines have to end
 _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
 
 
 def start(module: str, *arguments: object) -> subprocess.Popen:
-    """Starts a module as a program that is asked through its standard input and answers through its standard output.
+    """Starts a module as a program that reads requests from standard input and writes answers to standard output.
 
-    It runs in a session of its own: Ctrl-C in a terminal is for the training process, which then ends this one.
+    The program runs in its own session: Ctrl-C in a terminal reaches the training process, which then ends it.
     """
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
@@ -40,19 +40,19 @@ def start(module: str, *arguments: object) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends such a program and all that it has started, whatever they are at."""
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself
+    """Kills a program from `start` and all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):  # the program has already ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def end_group() -> None:
-    """In such a program: ends it and all that it has started."""
+    """Kills the calling program, which `start` has started, and all processes that it has started."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def replies() -> BinaryIO:
-    """In such a program: where its answers go; what its workers print goes to standard error instead."""
+    """In a program from `start`: a stream for its answers; redirects the output of its workers to standard error."""
     stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     outlast_readers()
@@ -60,14 +60,14 @@ def replies() -> BinaryIO:
 
 
 def working(pool: ProcessPool | None, workers: int) -> ProcessPool:
-    """In such a program: the pool, or a new one where there is none yet or it broke; workers come from a forkserver."""
+    """In a program from `start`: the pool, or a new one if it is None or broken; a forkserver forks the workers."""
     if pool is not None and pool.active:
         return pool
     return ProcessPool(workers, initializer=_prepare_worker, context=multiprocessing.get_context("forkserver"))
 
 
 def worded(error: BaseException) -> str:
-    """An exception's type and message, in short."""
+    """An exception's type and message, cut to 500 characters."""
     try:
         message = str(error)
     except Exception:
@@ -76,10 +76,10 @@ def worded(error: BaseException) -> str:
 
 
 def finished(result: Any) -> Any:
-    """A result as it is; that of an awaitable once it is there, from the one event loop of this process.
+    """Returns a result unchanged; runs an awaitable to its end in the process's single event loop first.
 
-    The loop lives in a thread as long as the process. A client, lock or semaphore that a user's module holds works with
-    one loop only, so all coroutines share this one: agents, rewards and tools, in training and in evaluations.
+    A thread runs the loop as long as the process lives. A client, lock or semaphore in a user's module works with only
+    one loop, so agents, rewards and tools share this loop, in training and in evaluations.
     """
     return _result_of(result) if inspect.isawaitable(result) else result
 
@@ -90,14 +90,14 @@ def _result_of(awaitable: Awaitable[Any]) -> Any:
     async def run() -> None:
         try:
             outcome.set_result(await awaitable)
-        except BaseException as error:  # SystemExit among them, which would end the loop
+        except BaseException as error:  # includes SystemExit, which would end the loop
             outcome.set_exception(error)
 
     task = asyncio.run_coroutine_threadsafe(run(), _event_loop())
     try:
         return outcome.result()
     finally:
-        if not outcome.done():  # Ctrl-C, in the thread that waits
+        if not outcome.done():  # Ctrl-C in the waiting thread
             task.cancel()
             futures.wait([outcome], _END_SECONDS)
 
@@ -124,7 +124,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def cancel() -> None:
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
-                task._log_destroy_pending = False  # some do not end when canceled
+                task._log_destroy_pending = False  # some tasks do not end when canceled
                 task.cancel()
             await asyncio.wait(others, timeout=_END_SECONDS)
 
@@ -134,5 +134,5 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
 def _prepare_worker() -> None:
     outlast_readers()
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is already set, or the system has no limits
         resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))

@@ -1,7 +1,7 @@
-r"""Numbers as they are written down, with the unit beside them; read whole or not at all.
+r"""Parsing and comparison of numbers with units; a text is read as a whole or not at all.
 
 A number is digits, a fraction, a mixed number, a repeating decimal, a power of ten or a multiple of one, a ratio of two
-numbers, or words. What has to be computed, such as 2+3 or \sqrt{25}, is none.
+numbers, or words. A computation such as 2+3 or \sqrt{25} is not a number.
 """
 
 import itertools
@@ -14,14 +14,14 @@ from recjax.tasks.grading.units import BARE_LETTERS, NOTHING, Unit, units
 
 PERCENT = (Unit(Fraction(1), (("percent", 1),)),)
 _MOST_DIGITS, _LARGEST_POWER = 1000, 1000
-_EXACT_DIGITS = 6  # significant digits from which on a decimal can be the rounding of another number
+_EXACT_DIGITS = 6  # a decimal with fewer significant digits is never a rounding of another number
 _NOISE = Fraction(1, 10**15)  # relative error of a number that a program printed
 
 
 class Quantity(NamedTuple):
-    """A number, the place value of its last decimal (None: exact), its significant digits, and what its unit can be.
+    """A number, the place value of its last decimal (None: exact), its number of significant digits, and its units.
 
-    No units: none is beside it.
+    `units` holds all readings of an ambiguous unit; it is empty for a number without a unit.
     """
 
     value: Fraction
@@ -31,7 +31,7 @@ class Quantity(NamedTuple):
 
     @property
     def percent(self) -> bool:
-        """Whether it is so many per cent."""
+        """True for a percentage."""
         return self.units == PERCENT
 
 
@@ -62,7 +62,7 @@ _SECOND = re.compile(r"^(?P<first>.*?[A-Za-z}]\.?),? (?:and )?(?P<second>\d.*)$"
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number that a whole text, in the notation of `notation.plain`, is; None where it is anything else."""
+    """Reads a whole text, in the notation of `notation.plain`, as a number; None if it is anything else."""
     if len(text) > 2 * _MOST_DIGITS:
         return None
     found = _quantity(text.strip())
@@ -75,7 +75,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _sum(first: str, second: str) -> Quantity | None:
-    """2 hours and 30 minutes: a quantity and a smaller one of a smaller unit."""
+    """Adds a quantity and a smaller one with a smaller unit: 2 hours and 30 minutes."""
     large, small = _quantity(first.strip()), _quantity(second.strip())
     if large is None or small is None:
         return None
@@ -90,7 +90,7 @@ def _sum(first: str, second: str) -> Quantity | None:
 def _quantity(text: str) -> Quantity | None:
     text = _without_parentheses(text)
     if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
-        text = _without_text(text)  # a sign within the text
+        text = _without_text(text)  # the sign is inside \text
     sign, money = 1, ""
     for _ in range(2):
         if (match := _SIGN.match(text)) and sign == 1:
@@ -130,7 +130,7 @@ def _without_text(text: str) -> str:
 
 
 def _leading_number(text: str) -> tuple[Quantity | None, str]:
-    """The number that a text begins with, and what comes after it."""
+    """The number at the start of a text, and the text after it."""
     if power := _BARE_POWER.match(text):
         value = _ten_to(power[1] or power[2])
         times = Fraction(power["times"] or 1)
@@ -190,7 +190,7 @@ def _scaled(number: Quantity, rest: str) -> tuple[str, Quantity]:
 
 
 def _of_words(text: str, sign: int) -> Quantity | None:
-    """five, two thirds, five apples, ten per cent."""
+    """Reads a number in words, with or without a unit: five, two thirds, five apples, ten per cent."""
     said = _without_text(text).strip()
     if (value := number_in_words(said)) is not None:
         return Quantity(sign * value)
@@ -205,7 +205,7 @@ def _of_words(text: str, sign: int) -> Quantity | None:
 
 
 def _with_unit(number: Quantity, rest: str) -> Quantity | None:
-    """The number with the unit that the rest of the text names, which must be a known one."""
+    """The number with the unit named by the rest of the text; None if the unit is unknown."""
     if not rest.strip():
         return number
     if rest[0] in "%":
@@ -219,9 +219,9 @@ def _with_unit(number: Quantity, rest: str) -> Quantity | None:
 
 
 def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
-    r"""The unit that a text names, as it stands after a number; none where it names no known one.
+    r"""The readings of a text after a number as a unit; empty if the text is not a known unit.
 
-    A bare letter counts only after a space, for the few that are usual, and beside a number.
+    A letter outside of \text is a unit only in a rate, or next to a number, after a space, and if in BARE_LETTERS.
     """
     said = re.sub(
         r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text
@@ -238,13 +238,13 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
 
 
 def _unit_fraction(text: str) -> str:
-    r"""\frac{\text{m}}{\text{s}} as \text{m}/\text{s}."""
+    r"""Rewrites \frac{\text{m}}{\text{s}} as \text{m}/\text{s}."""
     part = r"\{((?:\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?|[A-Za-z ])+)\}"
     return re.sub(rf"\\frac{part}{part}", r"\1/\2", text)
 
 
 def same(truth: Quantity, given: Quantity) -> bool:
-    """Whether a quantity is the true one; see docs/rewards.md."""
+    """True if a quantity equals the true one; see docs/rewards.md."""
     if truth.percent or given.percent:
         return _same_percent(truth, given)
     if not truth.units or not given.units:
@@ -259,7 +259,7 @@ def same(truth: Quantity, given: Quantity) -> bool:
 
 
 def _is_plain_degree(unit: Unit, other: Unit) -> bool:
-    """Whether one is degrees of an unnamed kind and the other of a thermometer's."""
+    """True if one unit is plain degrees and the other is degrees of temperature."""
     kinds = {unit.dimensions, other.dimensions}
     return kinds == {(("angle", 1),), (("temperature", 1),)}
 
@@ -290,7 +290,7 @@ def _times(number: Quantity, factor: Fraction) -> Quantity:
 
 
 def same_number(truth: Quantity, given: Quantity) -> bool:
-    """Equal, or a correct rounding of six digits or more: see docs/rewards.md for which side may be rounded."""
+    """True for equal numbers or a rounding to six or more digits; docs/rewards.md says which side may be rounded."""
     difference = abs(truth.value - given.value)
     if difference == 0:
         return True
@@ -301,7 +301,7 @@ def same_number(truth: Quantity, given: Quantity) -> bool:
 
 
 def is_rounding(given: Quantity, value: Fraction) -> bool:
-    """Whether a decimal of six significant digits or more is a number's correct rounding."""
+    """True if a decimal has six or more significant digits and is a correct rounding of the number."""
     if given.last_place is None or given.digits < _EXACT_DIGITS:
         return False
     return abs(given.value - value) <= max(given.last_place / 2, _NOISE * abs(value) if given.digits > 15 else 0)

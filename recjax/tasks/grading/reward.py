@@ -1,4 +1,4 @@
-"""What completions are worth: the reward that `task.reward` names, its parts and their weights."""
+"""The reward of completions: the function that `task.reward` names, the reward's parts, and their weights."""
 
 import importlib
 import sysconfig
@@ -12,20 +12,20 @@ from recjax.algorithms.options import did_you_mean
 from recjax.tasks.grading.graders import GRADERS
 
 PACKAGE = Path(__file__).parents[2]
-OVERLONG = "overlong"  # a part that a reward has with task.overlong_tokens: see `overlong_penalty`
-TURNS, ROWS = "turns", "rows"  # parts that the rewards of agents have: replies, and rows of the trajectory
-LENGTH = "length"  # a part that every reward has: completion tokens over rollout.max_completion_tokens
-# Of a reward or a part of one, either sign. Advantages and their squares are float32, which ends at 3e38.
+OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `overlong_penalty`
+TURNS, ROWS = "turns", "rows"  # parts of agents' rewards: numbers of replies and of the trajectory's rows
+LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
+# Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
 
 
 class Reward(NamedTuple):
-    """What completions are worth: a sum of named parts, each times its weight.
+    """The reward of completions: a sum of named parts, each times its weight.
 
-    name is what `task.reward` says, with `function` behind it. A `per_row` function is one of
-    recjax.tasks.grading.graders and grades one row, in a worker process; any other takes the batch, as
-    recjax.tasks.grading.custom says. A part that `weights` does not name weighs 1. An `async` function gets `seconds`
-    for a batch, None: as many as it takes, and is asked again `retries` times where it fails.
+    `name` is the value of `task.reward`, and `function` the function that it names. A `per_row` function is one of
+    recjax.tasks.grading.graders and grades one row in a worker process; any other function takes a batch, see
+    recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async` function has `seconds`
+    for a batch (None: no limit). A call that fails is retried `retries` times.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Reward(NamedTuple):
 
 
 def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), overlong: bool = False) -> Reward:
-    """The reward that `task.reward` names, with the weights of `task.reward_weights` over its own.
+    """Loads the reward that `task.reward` names; `task.reward_weights` overrides its default weights.
 
     Args:
-        name: a built-in reward, or a user's module:function.
-        overlong: whether it has the part OVERLONG, of weight 1.
+        name: name of a built-in reward, or a user's function as module:function.
+        overlong: flag to add the part OVERLONG, with weight 1.
     Raises:
-        ValueError: the module or function cannot be imported, or a built-in reward has no part of a weight's name.
+        ValueError: the module or function cannot be imported, or a weight names a part that a built-in reward lacks.
     """
     of_length = {OVERLONG: 1.0} if overlong else {}
     if name not in GRADERS:
@@ -55,12 +55,12 @@ def load_reward(name: str, weights: Mapping[str, float] = MappingProxyType({}), 
 
 
 def agent_weights(chosen: Mapping[str, float]) -> dict[str, float]:
-    """The weights of the parts that an agent's rewards have, with those of `task.reward_weights` over them."""
+    """Weights for the parts of an agent's rewards; `task.reward_weights` overrides the defaults."""
     return {TURNS: 0.0, ROWS: 0.0, LENGTH: 0.0, **chosen}
 
 
 def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -> None:
-    """Refuses weights of parts that the reward `name` does not have."""
+    """Refuses weights for parts that the reward `name` does not have."""
     for part in weights:
         if part not in known:
             parts = ", ".join(known)
@@ -68,7 +68,7 @@ def check_parts(name: str, weights: Mapping[str, float], known: Iterable[str]) -
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and message, then a line for each place in the user's own code that it passed."""
+    """An exception's type and message, then a line for each frame of the traceback in the user's own code."""
     skipped = ("<frozen", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
@@ -76,10 +76,10 @@ def described(error: BaseException) -> str:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function module:function.
+    """Imports a function by its name module:function.
 
     Raises:
-        ValueError: there is no such module or function.
+        ValueError: the module or function does not exist, or importing it failed.
     """
     module, _, function = name.partition(":")
     try:

@@ -1,8 +1,8 @@
-"""The process that grades: takes batches of rows from its standard input, answers with what a pool of workers found.
+"""The grading process: reads batches of rows from standard input, and answers with the results of a pool of workers.
 
-`recjax.tasks.grading.pool` starts it as a program of its own. Workers then come from a process that has neither JAX nor
-its threads nor the user's main module in it. It leads a process group that ends with it, and it ends with its standard
-input: however the training process went, nothing stays behind.
+`recjax.tasks.grading.pool` starts this module as a separate program, so that workers are forked from a process without
+JAX, JAX's threads and the user's main module. The program ends when its standard input ends, and its process group ends
+with it: no process stays behind, in whatever way the training process ended.
 """
 
 import multiprocessing
@@ -24,13 +24,13 @@ _FAILURES = {TimeoutError: "timeout", ProcessExpired: "crash", BrokenProcessPool
 
 
 def main(function: str, workers: int, seconds: float) -> None:
-    """Serves until standard input ends.
+    """Serves requests until standard input ends.
 
-    A request is a function of the module, module:function, and the arguments of each call.
+    A request contains a function of the same module as `function`, as module:function, and the arguments of each call.
 
     Args:
-        function: the row grader, module:function, whose module workers have imported.
-        seconds: limit for one call.
+        function: row grader, as module:function; its module is imported before workers are forked.
+        seconds: time limit of one call.
     """
     replies = processes.replies()
     multiprocessing.set_forkserver_preload([function.partition(":")[0]])
@@ -53,7 +53,7 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue) -> None:
 
 
 def outcomes(pool: ProcessPool, function: str, rows: Sequence[tuple], seconds: float) -> list[Any]:
-    """What the function makes of each row, or a Failure; a row's failure costs that row alone."""
+    """The function's result for each row, or a Failure; a failure does not affect other rows."""
     futures = [pool.schedule(_call, (function, *row), timeout=seconds) for row in rows]
     errors = [future.exception() for future in futures]
     return [
@@ -63,7 +63,7 @@ def outcomes(pool: ProcessPool, function: str, rows: Sequence[tuple], seconds: f
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """In a worker: a result of plain values, or a Failure. Exceptions stay here, as not all can be sent."""
+    """Runs in a worker: a result of plain values, or a Failure; some exceptions cannot be pickled, so none is sent."""
     try:
         result = pkgutil.resolve_name(function)(*arguments)
         if isinstance(result, Mapping):

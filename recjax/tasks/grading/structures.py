@@ -1,4 +1,4 @@
-"""Sets, lists, tuples, intervals and matrices, taken apart by their brackets and commas."""
+"""Parsing of sets, lists, tuples, intervals and matrices by their brackets and commas."""
 
 import re
 from typing import NamedTuple
@@ -15,9 +15,9 @@ _OPENING, _CLOSING = ("\\{", "(", "["), ("\\}", ")", "]")
 
 
 class Structure(NamedTuple):
-    """Items and what holds them: kind is "matrix", "list" (no brackets), "{}", or the brackets, such as "[)".
+    """Items and their brackets: `kind` is "matrix", "list" (no brackets), "{}", or other brackets such as "[)" or "<>".
 
-    A matrix's items are its rows, lists themselves.
+    The items of a matrix are its rows, and each row is a list.
     """
 
     kind: str
@@ -25,12 +25,12 @@ class Structure(NamedTuple):
 
     @property
     def is_unordered(self) -> bool:
-        """Whether it is a set, or a list without brackets."""
+        """True for a set, and for a list without brackets."""
         return self.kind in ("{}", "list")
 
 
 def structure(text: str) -> Structure | None:
-    """What a whole text, in the notation of `notation.plain`, is made of; None where it is a single thing."""
+    """The structure of a whole text in the notation of `notation.plain`; None if the text is a single item."""
     if match := _BRACKETED.fullmatch(text):
         text = match[1]
     if match := _CASES.fullmatch(text):
@@ -47,10 +47,10 @@ def structure(text: str) -> Structure | None:
     if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
         return Structure("{}", [])
     if match := re.fullmatch(r"([\[\]]) ?([^\[\]()]*,[^\[\]()]*?) ?([\[\]])", text):
-        # The French way: ]1,2[ is open.
+        # In the French notation, ]1,2[ is an open interval.
         kind = {"[": "[", "]": "("}[match[1]] + {"]": "]", "[": ")"}[match[3]]
         return Structure(kind, _items(match[2]))
-    # "x<1 or x>2" is one region and no list.
+    # "x<1 or x>2" is one region and not a list.
     worded = text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text)
     items = _items(worded)
     if len(items) > 1 and all(items):
@@ -70,10 +70,10 @@ def structure(text: str) -> Structure | None:
 
 
 def _case(row: str) -> str:
-    """A row of cases: a statement, or a value and when it holds as a pair."""
+    """A row of cases: a statement, or a pair of a value and its condition."""
     parts = [_CONDITION.sub("", _CONDITION.sub("", part.strip())).strip() for part in row.split("&")]
     if len(parts) > 1 and parts[1][:1] in ("=", "<", ">"):
-        return "".join(parts)  # aligned at its relation
+        return "".join(parts)  # a relation with an alignment mark
     return parts[0] if len(parts) == 1 else f"({','.join(parts)})"
 
 
@@ -82,7 +82,7 @@ def _items(text: str) -> list[str]:
 
 
 def _match(text: str, opening: str, closing: str) -> bool:
-    """Whether a text's first bracket is closed by its last one: the inside is balanced by itself."""
+    """True if the text's last bracket closes the first one, so that the brackets between them are balanced."""
     depth = 0
     inside = re.sub(r"\\([{}])", lambda match: "([)]"["{}".index(match[1]) * 2], text[len(opening) : -len(closing)])
     for character in inside:

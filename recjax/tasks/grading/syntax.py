@@ -1,7 +1,7 @@
-r"""A reader of mathematical text: from the notation of `notation.plain` to a tree that holds every digit and letter.
+r"""A parser of mathematical text in the notation of `notation.plain`; its tree keeps every digit and letter.
 
-The reader knows each command, letter and mark of a text or it does not read the text: nothing is dropped, and nothing
-is guessed. Letters keep their case, primes and subscripts; f^{-1}(x), A^T and \angle ABC are no powers or products.
+The parser rejects a text with any unknown command, letter or mark; it never drops or guesses a part. Letters keep their
+case, primes and subscripts; f^{-1}(x), A^T and \angle ABC are not powers or products.
 """
 
 import re
@@ -34,7 +34,7 @@ _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]
 
 
 def read(text: str) -> Node | None:
-    """The tree of a whole text; None where any part of it is not known."""
+    """Parses a whole text into a tree; None if any part of the text is unknown."""
     try:
         reader = _Reader(text)
         node = reader.statement()
@@ -49,7 +49,7 @@ class _Reader:
         text = _MATRIX.sub(self._set_apart, text)
         self.tokens = tokens(text)
         self.place = 0
-        self.bars = ""  # the mark that closes the innermost |…| or \\|…\\|
+        self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
 
     def _set_apart(self, match: re.Match) -> str:
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
@@ -78,7 +78,7 @@ class _Reader:
             raise Unreadable(mark)
 
     def enclosed(self) -> str:
-        """The text between braces, as it stands; or the one mark that is there without them."""
+        """The text between braces, unparsed; without braces, the next token."""
         if not self.accept("{"):
             return self.next()
         depth, start = 1, self.place
@@ -126,7 +126,7 @@ class _Reader:
         factors = [self.power()]
         while True:
             if self.token == r"\times" and factors[-1].kind == "call" and factors[-1].args[0] in _BRACKETS:
-                factors[-1] = Node("call", (self.next(), factors[-1], self.power()))  # of sets, not of numbers
+                factors[-1] = Node("call", (self.next(), factors[-1], self.power()))  # a product of sets
             elif self.accept("*", r"\cdot", r"\times"):
                 factors.append(signed(self.accept("-"), self.power()))
             elif self.accept("/", r"\div"):
@@ -143,7 +143,7 @@ class _Reader:
         if token in ("|", r"\|"):
             return token != self.bars
         if token[0].isdigit():
-            return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is no product
+            return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is not a product
         known = token[1:] in GREEK | FUNCTIONS | ACCENTS | FIGURES and token[0] == "\\"
         return (
             known or token[0].isalpha() or token in ("(", "[", "{", r"\lfloor", r"\lceil", r"\|") or token in _COMMANDS
@@ -184,7 +184,7 @@ class _Reader:
             return signed("-", self.primary())
         return self.primary()
 
-    # --- What stands by itself.
+    # --- Single operands.
 
     def primary(self) -> Node:
         token = self.next()
@@ -214,7 +214,7 @@ class _Reader:
             return number(Fraction(f"{whole or 0}.{decimals or 0}") + part)
         start = self.place
         if token.isdigit() and self.accept(r"\frac"):
-            # 3\frac{1}{2} is a mixed number.
+            # 3\frac{1}{2} is a mixed number and not a product.
             parts = [self.enclosed() for _ in range(2)]
             if all(part.isdigit() for part in parts) and int(parts[1]):
                 return number(int(token) + Fraction(int(parts[0]), int(parts[1])))
@@ -258,7 +258,7 @@ class _Reader:
                 name += f"^{power}"
             else:
                 self.place = start
-        # v(t) = … is a function, whatever its letter.
+        # In v(t) = …, any letter is a function.
         defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
         if self.token == "(" and (token in APPLIED or defined or name[-1] == "'" or "^" in name):
             return Node("call", (f"{name}()", *self.arguments()))
@@ -270,7 +270,7 @@ class _Reader:
         return group.args[1:] if group.kind == "call" and group.args[0] == "()" else (group,)
 
     def argument(self, most: int = 1) -> Node:
-        """What a command takes: braces, parentheses or one mark; a number's first digit only where no more follow."""
+        """A command's argument: braces, parentheses or a token; the first of a number's at most `most` digits."""
         token = self.token or ""
         if token.isdigit():
             if len(token) > most:
@@ -326,7 +326,7 @@ class _Reader:
         return node if power is None else Node("pow", (node, power))
 
     def base(self) -> Node:
-        """What stands below log: of \\log_23 the 2, of \\log_10 x the 10."""
+        """The subscript of a function such as log: 2 in "\\log_2 3" and 10 in "\\log_10 x"."""
         if (self.token or "").isdigit() and len(self.tokens) > self.place + 1:
             return number(int(self.next()))
         return self.argument(most=9)
@@ -430,7 +430,7 @@ _COMMANDS |= dict.fromkeys(_LARGE, "large")
 
 
 def _is_matrix_name(node: Node) -> bool:
-    """Whether a T above a node transposes it: above a name, or above a product of capitals such as (AB)."""
+    """True if a superscript T transposes the node: a name, a matrix, or a sum or product of them such as (AB)."""
     if node.kind in ("mul", "add"):
         return all(_is_matrix_name(each) for each in node.args)
     return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))

@@ -1,7 +1,7 @@
-"""Thoughts in a reply: where they end, and whether the prompt has begun them.
+"""Thoughts in a reply: the tags around them, and tags that a prompt leaves open.
 
 Chat templates of reasoning models end a prompt with the tag that opens the thoughts, so the completion begins inside
-them. Graders read `whole_reply`, which has that tag.
+the thoughts. Graders read `whole_reply`, which includes that tag.
 """
 
 import re
@@ -25,31 +25,31 @@ _CLOSING = frozenset(_TAGS.values())
 
 
 def opening_tag(prompt: str) -> str:
-    """The tag at the end of a prompt that opens thoughts; empty where the prompt opens none."""
+    """The thinking tag at the end of a prompt; empty if the prompt ends without one."""
     end = prompt.rstrip()
     return next((tag for tag in _TAGS if end.endswith(tag)), "")
 
 
 def whole_reply(opening: str, completion: str) -> str:
-    """A completion with the tag that its prompt ends with, unless the completion repeats the tag."""
+    """A completion after the thinking tag at the end of its prompt; adds no tag if the completion repeats it."""
     return completion if completion.lstrip().startswith(opening) else opening + completion
 
 
 def unclosed_tag(text: str) -> str:
-    """The tag of thoughts that a text opens and does not close; empty where there are none."""
+    """The thinking tag that a text opens and does not close; empty if it leaves none open."""
     return _parts(text)[1]
 
 
 def after_thoughts(reply: str) -> str:
-    """The reply's text after its last thoughts, up to thoughts that are never closed.
+    """The reply's text after its last closed thoughts and before thoughts that are never closed.
 
-    A closing tag without an opening one ends thoughts too. Inside thoughts only their own closing tag counts.
+    A closing tag without an opening tag also ends thoughts. Inside thoughts, only the matching closing tag counts.
     """
     return _parts(reply)[0]
 
 
 def one_thought(reply: str) -> tuple[str, str] | None:
-    """The thoughts that a reply begins with and the text after them; None unless there is exactly one such block."""
+    """The thoughts at the start of a reply, and the text after them; None unless the reply has exactly one block."""
     text = reply.strip()
     opening = next((tag for tag in _TAGS if text.startswith(tag)), None)
     if opening is None:
@@ -60,7 +60,7 @@ def one_thought(reply: str) -> tuple[str, str] | None:
 
 
 def _parts(reply: str) -> tuple[str, str]:
-    """The text after the last thoughts, and the tag of thoughts that are never closed."""
+    """The text after the last closed thoughts, and the thinking tag that is never closed."""
     begin, end, opening = 0, len(reply), ""
     for match in _TAG.finditer(reply):
         tag = match.group()

@@ -1,4 +1,4 @@
-"""Tool calls against the true ones: exactly one think block, then the calls as JSON, compared as a multiset."""
+"""Reward for tool calls: exactly one think block and then the calls as JSON, compared as a multiset with the truth."""
 
 import json
 import math
@@ -13,18 +13,17 @@ _FENCE = re.compile(r"```(?:json)?[^\S\n]*\n")
 
 
 def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
-    """accuracy: 1 where `<think>…</think>` comes first, once, and what follows is JSON of the true calls; else 0.
+    """accuracy: 1 if the completion is one `<think>…</think>` block and then JSON of the true calls; else 0.
 
-    After the block stands a JSON list of objects with "name" and "arguments" (or one such object), alone or in one
-    code fence. Calls are compared as a multiset: their order is free, their number is not. The order of an object's
-    keys is free, that of a list's elements is not. Values are compared as JSON values of their type: 1 and 1.0 are
-    one number, as JSON has only one number type; "1", 1, true and null all differ. A key given twice, NaN, Infinity
-    and comments are not JSON.
+    The JSON is a list of objects with "name" and "arguments", or one such object; a code fence around it is optional.
+    Calls are compared as a multiset: their order is free, but not their number. The order of an object's keys is free,
+    but not the order of a list's elements. Values are compared as JSON values: 1 and 1.0 are equal, as JSON has only
+    one number type; "1", 1, true and null all differ. Duplicate keys, NaN, Infinity and comments are invalid.
 
     Args:
-        answer: the true calls, as JSON of the same form; an empty list where no tool is to be called.
+        answer: the true calls, as JSON of the same form; an empty list if the reply should call no tool.
     Raises:
-        ValueError: the answer is not of that form.
+        ValueError: the answer has another form.
     """
     truth = _calls(answer)
     if truth is None:
@@ -34,7 +33,7 @@ def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict
 
 
 def parse_calls(completion: str) -> str | None:
-    """The calls a completion makes, sorted and in one spelling; None where its form is wrong."""
+    """A completion's calls, sorted and in a canonical spelling; None if its form is wrong."""
     given = _given(completion)
     return None if given is None else "[" + ", ".join(sorted(given)) + "]"
 
@@ -49,7 +48,7 @@ def _given(completion: str) -> list[str] | None:
 
 
 def _calls(text: str) -> list[str] | None:
-    """Each call in one spelling; None where the text is not JSON of calls."""
+    """Every call in a canonical spelling; None if the text is not JSON of calls."""
     try:
         parsed = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
     except (ValueError, RecursionError):

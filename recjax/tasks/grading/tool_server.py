@@ -1,7 +1,7 @@
-"""The process that runs tools: takes calls from its standard input, answers each as it is done.
+"""The process that runs tools: reads calls from standard input, and answers each call when it is done.
 
-`recjax.rollout.tools` starts it as a program of its own, so that workers come from a process without JAX. It leads a
-process group that ends with it, and it ends with its standard input.
+`recjax.rollout.tools` starts this module as a separate program, so that workers are forked from a process without JAX.
+The program ends when its standard input ends, and its process group ends with it.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from pebble import ProcessExpired
 
 from recjax.tasks.grading import processes
 
-MOST_CHARACTERS = 20_000  # of a result; more are cut off
+MOST_CHARACTERS = 20_000  # longer results are cut
 _REASONS = {TimeoutError: "it took too long", ProcessExpired: "it crashed", BrokenProcessPool: "it crashed"}
 
 
 def main(workers: int, seconds: float) -> None:
-    """Serves until standard input ends.
+    """Serves requests until standard input ends.
 
-    A request is a number, a function as module:function, and its arguments by name.
+    A request contains its number, a function as module:function, and the function's arguments by name.
 
     Args:
-        seconds: limit for one call.
+        seconds: time limit of one call.
     """
     done: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_answer, args=(processes.replies(), done), daemon=True).start()
@@ -53,7 +53,7 @@ def _answer(replies: Any, done: queue.SimpleQueue) -> None:
 
 
 def _call(function: str, arguments: dict[str, Any]) -> str:
-    """In a worker: the result of a call as text, or its error. Objects stay here, as not all can be sent."""
+    """Runs in a worker: a call's result or error as text; some objects cannot be pickled, so none is sent."""
     try:
         said = _text(processes.finished(pkgutil.resolve_name(function)(**arguments)))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -62,12 +62,12 @@ def _call(function: str, arguments: dict[str, Any]) -> str:
 
 
 def _text(result: Any) -> str:
-    """A string as it is; anything else as JSON, or as Python prints it where JSON has no form for it."""
+    """A string unchanged; any other object as JSON, or as Python prints it if JSON cannot express it."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are no strings, or circles
+    except (TypeError, ValueError, RecursionError):  # unsupported keys, or circular references
         return str(result)
 
 

@@ -1,4 +1,4 @@
-"""The tree of an expression, and what it contains."""
+"""The tree of an expression, constructors of its nodes, and its names."""
 
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ CONSTANTS = {r"\pi", "e", "i", r"\infty"}
 
 
 class Node(NamedTuple):
-    """A part of an expression.
+    """A node of an expression's tree.
 
-    kind and args: number (Fraction); name (text); add, mul and pow (nodes); call (text, nodes); relation (operators,
-    sides); matrix (rows of nodes); sum, product, integral and limit (name, lower, upper or None, body).
+    Kinds, with their args: number (Fraction); name (text); add, mul and pow (nodes); call (text, nodes); relation
+    (operators, sides); matrix (rows of nodes); sum, product, integral and limit (name, lower, upper or None, body).
     """
 
     kind: str
@@ -18,11 +18,11 @@ class Node(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """A text that this reader does not know."""
+    """A text that the parser cannot read."""
 
 
 def number(value: int | Fraction) -> Node:
-    """A number's node."""
+    """The node of a number."""
     return Node("number", (Fraction(value),))
 
 
@@ -37,7 +37,7 @@ def difference(a: Node, b: Node) -> Node:
 
 
 def signed(sign: str | None, node: Node) -> Node:
-    """A node after a plus, a minus or both."""
+    """A node with a sign: plus, minus, ± or none."""
     if sign == r"\pm":
         return Node("mul", (Node("name", (r"\pm",)), node))
     if sign != "-":
@@ -57,7 +57,7 @@ def names(node: Any) -> set[str]:
 
 
 def contains(node: Any, *wanted: str) -> bool:
-    """Whether a tree has a name or call of one of these texts."""
+    """True if a tree contains one of these texts, as a name, a call or another part of a node."""
     if isinstance(node, tuple):
         return any(contains(each, *wanted) for each in node)
     return node in wanted

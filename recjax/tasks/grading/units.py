@@ -1,4 +1,4 @@
-"""The units that may stand beside a number: a table, and how a text names one of them, a power or a rate."""
+"""Units after a number: a table of units, and parsing of a text into a unit, a power of units, or a rate."""
 
 import functools
 import re
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """factor × the product of `dimensions` (base unit, power), sorted; `offset` is added first: a temperature's scale.
+    """`factor` × the product of `dimensions`, sorted pairs of base unit and power.
 
-    No dimensions: a unit of the question's own, such as "units", which says nothing.
+    `offset` is added before the factor, for temperatures. Empty dimensions: a unit without meaning, such as "units".
     """
 
     factor: Fraction
@@ -18,7 +18,7 @@ class Unit(NamedTuple):
     offset: Fraction = Fraction(0)
 
 
-# Names, how many of a base unit that is, base unit, power; a name in one piece, in the singular.
+# Names in the singular, separated by spaces; size in the base unit; base unit; power.
 _ROWS: list[tuple[str, str, str, int]] = [
     ("in inch inche", "0.0254", "length", 1),
     ("ft foot feet", "0.3048", "length", 1),
@@ -90,7 +90,7 @@ _ROWS: list[tuple[str, str, str, int]] = [
     ("baud", "1", "baud", 1),
     ("candela", "1", "candela", 1),
 ]
-# What the SI puts its prefixes before: symbol, names, factor, and powers of length, mass, time, current and the like.
+# Units with SI prefixes: symbol, names, factor, and powers of length, mass, time, current and other base units.
 _SI = """
 m meter,metre 1 length
 g gram,gramme 1 mass
@@ -137,7 +137,7 @@ _PREFIXES = {
     **{"": ("", 0), "h": ("hecto", 2), "k": ("kilo", 3), "M": ("mega", 6), "G": ("giga", 9), "T": ("tera", 12)},
     "p": ("pico", -12),
 }
-_UNPREFIXED = {"pm", "cd", "G", "M", "Gy", "mb", "Mb", "B", "b", "dB", "hl", "cal"}  # readings that are usual otherwise
+_UNPREFIXED = {"pm", "cd", "G", "M", "Gy", "mb", "Mb", "B", "b", "dB", "hl", "cal"}  # usual with another meaning
 _PRESSURE = ("mass", "length^-1", "time^-2")
 _COMPOUND = [  # names, factor, powers
     ("atm atmosphere", "101325000", _PRESSURE),
@@ -149,7 +149,7 @@ _COMPOUND = [  # names, factor, powers
     ("knot kn kt", "463/900", ("length", "time^-1")),
     ("cycle", "1", ("cycle",)),
 ]
-# Of Chinese: measures, and words for what is counted, which say nothing.
+# Chinese units, and Chinese measure words, which have no meaning for the comparison.
 _CHINESE = {
     "米": "m",
     "厘米": "cm",
@@ -186,8 +186,8 @@ _CHINESE |= dict.fromkeys(
 )
 
 
-# What answers count, in the singular; a second name is another form of the same. A noun that is missing makes its
-# answer wrong, so this list may grow; what is no countable thing ("more", "left", "wrong") must not get here.
+# Countable nouns of answers, in the singular; further names are other forms of the same noun. An answer with a noun
+# outside the list is wrong, so the list may grow; uncountable words ("more", "left", "wrong") must not be added.
 COUNTED = """
 adult;animal;answer;ant;apartment;apple;arrangement;article;atom;bag;ball;balloon;banana;barrel;basket;battery batterie
 bead;beat;bean;bear;bed;bee;beetle;bicycle bike;bill;bird;block;boat;book;bookmark;bottle;bow;bowl;bowler;box boxe;boy
@@ -256,7 +256,7 @@ _TEMPERATURES = {
     "°C": Unit(Fraction(1), (("temperature", 1),)),
     "°F": Unit(Fraction(5, 9), (("temperature", 1),), Fraction(-32)),
 }
-NOTHING = Unit(Fraction(1), ())  # units of the question's own
+NOTHING = Unit(Fraction(1), ())  # a unit without meaning, such as "units"
 _NAMELESS = re.compile(r"(?:square |sq\.? |cubic |cu\.? )?units?(?: ?(?:\^ ?\{?[1-4]\}?|squared|cubed))?", re.I)
 _FACTOR = re.compile(
     r"(?P<before>(?:square|sq\.?|cubic|cu\.?)\s+)?(?P<name>[a-zωΩμåÅ$€£¥₹¢°%\u4e00-\u9fff][a-zωΩμö$-]*)\.?"
@@ -265,13 +265,13 @@ _FACTOR = re.compile(
 )
 _BETWEEN = re.compile(r"\s*(?P<over>/|\bper\b|\ban?\b|\beach\b)\s*|\s*(?:\*|\\cdot|\\times|·|-)\s*|\s+(?!\()", re.I)
 _BEFORE = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3, "squared": 2, "cubed": 3}
-# A bare letter is a variable but for these, and even they are units only after a space or within \text.
+# All other single letters are variables; these are units only after a space or within \text.
 BARE_LETTERS = set("mgshlL$%°€£¥₹¢")
 
 
 @functools.cache
 def _table() -> dict[str, tuple[Unit, ...]]:
-    """Each name's readings; symbols of the SI as they are written, all names in lower case."""
+    """Maps each name to its readings; SI symbols keep their case, and all names are in lower case."""
     table: dict[str, list[Unit]] = {}
 
     def add(names: Iterable[str], factor: Fraction, powers: Iterable[str], is_symbol: bool = False) -> None:
@@ -303,7 +303,7 @@ def _table() -> dict[str, tuple[Unit, ...]]:
 
 @functools.cache
 def _in_lower_case() -> dict[str, tuple[Unit, ...]]:
-    """Of the symbols that are often written in lower case, such as kwh and mhz; and of all names."""
+    """Readings of all lowercase names, and of symbols that are often written in lower case, such as kwh and mhz."""
     table: dict[str, tuple[Unit, ...]] = {}
     for name, readings in _table().items():
         if name == name.casefold() or (len(name) > 1 and name[0] in "HkMGcem" or name[1:] in ("L", "B")):
@@ -317,10 +317,10 @@ def _readings(name: str) -> tuple[Unit, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def units(text: str) -> tuple[Unit, ...]:
-    r"""What units a text can name, more than one where it is ambiguous ("pounds"); none where it names no known unit.
+    r"""The units that a text can mean: several if it is ambiguous ("pounds"), none if it is not a known unit.
 
     Args:
-        text: without \text around its words: "cm^2", "square feet", "miles per hour", "m/s".
+        text: name of a unit, without \text around words: "cm^2", "square feet", "miles per hour", "m/s".
     """
     text = re.sub(r"(?<=\() | (?=\))", "", " ".join(text.split())).rstrip(".")
     text = re.sub(r"\b(light|nautical|astronomical) (?=year|mile|unit)", r"\1-", _CHINESE.get(text, text), flags=re.I)
@@ -332,13 +332,13 @@ def units(text: str) -> tuple[Unit, ...]:
     readings: list[tuple[Fraction, dict[str, int]]] = [(Fraction(1), {})]
     place, sign, within = 0, 1, False
     if leading := re.match(r"(?:/|(?:per|an?|each)\b)\s*", text, re.I):
-        # "$5 per hour" with the dollar before the number: what is left begins so.
+        # In "$5 per hour" the dollar precedes the number, so the remaining text starts with "per".
         place, sign = leading.end(), -1
     while True:
         factor = _FACTOR.match(text, place)
         known = _readings(factor["name"]) if factor else ()
         if factor and not known and "-" in factor["name"]:
-            # kilowatt-hours has a row of its own, N-m has none.
+            # kilowatt-hours has its own row, but N-m has not.
             factor = _FACTOR.match(text[: place + text[place:].index("-")], place)
             known = _readings(factor["name"]) if factor else ()
         if not known:

@@ -1,9 +1,8 @@
-"""Whether two expressions are equal: their values at points, exact or to many digits.
+"""Equality of expressions by their values at random points, exact or to many digits.
 
-An identity holds at every point, so expressions that differ at one point differ. Differences count relative to the
-values' own magnitude. Arithmetic is that of real numbers: an even root or a logarithm of a negative number is
-undefined, and points where a side is undefined say nothing. Expressions that contain i, or are real nowhere, are
-compared as complex numbers.
+Expressions that differ at one point are not equal. Differences are relative to the magnitude of the values. Values are
+real numbers: an even root or a logarithm of a negative number is undefined, and points with an undefined side are
+skipped. Expressions that contain i, or are real at no point, are compared as complex numbers.
 """
 
 import random
@@ -18,11 +17,11 @@ import mpmath
 from recjax.tasks.grading.functions import EXACT, FUNCTIONS, MOST_TERMS, Undefined, floating, undefined
 from recjax.tasks.grading.tree import Node, contains, names, number
 
-# Digits of a first look, and of a second one at two points, or at none where there is no unknown.
+# Digits of the first comparison; of the second one, at two points; and of the second one without unknowns.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
-_APPROXIMATE = 1e-10  # relative error of sums without end, integrals and limits
+_APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _LARGEST_BITS, _MANY_TERMS, _AGREEMENTS = 25_000, 300, 4
-# What mpmath raises where a function has no value, or none for a matrix.
+# Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
 _WITHOUT_VALUE += (mpmath.libmp.NoConvergence,)
 _CONSTANTS = {r"\pi": lambda: mpmath.mp.pi, "e": lambda: mpmath.mp.e, r"\infty": lambda: mpmath.mp.inf}
@@ -30,13 +29,13 @@ _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", 
 
 
 def equal(a: Node, b: Node) -> bool:
-    """Whether two expressions are equal wherever both are defined."""
+    """True if two expressions are equal at all tested points at which both are defined."""
     modes = (True,) if contains((a, b), "i", r"\text{i}", "cis") else (False, True)
     return next((answer for mode in modes if (answer := _equal(a, b, mode)) is not None), False)
 
 
 def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
-    """The same in one arithmetic; None where the expressions are undefined in it."""
+    """`equal` with real or complex arithmetic; None if no tested point defines both expressions in this arithmetic."""
     unknown, agreed = names(a) | names(b), 0
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
     for point in _points(unknown, _matrix_names((a, b))):
@@ -46,7 +45,7 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
                 wanted, said = evaluation.defined(a), evaluation.defined(b)
                 if wanted is None or said is None:
                     if only_one_has_bars and not is_complex and wanted is not said:
-                        return False  # ln x is no ln|x|
+                        return False  # ln x does not equal ln|x|
                     break
                 if not evaluation.close(wanted, said, is_final=digits != _DIGITS or evaluation.is_slow):
                     return False
@@ -59,7 +58,7 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
 
 
 def ratio(a: Node, b: Node) -> int | None:
-    """The sign of a / b where this is the same for all values of the unknowns, and not 0; None without unknowns."""
+    """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
     unknown, found = names(a) | names(b), []
     with mpmath.workdps(_DIGITS):
         for point in _points(unknown):
@@ -76,7 +75,7 @@ def ratio(a: Node, b: Node) -> int | None:
 
 
 def decimal(node: Node) -> Fraction | None:
-    """A constant's value to 50 digits; None where it has none, or is no real number."""
+    """A constant's value, computed with 50 digits; None if it has no value or is not a real number."""
     if names(node):
         return None
     with mpmath.workdps(_DIGITS):
@@ -87,7 +86,7 @@ def decimal(node: Node) -> Fraction | None:
 
 
 def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
-    """What is transposed, and the capitals beside it; the capitals of trees of nothing else that invert some."""
+    """Names of matrices: transposed names and all capitals; without a transpose, several capitals with an inverse."""
     unknown = names(trees)
     capitals = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}
     if contains(trees, "transpose"):
@@ -108,7 +107,7 @@ def _inverts(tree: Any) -> bool:
 
 
 def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Values of the unknowns: positive, of both signs, small and large; whole numbers of both signs."""
+    """Points, as values of the unknowns: positive, of both signs, small and large, and integers of both signs."""
     for place in range(14 if unknown else 1):
         point = {}
         for name in sorted(unknown):
@@ -116,7 +115,7 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
             if name in matrices:
                 point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)])
                 continue
-            odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: of no odd root
+            odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
             kinds = [
                 Fraction(odd, 256),
                 Fraction(odd, 1024),
@@ -136,16 +135,16 @@ def _quotient(over: Any, under: Any) -> Any:
 
 
 class _Evaluation:
-    """Values at one point: a Fraction where exact, else mpmath's real or complex number or matrix."""
+    """Evaluation at one point; a value is a Fraction if exact, else mpmath's real or complex number or matrix."""
 
     def __init__(self, point: Mapping[str, Any], is_complex: bool):
         self.point, self.is_complex = dict(point), is_complex
         self.largest, self.approximate, self.terms = mpmath.mpf(0), False, 0
 
     def close(self, a: Any, b: Any, is_final: bool) -> bool:
-        """Whether two values are one, to the precision at work.
+        """True if two values are equal within the current precision.
 
-        Terms that cancel leave noise of their own size. A final look trusts it only where it is small itself.
+        Terms that cancel leave noise in proportion to their size. A final comparison allows only for small noise.
         """
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
@@ -163,11 +162,11 @@ class _Evaluation:
 
     @property
     def is_slow(self) -> bool:
-        """Whether values here take long, so that few points have to do."""
+        """True if evaluation is slow, so that few points must suffice."""
         return self.approximate or self.terms > _MANY_TERMS
 
     def defined(self, node: Node) -> Any:
-        """A node's value; None where it has none."""
+        """A node's value; None if it is undefined."""
         try:
             value = self.value(node)
         except _WITHOUT_VALUE:
@@ -178,7 +177,7 @@ class _Evaluation:
         """A node's value.
 
         Raises:
-            ArithmeticError, ValueError, TypeError: it has none.
+            ArithmeticError, ValueError, TypeError: the value is undefined.
         """
         if node.kind == "number":
             return node.args[0]
@@ -257,7 +256,7 @@ class _Evaluation:
         return self._opaque(name, values)
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
-        """A number of its own for a function that is not known, the same for the same arguments."""
+        """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
         told = [mpmath.nstr(floating(value), 25) for value in values]
         draw = random.Random(zlib.crc32(f"{name} {sorted(told) if name in _UNORDERED else told}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
@@ -302,7 +301,7 @@ class _Evaluation:
             if kind == "integral":
                 result, error = mpmath.quad(at, [low, high], error=True)
                 if error > _APPROXIMATE * abs(result) and mpmath.isfinite(low) and mpmath.isfinite(high):
-                    result, error = mpmath.quad(at, mpmath.linspace(low, high, 13), error=True)  # of |x-1|
+                    result, error = mpmath.quad(at, mpmath.linspace(low, high, 13), error=True)  # such as |x-1|
                 return result if error <= _APPROXIMATE * abs(result) else undefined()
             if kind == "limit":
                 return mpmath.limit(at, low)
@@ -310,7 +309,7 @@ class _Evaluation:
 
 
 def _is_of_unknowns(node: Any, name: str) -> bool:
-    """Whether an expression has functions that are not known, or names with an index such as a_k."""
+    """True if an expression has unknown functions, or names with the variable as index, such as a_k."""
     if not isinstance(node, Node):
         return isinstance(node, tuple) and any(_is_of_unknowns(each, name) for each in node)
     if node.kind == "name":
@@ -319,7 +318,7 @@ def _is_of_unknowns(node: Any, name: str) -> bool:
 
 
 def _short(value: Fraction) -> Any:
-    """An exact value, unless it is so long that further computation would take seconds."""
+    """The exact value, or a rounded value if exact computation with so many digits would take seconds."""
     return (
         value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _LARGEST_BITS else floating(value)
     )
