@@ -1,6 +1,5 @@
 """Adapters and frozen parameters: what they compute, what training leaves alone, what a copy for the sampler rounds."""
 
-import dataclasses
 import functools
 
 import chex
@@ -67,7 +66,7 @@ def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
 @pytest.mark.parametrize("targets", [["query"], ["down"], list(PROJECTIONS)])
 def test_merged_kernels_give_the_same_scores(targets):
     decoder, params = with_adapters(
-        Decoder(CONFIG), PARAMS, dataclasses.replace(LORA, targets=targets), jax.random.key(0)
+        Decoder(CONFIG), PARAMS, LORA.model_copy(update={"targets": targets}), jax.random.key(0)
     )
     params = noisy_adapters(params)
     ours = scores(decoder, params)

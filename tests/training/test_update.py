@@ -145,14 +145,11 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(p
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (OptimizerConfig(learning_rate=2.0), [2, 2, 2, 2, 2]),
-        (OptimizerConfig(learning_rate=2.0, warmup_steps=4), [0.5, 1, 1.5, 2, 2]),
-        (OptimizerConfig(learning_rate=2.0, schedule="linear"), [2, 1.6, 1.2, 0.8, 0.4]),
-        (
-            OptimizerConfig(learning_rate=2.0, schedule="cosine"),
-            [2 * (1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)],
-        ),
-        (OptimizerConfig(learning_rate=2.0, schedule="linear", warmup_steps=1), [2, 2, 1.5, 1, 0.5]),
+        (OptimizerConfig(learning_rate=1.0), [1, 1, 1, 1, 1]),
+        (OptimizerConfig(learning_rate=1.0, warmup_steps=4), [0.25, 0.5, 0.75, 1, 1]),
+        (OptimizerConfig(learning_rate=1.0, schedule="linear"), [1, 0.8, 0.6, 0.4, 0.2]),
+        (OptimizerConfig(learning_rate=1.0, schedule="cosine"), [(1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)]),
+        (OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=1), [1, 1, 0.75, 0.5, 0.25]),
     ],
 )
 def test_learning_rate_of_each_update(config, expected):
