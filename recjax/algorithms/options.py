@@ -31,7 +31,8 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
         >>> did_you_mean("one_sided", ["one_side", "two_side"])
         "; did you mean 'one_side'?"
     """
-    nearest = difflib.get_close_matches(str(name), list(names), n=1)
+    names = list(names)
+    nearest = [] if name in names else difflib.get_close_matches(str(name), names, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recjax.config import Config, load_config
+from recjax.config import Config, make_config
 from recjax.config.yaml_values import read_yaml_file, write_override
 
 LOGS = "logs"  # the folder next to the runs' folders
@@ -53,6 +53,7 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     last = [_mapping(path, "smoke.overrides", part.get("overrides"))] if smoke else []
     if not isinstance(part["grids"], list) or not part["grids"]:
         raise ValueError(f"{path}: grids = {part['grids']!r}: takes a list of one grid or more")
+    values = read_yaml_file(base)
     runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
@@ -63,7 +64,7 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
             overrides = [write_override(*change) for change in itertools.chain.from_iterable(blocks)]
             overrides += [*extra, write_override("output", f"{output}/{name}")]
             try:
-                runs[name] = SweepRun(chosen, overrides, load_config(base, overrides))
+                runs[name] = SweepRun(chosen, overrides, make_config(values, overrides, str(base)))
             except ValueError as error:
                 raise ValueError(f"{path}: run {name}: {error}") from error
         elif runs[name].settings != chosen:

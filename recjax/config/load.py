@@ -17,31 +17,44 @@ from recjax.config.yaml_values import is_decimal, read_override, read_yaml_file,
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), without: Sequence[str] = ()) -> Config:
-    """Reads a YAML config, applies overrides in order, checks everything that can be checked before work starts.
+    """Reads a YAML config; see `make_config`.
 
     Args:
         path: YAML file.
-        overrides: `dotted.key=value` strings; see `read_override`. A text as `task`, here or in the file, replaces the
-            whole block by the task that it names.
+        overrides: `dotted.key=value` strings, applied in order.
         without: dotted keys of the file that are not read.
     Raises:
-        ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
-            override, key, value and remedy.
+        ValueError: an unreadable file, or an error of `make_config`.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"--config {str(path)!r}: there is no such file")
     values = read_yaml_file(path)
     for key in without:
         block, _, name = key.rpartition(".")
         functools.reduce(dict.__getitem__, filter(None, block.split(".")), values).pop(name)
+    return make_config(values, overrides, str(path))
+
+
+def make_config(values: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
+    """Applies overrides to a file's content, and checks everything that can be checked before work starts.
+
+    Args:
+        values: content of a YAML file.
+        overrides: `dotted.key=value` strings, applied in order; see `read_override`. A text as `task`, here or in the
+            file, replaces the whole block by the task that it names.
+        source: name of the file, for messages.
+    Raises:
+        ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
+            override, key, value and remedy.
+    """
     merged, sources = {}, {}
-    for source, layer in [(str(path), values), *((f"override {text!r}", _parse_override(text)) for text in overrides)]:
-        _merge(merged, layer, Config, "", source, sources)
+    for layer_source, layer in [
+        (source, values),
+        *((f"override {text!r}", _parse_override(text)) for text in overrides),
+    ]:
+        _merge(merged, layer, Config, "", layer_source, sources)
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_messages(error, merged, sources, path))) from None
+        raise ValueError("\n".join(_messages(error, merged, sources, source))) from None
 
 
 def _merge(into: dict, layer: Any, block: type[Block], prefix: str, source: str, sources: dict[str, str]) -> None:
@@ -110,7 +123,7 @@ def _literal(value: Any, annotation: Any, place: str) -> Any:
     return value.replace("\\${", "${")
 
 
-def _messages(error: pydantic.ValidationError, merged: dict, sources: Mapping[str, str], path: Path) -> Iterator[str]:
+def _messages(error: pydantic.ValidationError, merged: dict, sources: Mapping[str, str], path: str) -> Iterator[str]:
     """One line for each thing that is wrong, with the file or override that set the key."""
     named = set()
     for each in error.errors():

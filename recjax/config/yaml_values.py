@@ -114,6 +114,8 @@ def read_yaml_file(path: str | Path) -> Any:
     """
     try:
         content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{str(path)!r}: there is no such file") from None
     except OSError as error:
         raise ValueError(f"{path}: not a file that can be read ({error.strerror or error})") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
