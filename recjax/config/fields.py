@@ -1,10 +1,11 @@
 """The base class of all config blocks, the types of their values, and the messages about values they refuse."""
 
 import difflib
+import functools
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import pydantic
@@ -24,20 +25,24 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-def _in_64_bits(value: int) -> int:
-    if abs(value) >= 2**63:
-        raise ValueError("must be a 64-bit number")
-    return value
+def checked(of: Any, check: Callable[[Any], str | None]) -> Any:
+    """The type `of` with a function that returns the problem of a value, or None."""
+
+    def validate(value: Any) -> Any:
+        if problem := check(value):
+            raise ValueError(problem)
+        return value
+
+    return Annotated[of, pydantic.AfterValidator(validate)]
 
 
-def _below_largest(value: float) -> float:
-    if math.isfinite(value) and abs(value) >= _LARGEST:
-        raise ValueError(f"must be below {_LARGEST:g}")
-    return value
-
-
-Int = Annotated[int, pydantic.AfterValidator(_in_64_bits)]
-Float = Annotated[float, pydantic.Field(allow_inf_nan=False), pydantic.AfterValidator(_below_largest)]
+Int = checked(int, lambda value: None if abs(value) < 2**63 else "must be a 64-bit number")
+Float = checked(
+    Annotated[float, pydantic.Field(allow_inf_nan=False)],
+    lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}",
+)
+# A user's own function or class.
+Place = checked(str, lambda value: None if ":" in value else "takes module:name")
 
 _BOUNDS = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 _TYPES = {
@@ -58,10 +63,50 @@ class Block(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
 
-def key(default: Any, description: str = "", **bounds: Any) -> Any:
-    """A key's default, meaning and bounds (`ge`, `gt`, `le`, `lt`); a callable default makes a new value each time."""
+def key(default: Any, description: str = "", *, needs: str = "", excludes: str = "", **bounds: Any) -> Any:
+    """A key of a block.
+
+    Args:
+        default: the default, or a function that makes it.
+        needs: conditions of which one must hold if the key has another value than its default: `A or B`, each a key
+            that must be set, or `key = value`.
+        excludes: conditions of which none may hold then.
+        bounds: pydantic's constraints, such as `ge` and `lt`.
+    """
     default = {"default_factory": default} if callable(default) else {"default": default}
-    return pydantic.Field(**default, description=description, **bounds)
+    rules = {"needs": needs, "excludes": excludes}
+    return pydantic.Field(**default, description=description, json_schema_extra=rules, **bounds)
+
+
+def default_of(field: FieldInfo) -> Any:
+    """A field's default."""
+    return field.default_factory() if field.default_factory else field.default
+
+
+def check_rules(config: Block, keys: Mapping[str, FieldInfo]) -> None:
+    """Refuses keys that need another key which is not set, or exclude one that is set."""
+
+    def value_of(name: str) -> Any:
+        return functools.reduce(lambda block, part: getattr(block, part, None), name.split("."), config)
+
+    def holds(condition: str) -> bool:
+        name, _, value = condition.partition(" = ")
+        return str(value_of(name)) == value if value else bool(value_of(name.removesuffix(" above 0")))
+
+    for name, field in keys.items():
+        needs, excludes = field.json_schema_extra.values()
+        if not (needs or excludes):
+            continue
+        value = value_of(name)
+        if value == default_of(field) or (value is None and value_of(name.rpartition(".")[0]) is None):
+            continue
+        value = value.model_dump() if isinstance(value, Block) else value
+        needed = [] if not needs else needs.split(" or ")
+        it = "one of them" if len(needed) > 1 else "it"
+        met = not needed or any(map(holds, needed))
+        require(met, name, value, f"applies only with {needs}; set {it}, or remove this key")
+        for condition in filter(None, excludes.split(" or ")):
+            require(not holds(condition), name, value, f"does not work with {condition}; remove one of them")
 
 
 def block_of(annotation: Any) -> type[Block] | None:
@@ -124,7 +169,10 @@ def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any], w
         problem = str(error["ctx"]["error"])
     elif kind.startswith(("greater_than", "less_than", "finite_number")):
         bounds = {bound: getattr(each, bound) for each in field.metadata for bound in _BOUNDS if hasattr(each, bound)}
-        said = ", ".join(_BOUNDS[bound].format(limit) for bound, limit in bounds.items())
+        said = ", ".join(
+            _BOUNDS[bound].format(f"{limit:g}" if isinstance(limit, float) else limit)
+            for bound, limit in bounds.items()
+        )
         finite = "finite" * (kind == "finite_number" or isinstance(value, float) and not math.isfinite(value))
         problem = f"must be {', '.join(filter(None, [finite, said]))}"
     elif choices:
@@ -154,15 +202,3 @@ def require_one(name: str, values: Mapping[str, Any]) -> None:
     if len(given) != 1:
         found = f"found {' and '.join(given)}" if given else "found none"
         raise ValueError(f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in values)}; {found}")
-
-
-def require_defaults(name: str, block: Block, names: Sequence[str], remedy: str) -> None:
-    """Refuses other values than the defaults where nothing would read them."""
-    for each in names:
-        value = getattr(block, each)
-        require(
-            value == type(block).model_fields[each].get_default(call_default_factory=True),
-            f"{name}.{each}",
-            value,
-            remedy,
-        )

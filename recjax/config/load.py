@@ -149,7 +149,7 @@ def _parse_override(text: str) -> dict:
     takes_yaml = any(block_of(part) or typing.get_origin(part) in (list, dict) for part in parts)
     try:
         value.encode()  # an argument that is not UTF-8
-        parsed = read_override(value, takes_text=str in parts, takes_yaml=takes_yaml)
+        parsed = read_override(value, takes_text=str in map(plain_type, parts), takes_yaml=takes_yaml)
     except ValueError as error:
         raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
     for part in reversed(key.split(".")):

@@ -2,15 +2,29 @@
 
 import datetime
 import re
-import typing
 from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import Block, Float, Int, key, require_one, wrong_with_variables
+from recjax.config.fields import Block, Float, Int, checked, key, require_one, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "splash"]
+
+
+def _no_day(text: str) -> str | None:
+    try:
+        is_day = datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        is_day = False
+    return None if is_day else "takes a day as YYYY-MM-DD, such as 2026-11-26"
+
+
+def _no_pattern(text: str) -> str | None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        return f"{text!r} is not a regular expression ({error}); correct the pattern"
 
 
 class DecoderShape(Block):
@@ -29,7 +43,7 @@ class LoraConfig(Block):
     rank: Int = key(16, "Rank of the adapters", ge=1)
     alpha: Float = key(32.0, "The adapters' product is scaled by alpha / rank", gt=0, le=2**16)
     targets: list[Projection] = key(
-        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter"
+        lambda: ["query", "key", "value", "output"], "Projections of every layer that get an adapter", min_length=1
     )
 
 
@@ -38,13 +52,15 @@ class ModelConfig(Block):
 
     path: str | None = key(None, "Folder or hub name of a model in Hugging Face format")
     decoder: DecoderShape | None = key(None)
-    chat_date: str | None = key(
+    chat_date: checked(str, _no_day) | None = key(
         None,
         "Day (YYYY-MM-DD) for chat templates that read the clock (strftime_now); null: the day of the run's first"
         " start, which recjax keeps in the run's config.yaml",
     )
-    chat_template_kwargs: dict[str, Any] = key(
-        dict, "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win"
+    chat_template_kwargs: checked(dict[str, Any], wrong_with_variables) = key(
+        dict,
+        "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win",
+        excludes="model.decoder",
     )
     teacher: str | None = key(None, "Folder or hub name of a model with the same tokenizer, for algorithm.distillation")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
@@ -58,11 +74,13 @@ class ModelConfig(Block):
         "auto", "Attention kernel: cudnn for NVIDIA GPUs, splash for TPUs; auto chooses the kernel that fits"
     )
     lora: LoraConfig | None = key(None)
-    freeze: list[str] = key(list, "Regular expressions of the parameter paths that recjax does not train")
+    freeze: list[checked(str, _no_pattern)] = key(
+        list, "Regular expressions of the parameter paths that recjax does not train", excludes="model.lora"
+    )
     logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
 
     def check(self) -> None:
-        """Refuses two models or none, sizes that heads do not divide, invalid days, and freezing with adapters."""
+        """Refuses two models or none, and sizes that heads do not divide."""
         require_one("model", {"path": self.path, "decoder": self.decoder})
         if shape := self.decoder:
             hidden, heads = shape.hidden_size, shape.num_heads
@@ -70,27 +88,6 @@ class ModelConfig(Block):
             require(hidden % (2 * heads) == 0, "model.decoder.hidden_size", hidden, remedy)
             remedy = f"must divide model.decoder.num_heads = {heads}"
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
-        if self.chat_date is not None:
-            try:
-                is_day = datetime.date.fromisoformat(self.chat_date).isoformat() == self.chat_date
-            except ValueError:
-                is_day = False
-            require(is_day, "model.chat_date", self.chat_date, "takes a day as YYYY-MM-DD, such as 2026-11-26")
-        if self.chat_template_kwargs:
-            reason = wrong_with_variables(self.chat_template_kwargs)
-            require(not reason, "model.chat_template_kwargs", self.chat_template_kwargs, reason or "")
-            remedy = "does not apply to model.decoder, whose tokenizer has no chat template; remove this key"
-            require(self.decoder is None, "model.chat_template_kwargs", self.chat_template_kwargs, remedy)
-        for pattern in self.freeze:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                require(False, "model.freeze", pattern, f"is not a regular expression ({error}); correct the pattern")
-        if self.lora:
-            remedy = f"takes some of {', '.join(typing.get_args(Projection))}"
-            require(bool(self.lora.targets), "model.lora.targets", self.lora.targets, remedy)
-            remedy = "does not apply with model.lora, which trains only its adapters; remove one of them"
-            require(not self.freeze, "model.freeze", self.freeze, remedy)
 
 
 class WarmStartConfig(Block):
@@ -102,18 +99,18 @@ class WarmStartConfig(Block):
     wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", ge=0, le=1)
 
 
+Size = checked(int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
+
+
 class MeshConfig(Block):
     """Layout of the devices; the three sizes multiply to the number of devices, and at most one -1 takes the rest."""
 
-    data: Int = key(-1, "Devices that split the rows of a batch; each has all parameters")
-    fsdp: Int = key(1, "Devices that split rows, parameters and the optimizer's state")
-    tensor: Int = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
+    data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters")
+    fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
+    tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
 
     def check(self) -> None:
-        """Refuses sizes that are no numbers of devices, and more than one -1."""
-        remedy = "takes a number of devices, or -1 for the rest of them"
-        for name, size in vars(self).items():
-            require(size == -1 or size > 0, f"mesh.{name}", size, remedy)
+        """Refuses more than one -1."""
         rest = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
         if len(rest) > 1:
             raise ValueError(f"{' and '.join(rest)} are both -1, but only one of them can take the rest; set the other")

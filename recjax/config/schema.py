@@ -14,8 +14,9 @@ from recjax.config.fields import (
     Block,
     Float,
     Int,
+    check_rules,
+    checked,
     key,
-    require_defaults,
     schema_keys,
 )
 from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
@@ -107,12 +108,15 @@ class TrainingConfig(Block):
 
     steps: Int = key(100, "Optimizer steps", ge=1)
     micro_batch_prompts: Int | None = key(
-        None, "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device", ge=1
+        None,
+        "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device",
+        excludes="training.tokens_per_micro_batch",
+        ge=1,
     )
     tokens_per_micro_batch: Int | None = key(
         None,
-        "Tokens of a micro-batch that recjax packs completions into; excludes micro_batch_prompts; null: recjax packs"
-        " completions if that saves much work",
+        "Tokens of a micro-batch that recjax packs completions into; null: recjax packs completions if that saves much"
+        " work",
         ge=1,
     )
     checkpoint_every: Int = key(50, "Optimizer steps between checkpoints", ge=1)
@@ -127,16 +131,22 @@ class TrainingConfig(Block):
     )
 
     def check(self, rollout: RolloutConfig) -> None:
-        """Refuses micro-batches of two kinds or of unequal size, and steps to trace that the run does not have."""
-        name, micro, budget = "training.micro_batch_prompts", self.micro_batch_prompts, self.tokens_per_micro_batch
+        """Refuses micro-batches of unequal size, and steps to trace that the run does not have."""
+        micro = self.micro_batch_prompts
         remedy = f"must divide rollout.prompts_per_step = {rollout.prompts_per_step}"
-        require(micro is None or rollout.prompts_per_step % micro == 0, name, micro, remedy)
-        remedy = f"does not work with training.tokens_per_micro_batch = {budget}; remove one of them"
-        require(micro is None or budget is None, name, micro, remedy)
+        require(micro is None or rollout.prompts_per_step % micro == 0, "training.micro_batch_prompts", micro, remedy)
         traced, steps = self.profile_steps, f"1 <= first <= last <= training.steps = {self.steps}"
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
         remedy = f"takes [first, last], steps with {steps}, such as [3, 4]; or null"
         require(in_order, "training.profile_steps", traced, remedy)
+
+
+_SAMPLED = "evaluation.temperature above 0"
+
+
+def _no_temperature(value: float) -> str | None:
+    takes = f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+    return None if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE else takes
 
 
 class EvaluationConfig(Block):
@@ -145,28 +155,23 @@ class EvaluationConfig(Block):
     every: Int = key(50, "Optimizer steps between evaluations; 0: only before and after training", ge=0)
     problems: Int = key(256, "Number of held-out problems", ge=1)
     samples: Int = key(1, "Completions of each problem", ge=1)
-    initial_kl: bool = key(False, "Log the KL to the initial policy, which costs another forward pass")
-    temperature: Float = key(1.0, "Sampling temperature; 0: greedy", ge=0, le=HIGHEST_TEMPERATURE)
-    top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", ge=0)
-    top_p: Float = key(1.0, "Sample only from the most likely tokens with this total probability; 1: all", gt=0, le=1)
+    initial_kl: bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
+    temperature: checked(Float, _no_temperature) = key(1.0, "Sampling temperature; 0: greedy")
+    top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", needs=_SAMPLED, ge=0)
+    top_p: Float = key(
+        1.0, "Sample only from the most likely tokens with this total probability; 1: all", needs=_SAMPLED, gt=0, le=1
+    )
     min_p: Float = key(
-        0.0, "Sample only from tokens at least this share as likely as the likeliest; 0: all", ge=0, le=1
+        0.0,
+        "Sample only from tokens at least this share as likely as the likeliest; 0: all",
+        needs=_SAMPLED,
+        ge=0,
+        le=1,
     )
 
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-
-    def check(self) -> None:
-        """Refuses temperatures just above 0, and keys that do not apply to greedy completions."""
-        remedy = f"must be 0, for greedy completions, or at least {LOWEST_TEMPERATURE}"
-        in_range = self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE
-        require(in_range, "evaluation.temperature", self.temperature, remedy)
-        if self.temperature == 0:
-            remedy = "needs sampled completions; raise evaluation.temperature from 0, or remove this key"
-            require_defaults("evaluation", self, ("initial_kl",), remedy)
-            remedy = "does not apply at evaluation.temperature = 0; remove this key"
-            require_defaults("evaluation", self, ("top_k", "top_p", "min_p"), remedy)
 
 
 class SamplesConfig(Block):
@@ -214,17 +219,14 @@ class Config(Block):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
         """Refuses settings that contradict each other or that nothing would read."""
-        self.rollout.check()
-        self.evaluation.check()
-        self.optimizer.check(self.training.steps)
         self.model.check()
         self.task.check()
-        self.grading.check(self.task)
-        self.regime.check(self.experience.replay if self.experience else None, self.follows)
         if self.experience:
-            self.experience.check(self.rollout, self.regime)
-        if self.follows:
-            self.experience.check_follows(self.regime, self.training.checkpoint_every)
+            self.experience.check(self.rollout, self.regime, self.training.checkpoint_every)
+        check_rules(self, KEYS)
+        self.optimizer.check(self.training.steps)
+        self.grading.check(self.task)
+        self.regime.check(self.experience.replay if self.experience else None)
         overlong, longest = self.task.overlong_tokens, self.rollout.max_completion_tokens
         remedy = f"must be at most rollout.max_completion_tokens = {longest}"
         require(overlong is None or overlong <= longest, "task.overlong_tokens", overlong, remedy)
@@ -265,19 +267,15 @@ KEYS = schema_keys(Config)
 
 def _check_trajectories(config: Config) -> None:
     """Refuses settings that do not work with trajectories, from an agent or a followed store."""
-    context = config.rollout.max_context_tokens
-    remedy = "applies only with task.agent or experience.follow; set one of them, or remove this key"
-    require(config.has_trajectories or context is None, "rollout.max_context_tokens", context, remedy)
     if not config.has_trajectories:
         return
+    context = config.rollout.max_context_tokens
     by = "task.agent" if config.task.agent else "experience.follow"
     remedy = f"is required with {by}: limit of a trajectory's tokens, with its prompts and replies"
     require(context is not None, "rollout.max_context_tokens", context, remedy)
     least = config.rollout.max_completion_tokens
     remedy = f"must be above rollout.max_completion_tokens = {least}, the tokens of one reply"
     require(context > least, "rollout.max_context_tokens", context, remedy)
-    if config.task.agent:
-        _check_agent(config)
     read = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
     algorithm, name = config.algorithm.build(), config.algorithm.advantage.get("name")
     names = {*names_read(algorithm.advantage)}
@@ -287,18 +285,6 @@ def _check_trajectories(config: Config) -> None:
     packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
     remedy = f"does not work with {by} and an algorithm that compares whole groups, as packing splits groups; remove it"
     require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
-
-
-def _check_agent(config: Config) -> None:
-    """Refuses settings that do not work with an agent."""
-    experience = config.experience
-    remedy = "does not work with task.agent yet; agents run in the training process, so use sync"
-    require(config.regime.mode == "sync", "regime.mode", config.regime.mode, remedy)
-    remedy = "does not work with task.agent yet, whose batches hold its own trajectories; remove one of them"
-    for name in ("store", "mix") if experience else ():
-        require(getattr(experience, name) is None, f"experience.{name}", getattr(experience, name), remedy)
-    remedy = "applies only to completions of one turn; remove it, or weigh the part turns in task.reward_weights"
-    require(config.task.overlong_tokens is None, "task.overlong_tokens", config.task.overlong_tokens, remedy)
 
 
 def _check_algorithm(config: Config) -> None:

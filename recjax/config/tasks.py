@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import Block, Float, Int, block_of, key, require_defaults, require_one
+from recjax.config.fields import Block, Float, Int, Place, block_of, checked, key, require_one
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
@@ -72,6 +72,10 @@ class ReasoningGymTask(Block):
     )
 
 
+def _no_agent(text: str) -> str | None:
+    return None if text in ("tools", "environment") or ":" in text else "takes module:function, tools or environment"
+
+
 class TaskConfig(Block):
     """Problems and their rewards. A text in place of the block names a task: task: gsm8k.
 
@@ -95,24 +99,33 @@ class TaskConfig(Block):
     truncated: Literal["train", "mask", "penalize"] = key(
         "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
-    truncated_reward: Float = key(0.0, "Reward of cut completions with task.truncated = penalize")
+    truncated_reward: Float = key(0.0, "Reward of cut completions", needs="task.truncated = penalize")
     overlong_tokens: Int | None = key(
         None,
         "Tokens before the limit over which the reward's part `overlong` falls from 0 to -1; null: no such part",
+        excludes="task.agent",
         ge=1,
     )
-    agent: str | None = key(
+    agent: checked(str, _no_agent) | None = key(
         None,
         "Program that talks to the policy. null: none, one prompt and one completion; module:function: your own"
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
     )
-    agent_seconds: Float = key(60.0, "Time limit of an agent, not counting the time it waits for the policy", gt=0)
-    agent_turns: Int = key(16, "Limit of an agent's replies", ge=1)
-    agent_failure_reward: Float | None = key(None, "Reward of agents that fail; null: recjax drops them")
-    tools: list[str] = key(list, "module:function of each tool; tools run in grading.workers")
-    tool_seconds: Float = key(10.0, "Time limit of one tool call", gt=0)
-    environment: str | None = key(
-        None, "module:class of task.agent = environment, made from a problem, with gymnasium's reset and step"
+    agent_seconds: Float = key(
+        60.0, "Time limit of an agent, not counting the time it waits for the policy", needs="task.agent", gt=0
+    )
+    agent_turns: Int = key(16, "Limit of an agent's replies", needs="task.agent", ge=1)
+    agent_failure_reward: Float | None = key(
+        None, "Reward of agents that fail; null: recjax drops them", needs="task.agent", ge=-(10**9), le=10**9
+    )
+    tools: list[Place] = key(
+        list, "module:function of each tool; tools run in grading.workers", needs="task.agent = tools"
+    )
+    tool_seconds: Float = key(10.0, "Time limit of one tool call", needs="task.agent = tools", gt=0)
+    environment: Place | None = key(
+        None,
+        "module:class of the environment, made from a problem, with gymnasium's reset and step",
+        needs="task.agent = environment",
     )
 
     def chosen(self) -> str:
@@ -137,32 +150,12 @@ class TaskConfig(Block):
         plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
         remedy = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
         require(self.system_prompt is None or not plain, "task.system_prompt", self.system_prompt, remedy)
-        self._check_agent()
         remedy = f"takes module:function, or one of {', '.join(GRADERS)}"
         require(self.reward_name() in GRADERS or ":" in self.reward_name(), "task.reward", self.reward, remedy)
-        remedy = "applies only with task.truncated = penalize; set that, or remove this key"
-        applies = self.truncated == "penalize" or self.truncated_reward == 0
-        require(applies, "task.truncated_reward", self.truncated_reward, remedy)
-
-    def _check_agent(self) -> None:
-        """Refuses an agent of another form, keys that its kind does not read, and missing keys that it needs."""
-        kinds = "takes module:function, tools or environment"
-        require(self.agent in (None, "tools", "environment") or ":" in self.agent, "task.agent", self.agent, kinds)
-        unread = {
-            "task.agent": ("agent_seconds", "agent_turns", "agent_failure_reward") if self.agent is None else (),
-            "task.agent = tools": ("tool_seconds", "tools") if self.agent != "tools" else (),
-            "task.agent = environment": ("environment",) if self.agent != "environment" else (),
-        }
-        for needed, names in unread.items():
-            require_defaults("task", self, names, f"applies only with {needed}; set that, or remove this key")
         remedy = "needs the functions that the model may call: task.tools=['module:function', …]"
         require(self.agent != "tools" or bool(self.tools), "task.agent", self.agent, remedy)
         remedy = "needs the environment to play: task.environment=module:class"
         require(self.agent != "environment" or self.environment is not None, "task.agent", self.agent, remedy)
-        for name in [*self.tools, *filter(None, [self.environment])]:
-            require(":" in name, "task.tools or task.environment", name, "takes module:name")
-        bounded = self.agent_failure_reward is None or abs(self.agent_failure_reward) <= 1e9
-        require(bounded, "task.agent_failure_reward", self.agent_failure_reward, "takes at most 1e9 either way")
 
 
 # A config has exactly one of these.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from recjax.algorithms.options import require
 from recjax.config import Config
-from recjax.config.fields import require_defaults
 from recjax.tasks import competition_math, gsm8k, guru_math, gym, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems
@@ -43,7 +43,8 @@ def load_task(config: Config) -> Task:
     reward = load_reward(name, weights, config.task.overlong_tokens is not None)
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
-        require_defaults("task", config.task, ("reward_seconds", "reward_retries"), remedy)
+        require(config.task.reward_seconds is None, "task.reward_seconds", config.task.reward_seconds, remedy)
+        require(config.task.reward_retries == 0, "task.reward_retries", config.task.reward_retries, remedy)
     reward = reward._replace(seconds=config.task.reward_seconds, retries=config.task.reward_retries)
     kept, evaluation = load_problems(config, reward)
     if weights and not reward.per_row:

@@ -143,27 +143,3 @@ def test_a_part_is_damaged_when_it_is_so_twice_and_one_that_is_deleted_is_no_err
     assert names(reader.found(Followed(), 1)) == [["row 1"]]  # it may just be being replaced
     with pytest.raises(ValueError, match=r"part-00000001.parquet is damaged"):
         reader.found(Followed(), 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["experience.store=null"], "give at least one of store"),
-        (["experience.store=null", "experience.record=true"], "experience.follow = True: needs a store that grows"),
-        (
-            ["experience.follow=false", "rollout.max_context_tokens=null", "experience.group_by=prompt"],
-            "with experience.f",
-        ),
-        (["experience.group_by=session"], "group_by = 'session': takes group, prompt, or metadata.KEY"),
-        (["regime.max_staleness=1"], r"must be at least training.checkpoint_every - 1 = 2"),
-        (["experience.replay={max_staleness: 1}"], r"experience.replay.max_staleness = 1: must be at least"),
-        (["regime.sync_interval=3"], "regime.sync_interval = 3: is not read where the run follows"),
-        (["experience.missing_logprobs=initial"], "take current or unneeded"),
-        (["rollout.max_context_tokens=null"], "is needed with experience.follow"),
-        (["rollout.group_size=1"], "rollout.group_size = 1: .* is always 0"),
-    ],
-)
-def test_what_a_run_that_follows_does_not_take(following, overrides, message):
-    following("rollout.group_size=1", "algorithm.preset=reinforce_pp")  # which needs no group
-    with pytest.raises(ValueError, match=message):
-        following(*overrides)

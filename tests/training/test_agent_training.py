@@ -107,34 +107,3 @@ def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch):
         train(make("killed", *options, "training.steps=1"))
     assert without_times(train(make("killed", *options)))[2:] == expected[2:]
     assert all(row["gradient_norm"] > 0 for row in expected[1:])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (ONE[:1], "rollout.max_context_tokens = None: is needed with task.agent"),
-        ([*AGENT[:1]], "rollout.max_context_tokens = 32: is of agents"),
-        ([*ONE, "rollout.max_context_tokens=3"], "must be above rollout.max_completion_tokens = 3"),
-        ([*ONE, "regime.mode=async", "regime.max_staleness=2"], "regime.mode = 'async': does not work with task.agent"),
-        ([*ONE, "experience.store=x"], "experience.store = 'x': does not work with task.agent yet"),
-        ([*ONE, "task.overlong_tokens=2"], "task.overlong_tokens = 2: is of completions of one turn"),
-        ([*ONE, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'.*of tokens"),
-        (
-            ["algorithm.advantage={name: turn_returns}"],
-            "algorithm.advantage = 'turn_returns': is of the turns of agents",
-        ),
-        (
-            [*ONE, "algorithm.advantage={name: turn_returns}", "task.truncated=penalize"],
-            "task.truncated = 'penalize': replaces rewards of whole trajectories",
-        ),
-        (["task.agent=alone", *AGENT[:1]], "task.agent = 'alone': takes module:function, tools or environment"),
-        (["task.agent=tools", *AGENT[:1]], "needs the functions that the model may call"),
-        (["task.agent=environment", *AGENT[:1]], "needs the environment to play"),
-        (["task.agent_seconds=3"], "task.agent_seconds = 3.0: is read with task.agent alone"),
-        ([*ONE, "task.tools=['a:b']"], r"task.tools = \['a:b'\]: is read with task.agent = tools alone"),
-    ],
-)
-def test_what_an_agent_does_not_go_with_is_refused(tmp_path, overrides, message):
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    with pytest.raises(ValueError, match=message):
-        load_config(tmp_path / "tiny.yaml", [f"output={tmp_path}", *overrides])

@@ -140,29 +140,6 @@ def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
     assert queue.left["stale_tokens"] == sum(int(one.mask.sum()) for one in old.completions) > 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["regime.mode=later"], "regime.mode = 'later': takes sync, async"),
-        (["regime.max_staleness=2"], "max_staleness = 2: is read with regime.mode = async and"),
-        (["regime.generators=2"], "generators = 2: is read with"),
-        (["regime.swap_within=true"], "swap_within = True: is read with regime.mode = async alone"),
-        (["regime.address=auto"], "address = 'auto': is read with"),
-        (["regime.generator_seconds=5"], "generator_seconds = 5.0: is read with"),
-        (["regime.mode=async"], "max_staleness = None: is needed"),
-        ([*ASYNC, "regime.offline=true"], "offline = True: has no meaning"),
-        ([*ASYNC, "regime.sync_offset=1"], "sync_offset = 1: is not read"),
-        ([*ASYNC, "regime.sync_interval=4"], "max_staleness = 2: must be at least 3, which regime.sync_interval = 4"),
-        ([*ASYNC, "experience.replay.draw_every=4"], "must be at least 3, which .*draw_every = 4 come to"),
-        ([*ASYNC, "experience.store=x"], "regime.mode = 'async': is not read beside experience.store"),
-        ([*ASYNC, "regime.generator_seconds=0"], "generator_seconds = 0.0: must be a finite number, 1 or more"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(tiny, settings, message):
-    with pytest.raises(ValueError, match=message):
-        tiny("run", *settings)
-
-
 def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(generators.importlib.util, "find_spec", lambda name: None)
     generators.require_ray(tiny("run"))

@@ -163,26 +163,6 @@ def nothing(prompts, completions, answers) -> list[float]:
     return [0.0] * len(prompts)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("experience.mix={store: x, share: 0.3}", "mix.share = 0.3: .*whole number out of rollout.group_size = 4"),
-        ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: must be above 0, below 1"),
-        ("experience.mix={store: x, of: row}", "mix.of = 'row': takes group, batch"),
-        ("experience.mix.share=0.5", "experience.mix.store has no value"),
-        ("experience.late={shortest: 3, longest: 2}", "late.longest = 2: must be at least .*shortest = 3"),
-        ("experience.replay.priority=age", "priority = 'age': takes none, reward_spread, absolute_advantage"),
-        ("experience.replay.half_life=0", "half_life = 0.0: must be above 0"),
-        ("experience.replay.capacity=3", "capacity = 3: must hold the 4 groups of a batch"),
-        ("experience.replay={draw_every: 5}", "max_reuse = 4: must be at least experience.replay.draw_every = 5"),
-        ("experience={}", "experience: give at least one of"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(tiny, setting, message):
-    with pytest.raises(ValueError, match=message):
-        tiny("run", setting)
-
-
 def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny, expert):
     mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current"]
     config = tiny("run", *mix, 'task.arithmetic.template="{a} {op} {b} ="')

@@ -198,9 +198,3 @@ def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_
     for checkpoint in (None, str(model)):
         with pytest.raises(ValueError, match=message):
             evaluate(held_out, checkpoint, str(tmp_path / "evaluation"))
-
-
-@pytest.mark.parametrize("day", ["'26.11.2026'", "2026-02-30", "'2026-1-1'", "today"])
-def test_what_is_no_day_is_refused(folder, day):
-    with pytest.raises(ValueError, match="model.chat_date = .* takes a day as YYYY-MM-DD"):
-        load_config(folder / "tiny.yaml", ["output=x", f"model.chat_date={day}"])

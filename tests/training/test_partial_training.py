@@ -96,20 +96,6 @@ def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, 
     assert Path(f"{config.output}/checkpoints/{step}/behavior_params").exists() == kept
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.lora={targets: [qeury]}"], r"model.lora.targets = \['qeury'\]: takes some of query"),
-        (["model.lora={targets: []}"], "model.lora.targets"),
-        (["model.lora={rank: 0}"], "model.lora.rank = 0"),
-        ([LORA, "model.freeze=[embedding]"], "model.freeze.*not read beside model.lora"),
-    ],
-)
-def test_contradictions_are_refused(tiny, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        tiny("x", *overrides)
-
-
 def test_adapters_of_a_warm_started_base_use_the_cached_base(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     start = "warm_start={steps: 3, batch_size: 8, learning_rate: 1e-2, wrong_fraction: 0.0}"

@@ -252,23 +252,6 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused("tokens that its policy did not choose", of=forced)
 
 
-def test_settings_that_contradict_a_store_are_refused(tiny):
-    for setting in ("regime.offline=true", "regime.sync_interval=2", "regime.sync_offset=1"):
-        key = setting.split("=")[0]
-        with pytest.raises(ValueError, match=f"{key} = .* is not read beside experience.store = 'somewhere'"):
-            tiny("run", "experience.store=somewhere", setting)
-    with pytest.raises(ValueError, match="missing_logprobs = 'ignore': takes error, unneeded, initial, current"):
-        tiny("run", "experience.store=somewhere", "experience.missing_logprobs=ignore")
-    with pytest.raises(
-        ValueError, match="experience: give at least one of store, mix, late, replay, refill and record"
-    ):
-        tiny("run", "experience.missing_logprobs=initial")
-    with pytest.raises(ValueError, match="missing_logprobs = 'initial': is read with experience.store and"):
-        tiny("run", "experience.missing_logprobs=initial", "experience.record=true")
-    with pytest.raises(ValueError, match="experience.replay = .*is not read beside experience.store = 'somewhere'"):
-        tiny("run", "experience.store=somewhere", "experience.replay.max_reuse=2")
-
-
 def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
     config = tiny("run", "experience.store=somewhere")
     show(config, dry_run(config))

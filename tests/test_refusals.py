@@ -1,0 +1,255 @@
+"""Every refusal of the schema: a config of the tiny run with these overrides names key, value and remedy."""
+
+import pytest
+
+from recjax.config import load_config
+from tests.training.tiny_run import TINY
+
+ASYNC = ["regime.mode=async", "regime.max_staleness=2"]
+CONTEXT = "rollout.max_context_tokens=32"
+AGENT = ["task.agent=tests.rollout.some_agents:one_turn", CONTEXT]
+STORE = "experience.store=somewhere"
+FOLLOW = [STORE, "experience.follow=true", CONTEXT]
+TURNS = "algorithm.advantage={name: turn_returns}"
+LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
+
+# One override, a list of them, and parts of the message.
+CASES = [
+    # Keys and values.
+    ("optimizer.learning_rat=1e-6", "'optimizer.learning_rat'", "1e-06", "did you mean 'optimizer.learning_rate'?"),
+    ("optimiser.learning_rate=1e-6", "unknown key 'optimiser'", "did you mean 'optimizer'?"),
+    ("algorithm.regulariser={}", "unknown key 'algorithm.regulariser'", "did you mean 'algorithm.regularizer'?"),
+    ("task.gsm8k.tran=x", "'task.gsm8k.tran'", "'task.gsm8k.train'"),
+    ("sync_interval=3", "'sync_interval'", "3", "'regime.sync_interval'"),
+    ("xyzzy=1", "unknown key 'xyzzy'", "keys here: seed, output, model"),
+    ("optimizer=3", "optimizer must hold keys and values", "3"),
+    ("seed", "'seed'", "key=value"),
+    ("seed=[1", "seed=[1", "YAML"),
+    ("rollout.stop=[a] # note", "rollout.stop=[a] # note", "comment"),
+    ("output=${seed}", "output", "${seed}", "not replaced", "\\${"),
+    ("algorithm.clip.name=${seed}", "algorithm.clip.name", "${seed}", "not replaced"),
+    # Types.
+    ("training.steps=many", "training.steps = 'many'", "takes an integer, in decimal digits"),
+    ("training.steps=2.5", "training.steps = 2.5", "an integer"),
+    ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast'", "a number"),
+    ("optimizer.learning_rate=1:30.5", "optimizer.learning_rate = '1:30.5'", "a number", "decimal digits"),
+    ("seed=0x1f", "seed = '0x1f'", "an integer", "decimal digits"),
+    ("seed=0o17", "seed = '0o17'", "decimal digits"),
+    ("seed=1:30", "seed = '1:30'", "decimal digits"),
+    ("seed=yes", "seed = 'yes'", "decimal digits"),
+    ("seed=3 # of five", "seed = '3 # of five'", "decimal digits"),
+    ("evaluation.initial_kl=maybe", "evaluation.initial_kl = 'maybe'", "takes true or false"),
+    ("task.reward_weights={length: 1_0}", "task.reward_weights.length = '1_0'", "a number", "decimal digits"),
+    ("rollout.stop=5", "rollout.stop = 5", "a list of texts"),
+    ("rollout.stop=[1]", "rollout.stop = [1]", "texts", "quotes"),
+    ("task={system_prompt: 5}", "task.system_prompt = 5", "takes text", "quotes"),
+    ("training.profile_steps=3", "training.profile_steps = 3", "a list of integers or null"),
+    ("training.profile_steps=[[1], [2]]", "training.profile_steps = [[1], [2]]", "a list of integers"),
+    ("training.profile_steps=[a, b]", "training.profile_steps = ['a', 'b']", "integers", "decimal digits"),
+    # Bounds.
+    ("training.steps=0", "training.steps = 0", "1 or more"),
+    ("rollout.slots=0", "rollout.slots = 0", "1 or more"),
+    ("rollout.temperature=0", "rollout.temperature = 0", "0.01 or more", "at most 100"),
+    ("rollout.temperature=1e-30", "rollout.temperature = 1e-30", "0.01 or more"),
+    ("rollout.top_p=1.5", "rollout.top_p = 1.5", "at most 1"),
+    ("rollout.min_p=1.5", "rollout.min_p = 1.5", "at most 1"),
+    ("evaluation.min_p=-0.1", "evaluation.min_p = -0.1", "0 or more"),
+    ("evaluation.temperature=1e-30", "evaluation.temperature = 1e-30", "0.01 to 100", "greedy"),
+    ("seed=4294967296", "seed = 4294967296", "at most 4294967295"),
+    ("rollout.top_k=9223372036854775808", "rollout.top_k = 9223372036854775808", "64-bit"),
+    ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan", "finite"),
+    ("optimizer.learning_rate=.inf", "optimizer.learning_rate = inf", "finite"),
+    ("optimizer.learning_rate=1e30", "optimizer.learning_rate = 1e+30", "at most 1"),
+    ("optimizer.weight_decay=1e30", "optimizer.weight_decay = 1e+30", "at most 1"),
+    ("optimizer.beta2=1.0", "optimizer.beta2 = 1.0", "below 1"),
+    ("optimizer.epsilon=0", "optimizer.epsilon = 0", "above 0"),
+    ("optimizer.epsilon=.inf", "optimizer.epsilon = inf", "finite"),
+    ("optimizer.epsilon=1e30", "optimizer.epsilon = 1e+30", "at most 1"),
+    ("task.success=.inf", "task.success = inf", "finite"),
+    ("task.success=.nan", "task.success = nan", "finite"),
+    ("task.success=1e30", "task.success = 1e+30", "below 1e+20"),
+    ("task.reward_weights={length: .inf}", "task.reward_weights.length = inf", "finite"),
+    ("task.agent_failure_reward=1e10", "task.agent_failure_reward = 10000000000.0", "at most 1000000000"),
+    ("grading.seconds=0", "grading.seconds = 0", "0.1 or more"),
+    ("model.lora={alpha: 0}", "model.lora.alpha = 0", "above 0"),
+    ("model.lora={rank: 0}", "model.lora.rank = 0", "1 or more"),
+    ("mesh.fsdp=0", "mesh.fsdp = 0", "takes a number of devices, or -1"),
+    ([*ASYNC, "regime.generator_seconds=0"], "generator_seconds = 0: must be 1 or more"),
+    ("experience.replay.half_life=0", "half_life = 0: must be above 0"),
+    ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: must be above 0, below 1"),
+    # Forms of texts.
+    ("model.freeze=['(']", "model.freeze = ['(']", "'(' is not a regular expression"),
+    ("model.chat_date='26.11.2026'", "model.chat_date = '26.11.2026'", "takes a day as YYYY-MM-DD"),
+    ("model.chat_date=2026-02-30", "model.chat_date = '2026-02-30'", "takes a day"),
+    ("model.chat_date='2026-1-1'", "model.chat_date = '2026-1-1'", "takes a day"),
+    ("model.chat_date=today", "model.chat_date = 'today'", "takes a day"),
+    ("model.chat_template_kwargs={tools: []}", "model.chat_template_kwargs", "column or field `tools`"),
+    ("model.chat_template_kwargs={tokenize: true}", "model.chat_template_kwargs", "tokenize is set by recjax"),
+    ("model.chat_template_kwargs={enable-thinking: true}", "model.chat_template_kwargs", "variables", "by name"),
+    (["task.agent=alone", CONTEXT], "task.agent = 'alone': takes module:function, tools or environment"),
+    (["task.agent=tools", "task.tools=[a]", CONTEXT], "task.tools = ['a']: takes module:name"),
+    ([*FOLLOW, "experience.group_by=session"], "group_by = 'session': takes group, prompt, or metadata.KEY"),
+    ([*FOLLOW, "experience.group_by=metadata."], "group_by = 'metadata.': takes group, prompt, or metadata.KEY"),
+    # Choices.
+    ("optimizer.schedule=cosin", "optimizer.schedule = 'cosin'", "did you mean 'cosine'?"),
+    ("model.attention=flash", "model.attention = 'flash'", "auto, plain, cudnn, splash"),
+    ("model.remat=true", "model.remat = True", "none, dots, full"),
+    ("model.dtype=float16", "model.dtype = 'float16'", "did you mean 'bfloat16'?"),
+    ("model.lora={targets: [qeury]}", "model.lora.targets = ['qeury']", "takes some of query"),
+    ("model.lora={targets: []}", "model.lora.targets = []", "takes some of query"),
+    ("task.truncated=drop", "task.truncated = 'drop'", "train, mask, penalize"),
+    ("task.truncated=penalise", "task.truncated = 'penalise'", "did you mean 'penalize'?"),
+    ("rollout.long_prompts=cut", "rollout.long_prompts = 'cut'", "refuse, drop"),
+    ("regime.mode=later", "regime.mode = 'later': takes sync, async"),
+    ("experience.mix={store: x, of: row}", "mix.of = 'row': takes group, batch"),
+    ("experience.replay.priority=age", "priority = 'age': takes none, reward_spread, absolute_advantage"),
+    ([STORE, "experience.missing_logprobs=ignore"], "'ignore': takes error, unneeded, initial, current"),
+    # Model.
+    ("model.path=some/folder", "model.path", "model.decoder", "exactly one"),
+    ("model.decoder=null", "model.path", "found none"),
+    ("model.decoder.num_heads=3", "model.decoder.hidden_size = 16", "num_heads = 3"),
+    ("model.decoder.num_kv_heads=4", "model.decoder.num_kv_heads = 4: must divide", "num_heads = 2"),
+    ("model.chat_template_kwargs={enable_thinking: false}", "model.chat_template_kwargs", "model.decoder", "remove"),
+    ([LORA, "model.freeze=[embedding]"], "model.freeze = ['embedding']: does not work with model.lora; remove one"),
+    ("mesh.tensor=-1", "mesh.data and mesh.tensor", "only one"),
+    ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
+    ("algorithm.distillation.coefficient=0.1", "algorithm.distillation = 'on': needs a teacher: set model.teacher"),
+    # Task.
+    ("task=gms8k", "override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"),
+    ("task=nonsense", "'nonsense'", "arithmetic", "gsm8k", "reasoning_gym:GENERATOR"),
+    ("task=reasoning_gym", "'reasoning_gym'", "reasoning_gym:GENERATOR"),
+    ("task=gsm8k:easy", "'gsm8k:easy'", "'gsm8k'"),
+    ("task=reasoning_gym:leter_counting", "'leter_counting'", "did you mean 'letter_counting'"),
+    ("task.file.train=a.jsonl", "task.arithmetic", "task.file", "exactly one"),
+    ("task.gsm8k.train=x", "task.arithmetic", "task.gsm8k", "exactly one"),
+    ("task.arithmetic=null", "task: give exactly one of", "found none"),
+    (["task={file: {}}", "task.arithmetic=null"], "task.file.train has no value; set it in the file or as"),
+    ("task.reward=number_match", "task.reward = 'number_match'", "module:function", "reasoning_gym"),
+    ("task.system_prompt=Be brief.", "task.system_prompt = 'Be brief.'", "plain text", "remove it"),
+    ("task.truncated_reward=-1", "task.truncated_reward = -1.0", "task.truncated = penalize", "remove"),
+    ("grading.workers=4", "grading", "does not apply", "tiny_run:digit_share", "remove"),
+    ("task.overlong_tokens=4", "task.overlong_tokens = 4: must be at most rollout.max_completion_tokens = 3"),
+    # Agents.
+    (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),
+    (CONTEXT, "rollout.max_context_tokens = 32: applies only with task.agent or experience.follow; set one of them"),
+    ([*AGENT, "rollout.max_context_tokens=3"], "must be above rollout.max_completion_tokens = 3"),
+    ([*AGENT, *ASYNC], "regime.mode = 'async': does not work with task.agent"),
+    ([*AGENT, STORE], "experience.store = 'somewhere': does not work with task.agent"),
+    ([*AGENT, "experience.mix={store: x}"], "experience.mix = {'store': 'x'", "does not work with task.agent"),
+    ([*AGENT, "task.overlong_tokens=2"], "task.overlong_tokens = 2: does not work with task.agent"),
+    ([*AGENT, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'", "of tokens"),
+    (TURNS, "algorithm.advantage = 'turn_returns': reads the turns of agents", "set task.agent"),
+    ([*AGENT, TURNS, "task.truncated=penalize"], "task.truncated = 'penalize': replaces rewards of whole trajectories"),
+    (["task.agent=tools", CONTEXT], "task.agent = 'tools': needs the functions that the model may call"),
+    (["task.agent=environment", CONTEXT], "task.agent = 'environment': needs the environment to play"),
+    ("task.agent_seconds=3", "task.agent_seconds = 3.0: applies only with task.agent; set it"),
+    ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
+    ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
+    (
+        [*AGENT, "algorithm.preset=pairwise_consistency", "training.tokens_per_micro_batch=64"],
+        "training.tokens_per_micro_batch = 64: does not work with task.agent and an algorithm that compares",
+    ),
+    # Sampling and staleness.
+    ("rollout.long_prompts=drop", "rollout.long_prompts = 'drop'", "rollout.max_prompt_tokens; set it"),
+    (["regime.offline=true", "regime.sync_interval=20"], "regime.sync_interval = 20", "regime.offline; remove one"),
+    (["regime.offline=true", "regime.sync_offset=2"], "regime.sync_offset = 2", "regime.offline; remove one"),
+    ("regime.max_staleness=2", "max_staleness = 2: applies only with regime.mode = async or experience.follow"),
+    ("regime.generators=2", "generators = 2: applies only with regime.mode = async; set it"),
+    ("regime.swap_within=true", "swap_within = True: applies only with regime.mode = async"),
+    ("regime.address=auto", "address = 'auto': applies only with regime.mode = async"),
+    ("regime.generator_seconds=5", "generator_seconds = 5.0: applies only with regime.mode = async"),
+    ("regime.mode=async", "max_staleness = None: is required with regime.mode = async"),
+    ([*ASYNC, "regime.offline=true"], "offline = True: does not work with regime.mode = async"),
+    ([*ASYNC, "regime.sync_offset=1"], "sync_offset = 1: does not work with regime.mode = async"),
+    ([*ASYNC, "regime.sync_interval=4"], "max_staleness = 2: must be at least 3", "due to regime.sync_interval = 4"),
+    ([*ASYNC, "experience.replay.draw_every=4"], "must be at least 3", "draw_every = 4"),
+    ([*ASYNC, STORE], "regime.mode = 'async': does not work with experience.store"),
+    # Experience.
+    ("experience={}", "experience: give at least one of store, mix, late, replay, refill and record"),
+    ("experience.missing_logprobs=initial", "experience: give at least one of store"),
+    ("experience.mix={store: x, share: 0.3}", "mix.share = 0.3", "whole number out of rollout.group_size = 4"),
+    ("experience.mix.share=0.5", "experience.mix.store has no value"),
+    ("experience.late={shortest: 3, longest: 2}", "late.longest = 2: must be at least", "shortest = 3"),
+    ("experience.replay.capacity=3", "capacity = 3: must hold the 4 groups of a batch"),
+    ("experience.replay={draw_every: 5}", "max_reuse = 4: must be at least experience.replay.draw_every = 5"),
+    (
+        ["experience.refill={}", "experience.replay={}"],
+        "{'batches': 10}: does not work with experience.replay",
+    ),
+    (["experience.refill={}", *ASYNC], "refill = {'batches': 10}: does not work with regime.mode = async"),
+    (
+        ["experience.record=true", "experience.missing_logprobs=initial"],
+        "applies only with experience.store",
+    ),
+    (["experience.record=true", "experience.regrade=true"], "experience.regrade = True: applies only with"),
+    ([STORE, "experience.record=true"], "experience.record = True: does not work with experience.store; remove one"),
+    ([STORE, "experience.late.longest=2"], "experience.late = {", "does not work with experience.store"),
+    ([STORE, "experience.mix={store: x}"], "experience.mix = {", "does not work with experience.store"),
+    ([STORE, "experience.refill={}"], "experience.refill = {", "does not work with experience.store"),
+    ([STORE, "experience.replay.max_reuse=2"], "experience.replay = {", "does not work with experience.store, except"),
+    ([STORE, "regime.offline=true"], "regime.offline = True: does not work with experience.store"),
+    ([STORE, "regime.sync_interval=2"], "regime.sync_interval = 2: does not work with experience.store"),
+    ([STORE, "regime.sync_offset=1"], "regime.sync_offset = 1: does not work with experience.store"),
+    # A followed store.
+    ([*FOLLOW, "experience.store=null"], "give at least one of store"),
+    (["experience.record=true", *FOLLOW[1:]], "experience.follow = True: applies only with experience.store; set it"),
+    ([STORE, "experience.group_by=prompt"], "group_by = 'prompt': applies only with experience.follow; set it"),
+    ([STORE, "experience.deadline_seconds=9"], "deadline_seconds = 9.0: applies only with experience.follow; set it"),
+    ([*FOLLOW, "regime.max_staleness=1"], "max_staleness = 1: must be at least training.checkpoint_every - 1 = 2"),
+    ([*FOLLOW, "experience.replay={max_staleness: 1}"], "experience.replay.max_staleness = 1: must be at least"),
+    ([*FOLLOW, "experience.replay.draw_every=2"], "draw_every = 2: does not work with experience.follow"),
+    ([*FOLLOW, "regime.sync_interval=3"], "regime.sync_interval = 3: does not work with experience.store"),
+    ([*FOLLOW, "experience.missing_logprobs=initial"], "missing_logprobs = 'initial'", "use current or unneeded"),
+    (FOLLOW[:2], "rollout.max_context_tokens = None: is required with experience.follow"),
+    ([*FOLLOW, "rollout.group_size=1"], "rollout.group_size = 1", "is always 0"),
+    # Training and evaluation.
+    ("optimizer.warmup_steps=7", "optimizer.warmup_steps = 7", "must be below training.steps = 7"),
+    ("training.micro_batch_prompts=3", "training.micro_batch_prompts = 3", "rollout.prompts_per_step = 4"),
+    (
+        "training={micro_batch_prompts: 2, tokens_per_micro_batch: 512}",
+        "training.micro_batch_prompts = 2: does not work with training.tokens_per_micro_batch; remove one of them",
+    ),
+    ("training.profile_steps=[0, 2]", "training.profile_steps = [0, 2]", "1 <= first", "or null"),
+    ("training.profile_steps=[4, 3]", "training.profile_steps = [4, 3]", "first <= last"),
+    ("training.profile_steps=[3, 8]", "training.profile_steps = [3, 8]", "training.steps = 7"),
+    ("training.profile_steps=[3]", "training.profile_steps = [3]", "takes [first, last]"),
+    *(
+        (["evaluation.temperature=0", f"evaluation.{key}"], f"evaluation.{key.split('=')[0]} = ", "temperature above 0")
+        for key in ("initial_kl=true", "top_k=3", "top_p=0.9", "min_p=0.1")
+    ),
+    # Algorithm.
+    ("rollout.group_size=1", "rollout.group_size = 1", "group_mean is always 0", "raw_reward"),
+    ("algorithm.preset=rec_one_sided_nois", "algorithm.preset", "rec_one_sided_nois", "rec_one_side_nois"),
+    ("algorithm.clip.epsilon_lo=0.3", "algorithm.clip.epsilon_lo", "0.3", "epsilon_low"),
+    ("algorithm.clip.outer_low=0.3", "outer_low", "0.3", "one_side"),
+    ("algorithm.weight.temperature=2.0", "temperature", "2.0"),
+    ("algorithm.clip.name=oneside", "oneside", "one_side"),
+    ("algorithm.clip.epsilon_low=wide", "epsilon_low", "wide"),
+    (
+        ["algorithm.preset=gdpo", "task.truncated=penalize"],
+        "task.truncated = 'penalize': replaces rewards, but this algorithm's advantage reads the rewards' parts",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """The tiny run's file."""
+    path = tmp_path_factory.mktemp("refusals") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.mark.parametrize(("overrides", "parts"), [(case[0], case[1:]) for case in CASES], ids=str)
+def test_refusals_name_key_value_and_remedy(path, overrides, parts):
+    with pytest.raises(ValueError) as error:
+        load_config(path, [overrides] if isinstance(overrides, str) else overrides)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_each_value_that_is_refused_has_its_line(path):
+    with pytest.raises(ValueError) as error:
+        load_config(path, ["training.steps=0", "optimizer.beta1=2", "seed=-1"])
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3 and all(line.startswith("override ") for line in lines)
