@@ -14,12 +14,18 @@ from recjax.analysis.sweeps import read_sweep
 from recjax.config import (
     KEYS,
     Attention,
+    Config,
+    DecoderShape,
+    ModelConfig,
     Priority,
     Projection,
     ReasoningGymTask,
+    RegimeConfig,
     Remat,
+    RolloutConfig,
     TaskConfig,
     load_config,
+    make_config,
     to_yaml,
 )
 from recjax.config import help as config_help
@@ -198,6 +204,23 @@ def test_the_tasks_own_reward_stands_where_none_is_named():
     assert load("task.arithmetic.worked=true").task.reward_name() == "recjax.tasks.rewards:last_number_match"
     assert load("task=gsm8k", "task.reward=a:b").task.reward_name() == "a:b"
     assert load("task=reasoning_gym:gcd", "task.reward=math").task.reward_name() == "math"
+
+
+def test_a_config_can_be_written_in_python():
+    model = ModelConfig(decoder=DecoderShape())
+    config = Config(output="runs/own", model=model, task="arithmetic", rollout=RolloutConfig(group_size=2))
+    nested = {"model": {"decoder": {}}, "task": {"arithmetic": {}}, "rollout": {"group_size": 2}}
+    assert config == Config(output="runs/own", **nested) == make_config({"output": "runs/own", **nested})
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+    for wrong, words in (
+        ({"regime": RegimeConfig(mode="async")}, "regime.max_staleness = None: is required"),
+        ({"regime": {"sync_interval": 0}}, r"regime.sync_interval\n.*greater than or equal to 1 .*input_value=0"),
+        ({"task": "gms8k"}, "did you mean 'gsm8k'"),
+        ({"stepz": 3}, r"stepz\n.*not permitted"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Config(**{"output": "runs/own", "model": model, "task": "arithmetic"} | wrong)
 
 
 def test_file_errors_name_the_file(tmp_path):

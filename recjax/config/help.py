@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from recjax.config.fields import Block, block_of, takes
+from recjax.config.fields import Block, block_of, default_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
@@ -29,25 +29,25 @@ class Section(NamedTuple):
     keys: list[Key]
 
 
-def sections(of: type[Block] = Config, name: str = "") -> Iterator[Section]:
+def sections(of: type[Block] = Config, name: str = "", rules: str = "") -> Iterator[Section]:
     """The block, then the blocks inside it, in the schema's order."""
     fields = of.model_fields
-    keys = [
-        Key(f"{name}{key}", _default(field), takes(field.annotation), field.description)
-        for key, field in fields.items()
-        if not block_of(field.annotation)
-    ]
+    keys = []
+    for key, field in fields.items():
+        if not block_of(field.annotation):
+            default = "–" if field.is_required() else write_yaml(default_of(field), flow=True)
+            meaning = f"{field.description.rstrip('.')}.{_rules(field)}"
+            keys.append(Key(f"{name}{key}", default, takes(field.annotation), meaning))
     if keys:
-        yield Section(name.rstrip("."), inspect.getdoc(of).split("\n\n")[0].replace("\n", " "), keys)
+        yield Section(name.rstrip("."), inspect.getdoc(of).split("\n\n")[0].replace("\n", " ") + rules, keys)
     for key, field in fields.items():
         if nested := block_of(field.annotation):
-            yield from sections(nested, f"{name}{key}.")
+            yield from sections(nested, f"{name}{key}.", _rules(field))
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "–"
-    return write_yaml(field.get_default(call_default_factory=True), flow=True)
+def _rules(field: FieldInfo) -> str:
+    needs, excludes = field.json_schema_extra.values()
+    return f" Only with {needs}." * bool(needs) + f" Not with {excludes}." * bool(excludes)
 
 
 def as_text() -> str:
@@ -74,6 +74,6 @@ def as_markdown() -> str:
         lines += ["", f"## {section.name or 'The run'}", "", section.meaning, ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
         for key in section.keys:
-            meaning = f"{key.meaning[:1].upper()}{key.meaning[1:].rstrip('.')}.".replace("|", "\\|")
+            meaning = f"{key.meaning[:1].upper()}{key.meaning[1:]}".replace("|", "\\|")
             lines.append(f"| `{key.name}` | {key.takes} | `{key.default}` | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ import pydantic
 
 from recjax.config.fields import Block, block_of, parts_of, plain_type, refusal
 from recjax.config.schema import KEYS, Config
-from recjax.config.tasks import TASKS
+from recjax.config.tasks import named_task
 from recjax.config.yaml_values import is_decimal, read_override, read_yaml_file, write_yaml
 
 
@@ -78,7 +78,10 @@ def _merge(into: dict, layer: Any, block: type[Block], prefix: str, source: str,
         annotation = block.model_fields[key].annotation
         nested = block_of(annotation)
         if name == "task" and isinstance(value, str):
-            into[key] = _named_task(value, source)
+            try:
+                into[key] = named_task(value)
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from None
         elif nested and value is not None:
             into[key] = into[key] if isinstance(into.get(key), dict) else {}
             _merge(into[key], value, nested, f"{name}.", source, sources)
@@ -155,23 +158,6 @@ def _parse_override(text: str) -> dict:
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     return parsed
-
-
-def _named_task(text: str, source: str) -> dict[str, dict]:
-    """The task block that a text such as "gsm8k" or "reasoning_gym:letter_counting" stands for.
-
-    Raises:
-        ValueError: it names no task.
-    """
-    name, colon, generator = text.partition(":")
-    if name == "reasoning_gym" and generator:
-        return {name: {"name": generator}}
-    names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
-    if text not in names or colon:
-        near = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}, or a block"
-        raise ValueError(f"{source}: task = {text!r} names no task; {hint}")
-    return {name: {}}
 
 
 def unknown_keys(values: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """The schema of a run: every key with its type, default, bounds and meaning, and the contradictions between keys."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -20,7 +20,7 @@ from recjax.config.fields import (
     schema_keys,
 )
 from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
-from recjax.config.tasks import GradingConfig, TaskConfig
+from recjax.config.tasks import GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
@@ -202,7 +202,7 @@ class Config(Block):
     seed: Int = key(0, "Seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)
     output: str = key(..., "Folder of the run; a stopped run resumes from it")
     model: ModelConfig = key(ModelConfig)
-    task: TaskConfig = key(TaskConfig)
+    task: Annotated[TaskConfig, pydantic.BeforeValidator(named_task)] = key(TaskConfig)
     grading: GradingConfig = key(GradingConfig)
     warm_start: WarmStartConfig | None = key(None)
     rollout: RolloutConfig = key(RolloutConfig)

@@ -1,5 +1,6 @@
 """The config blocks `task` and `grading`: problems and their rewards."""
 
+import difflib
 from typing import Any, Literal
 
 from recjax.algorithms.options import require
@@ -156,6 +157,25 @@ class TaskConfig(Block):
         require(self.agent != "tools" or bool(self.tools), "task.agent", self.agent, remedy)
         remedy = "needs the environment to play: task.environment=module:class"
         require(self.agent != "environment" or self.environment is not None, "task.agent", self.agent, remedy)
+
+
+def named_task(value: Any) -> Any:
+    """The task block that a text such as "gsm8k" or "reasoning_gym:letter_counting" stands for; other values as given.
+
+    Raises:
+        ValueError: the text names no task.
+    """
+    if not isinstance(value, str):
+        return value
+    name, colon, generator = value.partition(":")
+    if name == "reasoning_gym" and generator:
+        return {name: {"name": generator}}
+    names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
+    if value not in names or colon:
+        near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}, or a block"
+        raise ValueError(f"task = {value!r} names no task; {hint}")
+    return {name: {}}
 
 
 # A config has exactly one of these.
