@@ -37,7 +37,7 @@ setup(
         "pandas>=2.2",
         "pebble>=5.1",
         "pyarrow>=17.0",
-        "pydantic>=2.11",
+        "pydantic>=2.10",
         "rich>=13.0",
         "safetensors>=0.6",
         "scipy>=1.15",

@@ -13,6 +13,7 @@ import yaml
 from recjax.analysis.sweeps import read_sweep
 from recjax.config import (
     KEYS,
+    ArithmeticTask,
     Attention,
     Config,
     DecoderShape,
@@ -34,6 +35,7 @@ from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import REMAT
 from recjax.models.decoder_config import PROJECTIONS
+from tests.test_tutorials import blocks
 
 QUICKSTART = "experiments/quickstart.yaml"
 ROOT = Path(__file__).parents[1]
@@ -211,6 +213,9 @@ def test_a_config_can_be_written_in_python():
     config = Config(output="runs/own", model=model, task="arithmetic", rollout=RolloutConfig(group_size=2))
     nested = {"model": {"decoder": {}}, "task": {"arithmetic": {}}, "rollout": {"group_size": 2}}
     assert config == Config(output="runs/own", **nested) == make_config({"output": "runs/own", **nested})
+    block = next(block for block in blocks(ROOT / "docs/runs.md") if block.language == "python")
+    exec(block.text, names := {})
+    assert names["config"].rollout.group_size == 8 and names["config"].task == TaskConfig(arithmetic=ArithmeticTask())
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
     for wrong, words in (
