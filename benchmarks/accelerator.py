@@ -74,7 +74,8 @@ def compared(letter: str, systems: str, seconds: float) -> Part:
 
 def read_tests(_: Path, printed: str) -> dict[str, Any]:
     """Numbers of tests that passed, failed or were skipped, and the lines about those that failed."""
-    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", printed)}
+    words = re.findall(r"::\S+ (PASSED|FAILED|ERROR|SKIPPED)", printed)
+    counts = {word.lower(): words.count(word) for word in words}
     failures = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
     return counts | {"failures": [line[:300] for line in failures[:40]]}
 
@@ -90,7 +91,7 @@ def parts() -> dict[str, Part]:
     """All parts, by worth."""
     small = ["training.steps=2", "warm_start.steps=2", "evaluation.problems=16"] if FLAGS.rehearsal else []
     config = ["--config", str(REPOSITORY / "experiments" / "quickstart.yaml")]
-    tests = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rf", "--tb=short", "tests/gpu"]
+    tests = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "--tb=short", "tests/gpu"]
     torch = "torch_shared:bfloat16"
     return {
         "device": computed("device", 60),

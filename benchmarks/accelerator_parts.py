@@ -56,7 +56,8 @@ HALF = Shape(Sizes(151936, 896, 4864, 24, 14, 2, 64), 8, 8, 128, 257, ())
 LARGE = Shape(Sizes(151936, 1536, 8960, 28, 12, 2, 128), 8, 8, 256, 257, ())
 PARITY = Shape(SMALL, 4, 4, 64, 65, ())
 if REHEARSAL:
-    HALF = LARGE = PARITY = Shape(TINY, 2, 4, 16, 33, ())
+    HALF = PARITY = Shape(TINY, 2, 4, 16, 33, ())
+    LARGE = dataclasses.replace(HALF)
 BRIEF = dataclasses.replace(HALF, completion_tokens=49)  # one length of the cache, and so one program of decoding
 REPEATS = 2 if REHEARSAL else 3
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -312,7 +313,7 @@ def model(shape: Shape) -> None:
         ("update", "none", ()),
         ("update_packed", "none", (f"training.tokens_per_micro_batch={budget}",)),
         ("update_recomputed", "full", ("training.micro_batch_prompts=1",)),
-    ]:
+    ][: 2 if shape is HALF else 3]:
         with attempt(name), tempfile.TemporaryDirectory() as folder:
             config = config_of(shape, "bfloat16", Path(folder), f"model.remat={remat}", *lines)
             recipe = recipe_of(config, decoder.clone(remat=remat))
