@@ -221,9 +221,12 @@ def batch_of(shape: Shape, tokens: np.ndarray, logprobs: np.ndarray) -> Batch:
 def config_of(shape: Shape, precision: str, folder: Path, *lines: str) -> Config:
     """The config of a run of the shape, as the other benchmarks have it; the model's folder has no weights."""
     tokenizer, config = word_tokenizer(shape.model.vocabulary), DecoderConfig(*dataclasses.astuple(shape.model))
-    for name in ("prompts", "held_out"):
-        row = json.dumps({"prompt": tokenizer.decode([1]), "answer": "-"})
-        (folder / f"{name}.jsonl").write_text(f"{row}\n" * shape.prompts)
+    for name, first in (("prompts", 1), ("held_out", 1 + shape.prompts)):
+        texts = [
+            tokenizer.decode([place, *[1] * (shape.prompt_tokens - 1)]) for place in range(first, first + shape.prompts)
+        ]
+        rows = [json.dumps({"prompt": text, "answer": "-"}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "model").mkdir(exist_ok=True)
     write_base(folder / "model", config, tokenizer, (shape.model.vocabulary,))
     given = Inputs(folder, dataclasses.asdict(shape), precision, {"name": "run", "lines": []}, *(None,) * 4)

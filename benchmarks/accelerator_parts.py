@@ -108,7 +108,9 @@ def model(shape: Shape) -> None:
     with attempt("decode_kernels"):
         note(decode_kernels=generate(decoder, weights, shape, profile=len(rounds) - 1)[3])
     del weights
-    state = None
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(shape, "bfloat16", Path(folder))
+    recipe, state = recipe_of(config, decoder), None
     longest = shape.prompt_tokens + shape.completion_tokens - 1
     group = shape.prompt_tokens - 1 + shape.group_size * shape.completion_tokens
     for name, rows in [
@@ -116,9 +118,7 @@ def model(shape: Shape) -> None:
         ("update_packed_groups", RowShape(2, -(-group // TILE) * TILE)),
         ("update_packed", row_shape(8 * longest, longest)),
     ]:
-        with attempt(name), tempfile.TemporaryDirectory() as folder:
-            config = config_of(shape, "bfloat16", Path(folder))
-            recipe = recipe_of(config, decoder)
+        with attempt(name):
             if state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 state = None
                 params = init_params(decoder.config, jax.random.key(0)) if params is None else params
