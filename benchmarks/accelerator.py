@@ -1,0 +1,221 @@
+"""Measures this package on the GPU or TPU of one host, the most telling parts first; writes a JSON file.
+
+    python -m benchmarks.accelerator --out FILE.json [--budget 600] [--only device,half_billion] [--rehearsal]
+    python -m benchmarks.accelerator_page FILE.json      # the page of docs/accelerator.md
+
+Each part is a process of its own with a time limit, alone on the device; what it has found so far is kept if it is
+stopped or fails, and the file is written after each part. A part that does not fit the budget is skipped with the
+reason. `--rehearsal` runs everything in small sizes on the CPU.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+REPOSITORY = Path(__file__).parents[1]
+# Names of XLA's groups of operations that become CUDA graphs, loops among them.
+GROUPS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+GRAPHS = f"--xla_gpu_enable_command_buffer={GROUPS}"
+LEAST = 20  # seconds: a part is not started with less
+
+
+class Part(NamedTuple):
+    """A part's time limit and command.
+
+    Attributes:
+        command: arguments after `python`, given the file for its findings.
+        read: findings from that file and from what was printed; None: the file holds them as JSON.
+        environment: more variables; the memory that JAX takes is for one process at a time.
+    """
+
+    seconds: float
+    command: Callable[[Path], list[str]]
+    read: Callable[[Path, str], dict[str, Any]] | None = None
+    environment: dict[str, str] = {}
+
+
+def computed(name: str, seconds: float, **environment: str) -> Part:
+    """A part of benchmarks.accelerator_parts."""
+    rehearsal = ["rehearsal"] if FLAGS.rehearsal else []
+    return Part(
+        seconds,
+        lambda file: ["-m", "benchmarks.accelerator_parts", name, str(file), *rehearsal],
+        environment=environment,
+    )
+
+
+def compared(letter: str, systems: str, seconds: float) -> Part:
+    """benchmarks.run on a shape; its processes share the device's memory."""
+    platform = "tpu" if Path("/dev/accel0").exists() else "cuda"
+    shape, rounds = ("toy", "1") if FLAGS.rehearsal else (letter, "3")
+
+    def command(file: Path) -> list[str]:
+        options = ["--systems", systems, "--python", f"torch={sys.executable}", "--repeats", rounds, "--patience", "0"]
+        return ["-m", "benchmarks.run", "--shape", shape, "--out", str(file), "--warmups", "1", *options]
+
+    def read(file: Path, _: str) -> dict[str, Any]:
+        result = json.loads(file.read_text())
+        return {name: result.get(name) for name in ("rows", "skipped", "checks", "peaks", "notes")}
+
+    return Part(seconds, command, read, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": platform})
+
+
+def read_tests(_: Path, printed: str) -> dict[str, Any]:
+    """Numbers of tests that passed, failed or were skipped, and the lines about those that failed."""
+    words = re.findall(r"::\S+ (PASSED|FAILED|ERROR|SKIPPED)", printed)
+    counts = {word.lower(): words.count(word) for word in words}
+    failures = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+    return counts | {"failures": [line[:300] for line in failures[:40]]}
+
+
+def read_quickstart(file: Path, _: str) -> dict[str, Any]:
+    """Accuracy before and after, and seconds."""
+    rows = [json.loads(line) for line in (file.with_suffix("") / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [row["evaluation/accuracy"] for row in rows if "evaluation/accuracy" in row]
+    return {"accuracy": [accuracy[0], accuracy[-1]], "wall_seconds": rows[-1].get("wall_seconds"), "rows": len(rows)}
+
+
+def parts() -> dict[str, Part]:
+    """All parts, by worth."""
+    small = ["training.steps=2", "warm_start.steps=2", "evaluation.problems=16"] if FLAGS.rehearsal else []
+    config = ["--config", str(REPOSITORY / "experiments" / "quickstart.yaml")]
+    tests = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "--tb=short", "tests/gpu"]
+    torch = "torch_shared:bfloat16"
+    return {
+        "device": computed("device", 60),
+        "gpu_tests": Part(120, lambda _: tests, read_tests),
+        "parity": computed("parity", 70),
+        "half_billion": computed("half_billion", 150),
+        "one_and_a_half_billion": computed("one_and_a_half_billion", 150),
+        "decode_unrolled": computed("decode_unrolled", 60),
+        "decode_graphs": computed("decode_graphs", 60, XLA_FLAGS=GRAPHS),
+        "shape_a": compared("a", "recjax:bfloat16", 60),
+        "shape_c": compared("c", "recjax:bfloat16", 60),
+        "shape_d": compared("d", "recjax:bfloat16", 90),
+        "shape_b": compared("b", "recjax:bfloat16", 90),
+        "torch_a": compared("a", torch, 90),
+        "torch_c": compared("c", torch, 90),
+        "torch_d": compared("d", torch, 120),
+        "slots": computed("slots", 90),
+        "attention": computed("attention", 60),
+        "decode_scanned": computed("decode_scanned", 60),
+        "decode_unrolled_graphs": computed("decode_unrolled_graphs", 60, XLA_FLAGS=GRAPHS),
+        "prediction": computed("prediction", 120),
+        "quickstart": Part(
+            180, lambda file: ["-m", "recjax.train", *config, f"output={file.with_suffix('')}", *small], read_quickstart
+        ),
+    }
+
+
+def unfit(name: str) -> str | None:
+    """Why a part cannot run on this machine; None if it can."""
+    if name == "shape_b" and not FLAGS.rehearsal and not (REPOSITORY / "models/SmolLM2-135M-Instruct").is_dir():
+        return "models/SmolLM2-135M-Instruct is not there"
+    if FLAGS.rehearsal and "graphs" in name:
+        return "CUDA graphs are for a GPU"
+    if name.startswith("torch"):
+        code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
+            return "torch is not there, or sees no GPU"
+    return None
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def measured(name: str, part: Part, limit: float, folder: Path) -> dict[str, Any]:
+    """Runs a part; its findings, with `seconds` and, unless it is done, `why`."""
+    file, log = folder / f"{name}.json", folder / f"{name}.log"
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, "PYTHONPATH": _path(), **part.environment}
+    environment |= {"RECJAX_CACHE": str(folder / "cache")}
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
+    if FLAGS.rehearsal:
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    started = time.monotonic()
+    with log.open("w") as printed:
+        process = subprocess.Popen(
+            [sys.executable, *part.command(file)],
+            cwd=REPOSITORY,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout=limit)
+            why = None if status == 0 else f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            why = f"stopped after {limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds, text = time.monotonic() - started, log.read_text(errors="replace")
+    try:
+        found = part.read(file, text) if part.read else json.loads(file.read_text())
+    except (OSError, ValueError, LookupError) as error:
+        found, why = {}, why or f"{type(error).__name__}: {error}"
+    if why:
+        say(text[-3000:])
+        found |= {"why": why, "last_words": text[-1500:]}
+    return {"seconds": round(seconds, 1)} | found
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+
+
+def write(content: dict) -> None:
+    """Writes the file, whole or not at all."""
+    out = Path(FLAGS.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(out)
+
+
+def main(_) -> None:
+    """Runs the parts within the budget."""
+    started, everything = time.monotonic(), parts()
+    chosen = FLAGS.only or list(everything)
+    if unknown := [name for name in chosen if name not in everything]:
+        sys.exit(f"error: --only {','.join(unknown)}: there is no such part; take some of {', '.join(everything)}")
+    content = {"command": sys.argv[1:], "date": time.strftime("%Y-%m-%d"), "rehearsal": FLAGS.rehearsal}
+    content |= {"parts": {}, "skipped": {}}
+    with tempfile.TemporaryDirectory(prefix="recjax_accelerator_", ignore_cleanup_errors=True) as place:
+        for name in chosen:
+            left = FLAGS.budget - (time.monotonic() - started)
+            why = f"{left:.0f} s of the budget are left" if left < LEAST else unfit(name)
+            if why:
+                content["skipped"][name] = why
+                say(f"{name}: skipped: {why}")
+            else:
+                limit = everything[name].seconds * (10 if FLAGS.rehearsal else 1)
+                say(f"{name}: begins, {left:.0f} s of the budget are left")
+                found = measured(name, everything[name], min(limit, left), Path(place))
+                content["parts"][name] = found
+                say(f"{name}: {found['seconds']} s {found.get('why', 'done')}: {json.dumps(found)[:1500]}")
+            write(content)
+    say(f"written: {FLAGS.out}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "JSON file to write.", required=True)
+    flags.DEFINE_float("budget", 600.0, "Seconds for all parts.", lower_bound=0)
+    flags.DEFINE_list("only", None, "Parts to run, in this order; default: all.")
+    flags.DEFINE_bool("rehearsal", False, "Small sizes on the CPU.")
+    app.run(main)

@@ -1,0 +1,242 @@
+"""What the parts of benchmarks.accelerator share: notes, times, kernels, models, batches and configs."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.costs import PEAKS, Work, shares, work_of
+from benchmarks.inputs import word_tokenizer
+from benchmarks.shapes import SMALL, Shape, Sizes
+from benchmarks.workers.protocol import Inputs
+from benchmarks.workers.recjax_worker import read_config
+from recjax.config import Config
+from recjax.config_loading import load_config
+from recjax.experience.batch import Batch
+from recjax.hub.export import write_base
+from recjax.hub.policy import attention_kernel
+from recjax.models.decoder import Decoder
+from recjax.models.decoder_config import DecoderConfig
+from recjax.models.sampling import Sampling
+from recjax.rollout.collecting import row_keys
+from recjax.rollout.engine import Engine
+from recjax.rollout.requests import Request, Sampled
+
+REHEARSAL = "rehearsal" in sys.argv[3:]
+TINY = Sizes(512, 64, 128, 2, 4, 2, 16)
+# Sizes of Qwen2.5 of 0.5B and of 1.5B weights, without biases.
+HALF = Shape(Sizes(151936, 896, 4864, 24, 14, 2, 64), 8, 8, 128, 257, ())
+LARGE = Shape(Sizes(151936, 1536, 8960, 28, 12, 2, 128), 8, 8, 256, 257, ())
+PARITY = Shape(SMALL, 4, 4, 64, 65, ())
+if REHEARSAL:
+    HALF = PARITY = Shape(TINY, 2, 4, 16, 33, ())
+    LARGE = dataclasses.replace(HALF)
+BRIEF = dataclasses.replace(HALF, completion_tokens=49)  # one length of the cache, and so one program of decoding
+REPEATS = 2 if REHEARSAL else 3
+BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+found: dict[str, Any] = {}
+
+
+def note(**values: Any) -> None:
+    """Adds findings to the part's file."""
+    found.update(values)
+    Path(sys.argv[2]).write_text(json.dumps(found))
+    for name, value in values.items():
+        print(f"  {name}: {json.dumps(value)[:600]}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def attempt(name: str):
+    """Notes the error of what is tried, and goes on."""
+    try:
+        yield
+    except Exception as error:
+        note(**{name: {"failed": f"{type(error).__name__}: {str(error).strip()[:600]}"}})
+
+
+def seconds_of(call: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
+    """Seconds of each call, the device's work among it."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def peak_bytes() -> int | None:
+    """Most bytes of the device that arrays of this process have had at one time."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def busiest(call: Callable[[], Any], most: int = 14) -> dict:
+    """Milliseconds of one call and of its kernels on the device, those that take longest by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            started = time.perf_counter()
+            jax.block_until_ready(call())
+            wall = time.perf_counter() - started
+        kernels, counts = Counter(), Counter()
+        for file in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines:
+                    if line.name.startswith(("Stream", "XLA Ops", "tf_XLA")):  # on a GPU, a TPU, a CPU
+                        for event in line.events:
+                            kernels[event.name] += event.duration_ns / 1e6
+                            counts[event.name] += 1
+    longest = [[name[:90], round(ms, 4), counts[name]] for name, ms in kernels.most_common(most)]
+    busy = sum(kernels.values())
+    return {"wall_ms": wall * 1e3, "kernels_ms": busy, "kernels": sum(counts.values()), "name_ms_count": longest}
+
+
+# --- Models, batches and configs.
+
+
+def decoder_of(shape: Shape, dtype: jnp.dtype, **options: Any) -> Decoder:
+    """The decoder of a shape, with the attention that a run takes here."""
+    config = DecoderConfig(*dataclasses.astuple(shape.model))
+    return Decoder(config, dtype, attention=attention_kernel("auto", config, dtype)).clone(**options)
+
+
+def work(shape: Shape, precision: str, tokens: float) -> dict[str, Work]:
+    """benchmarks.costs.work_of for random weights."""
+    sizes = shape.model
+    config = {
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "hidden_size": sizes.hidden,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.intermediate,
+        "vocab_size": sizes.vocabulary,
+    }
+    return work_of(dataclasses.asdict(shape) | {"rows": shape.rows}, config, precision, tokens)
+
+
+@functools.cache
+def peak() -> dict:
+    """The data sheet's peak of this device, or the measured one where benchmarks.costs has none."""
+    kind = jax.local_devices()[0].device_kind
+    return PEAKS.get(kind) or measured_peak(BFLOAT16)
+
+
+def measured_peak(dtype: jnp.dtype) -> dict:
+    """FLOP/s of a large product and bytes/s of a large copy, each over ten calls in a row."""
+    size, length = (512, 1 << 22) if REHEARSAL else (8192, 1 << 30)
+    random = jax.random.normal(jax.random.key(0), (size, size), jnp.float32) / size**0.5
+    square, long = random.astype(dtype), jnp.ones(length, BFLOAT16)
+    product, copied = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
+
+    def ten(call: Callable[[], Any]) -> float:
+        jax.block_until_ready(call())
+        return min(seconds_of(lambda: [call() for _ in range(10)])) / 10
+
+    flops = 2 * size**3 / ten(lambda: product(square, square))
+    return {"flops": flops, "bytes": 2 * long.nbytes / ten(lambda: copied(long))}
+
+
+def prompts_of(shape: Shape) -> np.ndarray:
+    """Random prompts."""
+    size = shape.prompts, shape.prompt_tokens
+    return np.random.default_rng(0).integers(1, shape.model.vocabulary, size).astype(np.int32)
+
+
+def generate(decoder: Decoder, weights: dict, shape: Shape, slots: int | None = None, profile: int | None = None):
+    """Samples the shape's completions: tokens and log-probs, [rows, time] each, seconds of each round, and a profile.
+
+    Args:
+        profile: the round to profile, which is then not among the seconds.
+    """
+    prompts, keys = prompts_of(shape), row_keys(jax.random.key(1), shape.rows)
+    engine = Engine(decoder, (), slots=slots or shape.rows, prefix_time=shape.prompt_tokens)
+    engine.replace_weights(weights, version=0)
+    limit = shape.completion_tokens
+    asked = [Request(prompts[row // shape.group_size], key, limit, Sampling()) for row, key in enumerate(keys)]
+    tickets = engine.admit(asked, shape.group_size)
+    finished: dict[int, Sampled] = {}
+    seconds, kernels = [], None
+    while len(finished) < len(tickets):
+        if len(seconds) == profile and kernels is None:
+            kernels = busiest(functools.partial(_round_into, engine, finished))
+            continue
+        started = time.perf_counter()
+        finished |= engine.round()
+        seconds.append(time.perf_counter() - started)
+    drawn = [finished[ticket] for ticket in tickets]
+    return np.stack([one.tokens for one in drawn]), np.stack([one.logprobs for one in drawn]), seconds, kernels
+
+
+def _round_into(engine: Engine, finished: dict[int, Sampled]) -> None:
+    finished.update(engine.round())
+
+
+def decode_findings(shape: Shape, dtype: jnp.dtype, rounds: list[float]) -> dict:
+    """Shares of the peak of the rounds after the first, which runs the prompts too."""
+    first = 1 + min(16, shape.completion_tokens - 1)
+    whole, begun = (work(shape, dtype.name, shape.rows * time)["decode"] for time in (shape.completion_tokens, first))
+    seconds, tokens = sum(rounds[1:]), shape.completion_tokens - first
+    rest = Work(whole.flops - begun.flops, whole.bytes - begun.bytes)
+    return {
+        "tokens_per_second": shape.rows * tokens / seconds,
+        "ms_per_token": 1e3 * seconds / tokens,
+        "bound_ms_per_token": 1e3 * rest.bytes / peak()["bytes"] / tokens,
+        **shares(rest, seconds, peak()),
+        "generation_tokens_per_second": shape.rows * shape.completion_tokens / sum(rounds),
+        "round_ms": [round(1e3 * one, 3) for one in rounds],
+    }
+
+
+def batch_of(shape: Shape, tokens: np.ndarray, logprobs: np.ndarray) -> Batch:
+    """A batch of the shape's prompts and of what was sampled, with random rewards."""
+    prompts, zeros = prompts_of(shape), np.zeros(shape.rows, np.int32)
+    return Batch(
+        prompts=prompts,
+        prompt_mask=np.ones(prompts.shape, bool),
+        completions=tokens,
+        completion_mask=np.ones(tokens.shape, bool),
+        behavior_logprobs=logprobs,
+        rewards=np.random.default_rng(1).integers(0, 2, shape.rows).astype(np.float32),
+        group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group_size),
+        policy_version=zeros,
+        truncated=zeros == 1,
+        accurate=zeros == 1,
+        reward_parts={},
+    )
+
+
+def config_of(shape: Shape, precision: str, folder: Path, *lines: str) -> Config:
+    """The config of a run of the shape, as the other benchmarks have it; the model's folder has no weights."""
+    tokenizer, config = word_tokenizer(shape.model.vocabulary), DecoderConfig(*dataclasses.astuple(shape.model))
+    for name, first in (("prompts", 1), ("held_out", 1 + shape.prompts)):
+        texts = [
+            tokenizer.decode([place, *[1] * (shape.prompt_tokens - 1)]) for place in range(first, first + shape.prompts)
+        ]
+        rows = [json.dumps({"prompt": text, "answer": "-"}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "model").mkdir(exist_ok=True)
+    write_base(folder / "model", config, tokenizer, (shape.model.vocabulary,))
+    given = Inputs(folder, dataclasses.asdict(shape), precision, {"name": "run", "lines": []}, *(None,) * 4)
+    read_config(given)
+    lines = (f"rollout.max_prompt_tokens={shape.prompt_tokens}", f"rollout.slots={shape.rows}", *lines)
+    return load_config(given.scratch / "config.yaml", list(lines))
+
+
+def difference(ours: Any, theirs: np.ndarray) -> dict:
+    """How far log-probs are apart, and the mean ratio, which is 1 where they are equal."""
+    apart = np.asarray(ours, np.float64) - theirs
+    rounded = {"largest": np.abs(apart).max(), "mean": np.abs(apart).mean(), "mean_ratio": np.exp(apart).mean()}
+    return {name: float(value) for name, value in rounded.items()}

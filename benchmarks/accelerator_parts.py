@@ -1,0 +1,256 @@
+"""The parts of `python -m benchmarks.accelerator` that compute with JAX, each in a process of its own.
+
+    python -m benchmarks.accelerator_parts PART FILE.json [rehearsal]
+
+A part writes what it has found after each finding, so that a part that is stopped leaves what it found before.
+"""
+
+import dataclasses
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from benchmarks.accelerator_measures import (
+    BFLOAT16,
+    BRIEF,
+    FLOAT32,
+    HALF,
+    LARGE,
+    PARITY,
+    REHEARSAL,
+    attempt,
+    batch_of,
+    busiest,
+    config_of,
+    decode_findings,
+    decoder_of,
+    difference,
+    generate,
+    measured_peak,
+    note,
+    peak,
+    peak_bytes,
+    seconds_of,
+    work,
+)
+from benchmarks.costs import PEAKS, shares
+from benchmarks.shapes import Shape
+from recjax.compile_check import compile_all
+from recjax.config import Config
+from recjax.experience.batch import Batch
+from recjax.experience.batch import Shape as BatchShape
+from recjax.hub.policy import attention_kernel
+from recjax.models.attention import attend
+from recjax.models.decoder import init_params
+from recjax.models.sampling import Sampling
+from recjax.models.trainable import in_compute_dtype
+from recjax.planning.ahead import plan
+from recjax.planning.topology import load_target
+from recjax.training.layout import packed_batch
+from recjax.training.packing import TILE, RowShape, pack, row_shape
+from recjax.training.scoring import batch_logprobs
+from recjax.training.update import Recipe, TrainState, recipe_of, update
+
+
+def device() -> None:
+    """The device, and what it reaches."""
+    one = jax.local_devices()[0]
+    stats = one.memory_stats() or {}
+    note(kind=one.device_kind, platform=one.platform, count=jax.local_device_count(), jax=jax.__version__)
+    note(usable_bytes=stats.get("bytes_limit"), data_sheet=PEAKS.get(one.device_kind))
+    for dtype in (BFLOAT16, FLOAT32):
+        with attempt(f"measured_{dtype.name}"):
+            note(**{f"measured_{dtype.name}": measured_peak(dtype)})
+
+
+def parity() -> None:
+    """Log-probs of the engine against those of the update, padded and packed, by precision."""
+    params = init_params(decoder_of(PARITY, FLOAT32).config, jax.random.key(0))
+    longest = PARITY.prompt_tokens + PARITY.completion_tokens - 1
+    for name, dtype, precision in [
+        ("float32", FLOAT32, None),
+        ("float32_highest", FLOAT32, "highest"),
+        ("bfloat16", BFLOAT16, None),
+    ]:
+        with attempt(name), jax.default_matmul_precision(precision):
+            decoder = decoder_of(PARITY, dtype)
+            tokens, sampled, *_ = generate(decoder, in_compute_dtype(decoder, params, copy=False), PARITY)
+            batch = batch_of(PARITY, tokens, sampled)
+            packed = pack(batch, row_shape(2 * longest, longest))
+            score = jax.jit(batch_logprobs, static_argnames=("decoder", "micro_batches", "sampling", "chunk"))
+            rest = {"sampling": Sampling(), "chunk": 256}
+            padded, _ = score(decoder, params, batch, None, micro_batches=1, **rest)
+            in_rows, _ = score(decoder, params, batch, packed, micro_batches=None, **rest)
+            apart = {"padded": difference(padded, sampled), f"packed_{decoder.attention}": difference(in_rows, sampled)}
+            note(**{name: apart})
+
+
+def model(shape: Shape) -> None:
+    """Generation, then the update in a few ways, in bfloat16: shares of the peak, memory, compile times."""
+    decoder = decoder_of(shape, BFLOAT16)
+    params = init_params(decoder.config, jax.random.key(0))
+    weights = in_compute_dtype(decoder, params, copy=True)
+    note(weights=sum(leaf.size for leaf in jax.tree.leaves(params)), shape=dataclasses.asdict(shape))
+    started = time.perf_counter()
+    generate(decoder, weights, shape)
+    first = time.perf_counter() - started
+    tokens, logprobs, rounds, _ = generate(decoder, weights, shape)
+    note(decode=decode_findings(shape, BFLOAT16, rounds), sampling_compile_seconds=first - sum(rounds))
+    note(sampling_peak_bytes=peak_bytes())
+    with attempt("decode_kernels"):
+        note(decode_kernels=generate(decoder, weights, shape, profile=len(rounds) - 1)[3])
+    del weights
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(shape, "bfloat16", Path(folder))
+    recipe, state = recipe_of(config, decoder), None
+    longest = shape.prompt_tokens + shape.completion_tokens - 1
+    group = shape.prompt_tokens - 1 + shape.group_size * shape.completion_tokens
+    for name, rows in [
+        ("update", None),  # as a run makes it
+        ("update_packed_groups", RowShape(2, -(-group // TILE) * TILE)),
+        ("update_packed", row_shape(8 * longest, longest)),
+    ]:
+        with attempt(name):
+            if state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+                state = None
+                params = init_params(decoder.config, jax.random.key(0)) if params is None else params
+                state, params = TrainState(params, recipe.optimizer.init(params)), None
+            state = updates(name, shape, config, recipe, state, batch_of(shape, tokens, logprobs), rows)
+
+
+def updates(
+    name: str,
+    shape: Shape,
+    config: Config,
+    recipe: Recipe,
+    state: TrainState,
+    batch: Batch,
+    rows: RowShape | None,
+) -> TrainState:
+    """Compiles and makes a few updates; the state after them."""
+    sized = BatchShape(shape.prompts, shape.group_size, shape.prompt_tokens, shape.completion_tokens)
+    parts = config.micro_batches(sized.positions)
+    packed = pack(batch, rows) if rows else packed_batch(config, recipe, batch, parts)
+    micro = None if packed else parts
+    arguments = jax.device_put(batch), jax.random.key(0), packed
+    started = time.perf_counter()
+    lowered = update.lower(state, {}, None, *arguments, recipe=recipe, micro_batches=micro)
+    compiled = lowered.compile()
+    results = {
+        "compile_seconds": time.perf_counter() - started,
+        "micro_batches": int(packed.count) if packed else micro,
+    }
+    memory = compiled.memory_analysis()
+    lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    results["predicted_peak_bytes"] = lasting + memory.temp_size_in_bytes
+
+    def once(_: int = 0):
+        nonlocal state
+        state, metrics, learned = compiled(state, {}, None, *arguments)
+        return jax.block_until_ready((metrics, learned))
+
+    metrics, learned = once()
+    if rows is None:  # the first way, from the weights that sampled
+        results["against_the_engine"] = difference(learned.logprobs, batch.behavior_logprobs)
+    results["seconds"] = seconds_of(once)
+    best = float(np.median(results["seconds"]))
+    results |= shares(work(shape, "bfloat16", batch.completions.size)["update"], best, peak())
+    results |= {
+        "peak_bytes_so_far": peak_bytes(),
+        "loss": float(metrics["loss"]),
+        "attention": recipe.decoder.attention,
+    }
+    note(**{name: results})
+    with attempt(f"{name}_kernels"):
+        note(**{f"{name}_kernels": busiest(once)})
+    return state
+
+
+def decode_ways(unrolled: bool) -> None:
+    """Decoding of the 0.5B shape with layers written out or scanned; what else differs is in XLA_FLAGS."""
+    decoder = decoder_of(BRIEF, BFLOAT16, unrolled=unrolled)
+    weights = in_compute_dtype(decoder, init_params(decoder.config, jax.random.key(0)), copy=False)
+    started = time.perf_counter()
+    generate(decoder, weights, BRIEF)
+    first = time.perf_counter() - started
+    _, _, rounds, _ = generate(decoder, weights, BRIEF)
+    note(decode=decode_findings(BRIEF, BFLOAT16, rounds), compile_seconds=first - sum(rounds))
+    note(decode_kernels=generate(decoder, weights, BRIEF, profile=len(rounds) - 1)[3])
+
+
+def slots() -> None:
+    """Tokens a second and memory by the number of slots."""
+    decoder = decoder_of(BRIEF, BFLOAT16)
+    weights = in_compute_dtype(decoder, init_params(decoder.config, jax.random.key(0)), copy=False)
+    for count in (4, 8) if REHEARSAL else (16, 64, 256, 1024):
+        with attempt(f"slots_{count}"):
+            shape = dataclasses.replace(BRIEF, prompts=count // BRIEF.group_size)
+            generate(decoder, weights, shape)
+            rounds = generate(decoder, weights, shape)[2]
+            note(**{f"slots_{count}": decode_findings(shape, BFLOAT16, rounds) | {"peak_bytes_so_far": peak_bytes()}})
+
+
+def attention() -> None:
+    """Milliseconds of each kernel that runs here, forward and with gradients, causal over whole rows."""
+    heads, kv_heads, width, tokens = (4, 2, 16, 256) if REHEARSAL else (12, 2, 128, 16384)
+    kernels = {"plain", attention_kernel("auto", decoder_of(LARGE, BFLOAT16).config, BFLOAT16)}
+    for length in (64, 128) if REHEARSAL else (512, 1024, 2048):
+        random = jax.random.split(jax.random.key(0), 3)
+        rows = tokens // length
+        arrays = [
+            jax.random.normal(key, (rows, count, length, width), BFLOAT16)
+            for key, count in zip(random, (heads, kv_heads, kv_heads), strict=True)
+        ]
+        ids = jnp.ones((rows, length), jnp.int32)
+        for kernel in sorted(kernels):
+            with attempt(f"{kernel}_{length}"):
+
+                def mixed(queries, keys, values, kernel=kernel, ids=ids, length=length):
+                    mask = (ids > 0)[:, None, None, None, None, :] & jnp.tril(jnp.ones((length, length), bool))
+                    return attend(queries, [(keys, values, mask)], width**-0.5, ids=ids, kernel=kernel)
+
+                forward = jax.jit(mixed)
+                backward = jax.jit(jax.grad(lambda *given: mixed(*given).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+                timed = {}
+                for name, call in (("forward", forward), ("gradients", backward)):
+                    jax.block_until_ready(call(*arrays))
+                    timed[f"{name}_ms"] = 1e3 * min(seconds_of(functools.partial(_five, call, arrays))) / 5
+                note(**{f"{kernel}_{length}": timed | {"rows": rows}})
+
+
+def _five(call: Callable, arrays: list) -> list:
+    return [call(*arrays) for _ in range(5)]
+
+
+def prediction() -> None:
+    """Peaks that compile_check foresees on this device for a run of the 0.5B and of the 1.5B shape."""
+    for name, shape in (("0.5B", HALF), ("1.5B", LARGE)):
+        with attempt(name), tempfile.TemporaryDirectory() as folder:
+            planned = plan(config_of(shape, "bfloat16", Path(folder)), load_target("host"))
+            note(**{name: compile_all(Console(file=sys.stderr), planned, {}).peaks})
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "device": device,
+    "parity": parity,
+    "half_billion": functools.partial(model, HALF),
+    "one_and_a_half_billion": functools.partial(model, LARGE),
+    "decode_scanned": functools.partial(decode_ways, False),
+    "decode_unrolled": functools.partial(decode_ways, True),
+    "decode_graphs": functools.partial(decode_ways, False),
+    "decode_unrolled_graphs": functools.partial(decode_ways, True),
+    "slots": slots,
+    "attention": attention,
+    "prediction": prediction,
+}
+
+if __name__ == "__main__":
+    PARTS[sys.argv[1]]()
