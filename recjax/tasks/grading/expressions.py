@@ -16,7 +16,7 @@ from recjax.tasks.grading.units import NOTHING, Unit
 
 _FUNCTIONS = marks.FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
-_CIRCLE = (("angle", 1),)
+_CIRCLE = (("degree", 1),)
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))

@@ -177,7 +177,7 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
         return said is not None and same(number, said)
     if structure(given) or _RELATION.search(re.sub(r"\{[^{}]*\}", "", given)) or r"\pm" in given:
         return False
-    if any(unit.dimensions == (("angle", 1),) for unit in number.units):
+    if any(unit.dimensions == (("degree", 1),) for unit in number.units):
         return expressions.same_angle(truth, given)
     return not finished and expressions.same(truth, given, None)
 

@@ -261,7 +261,7 @@ def same(truth: Quantity, given: Quantity) -> bool:
 def _is_plain_degree(unit: Unit, other: Unit) -> bool:
     """True if one unit is plain degrees and the other is degrees of temperature."""
     kinds = {unit.dimensions, other.dimensions}
-    return kinds == {(("angle", 1),), (("temperature", 1),)}
+    return kinds == {(("degree", 1),), (("temperature", 1),)}
 
 
 def _same_in(truth: Quantity, unit: Unit, given: Quantity, other: Unit) -> bool:
