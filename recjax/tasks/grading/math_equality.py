@@ -38,7 +38,7 @@ def is_right(given: str | None, answer: str, finished: bool) -> bool:
     Args:
         finished: if the true answer is a number, accept only numbers and no computations.
     """
-    return bool(given) and _same(_read(answer), _read(given), finished)
+    return given is not None and _same(_read(answer), _read(given), finished)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,6 +47,8 @@ def _read(text: str) -> str:
 
 
 def _same(truth: str, given: str, finished: bool) -> bool:
+    if not given:
+        return False
     if squeezed(truth) == squeezed(given):
         return True
     truth, given = _in_one_form(truth.strip(), given.strip())

@@ -6,7 +6,6 @@ case, primes and subscripts; f^{-1}(x), A^T and \angle ABC are not powers or pro
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from recjax.tasks.grading.tree import Node, Unreadable, inverse, number, signed
 
@@ -48,9 +47,8 @@ _ENCLOSED = {
 _BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ALPHABETS = {r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"}
-_COMMANDS = {r"\frac": "fraction", r"\binom": "binomial", r"\dbinom": "binomial", r"\tbinom": "binomial"}
-_COMMANDS |= {r"\sqrt": "root", r"\text": "text", r"\operatorname": "text", r"\matrix": "matrix"}
-_FACTORS = {"(", "[", "{", r"\lfloor", r"\lceil", *_ALPHABETS, *_COMMANDS, *_LARGE}
+_FACTORS = {"(", "[", "{", r"\lfloor", r"\lceil", *_ALPHABETS, *_LARGE}
+_FACTORS |= set(r"\frac \binom \dbinom \tbinom \sqrt \text \operatorname \matrix".split())
 _FACTORS |= {rf"\{name}" for name in GREEK | FUNCTIONS | ACCENTS | FIGURES}
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
 
@@ -239,8 +237,6 @@ class _Reader:
             return Node("call", (name, inside))
         if token[0].isalpha() and token.isascii():
             return self.named(token)
-        if token[0] != "\\" or token == "\\":
-            raise Unreadable(token)
         return self.command(token)
 
     def numeral(self, token: str) -> Node:
@@ -266,17 +262,14 @@ class _Reader:
             items.append(self.statement())
         closing = self.next()
         self.bars = bars
-        if opening == "{" and closing == "}" and len(items) == 1:
-            return items[0]
-        if (opening == r"\{") is not (closing == r"\}") or closing not in (")", "]", r"\}"):
-            raise Unreadable(closing)
-        if opening == r"\{":
-            return Node("call", ("set", *items))
-        if len(items) > 1:
-            return Node("call", (opening + closing, *items))
-        if (opening, closing) not in (("(", ")"), ("[", "]")):
-            raise Unreadable(closing)
-        return items[0]
+        match opening, closing, len(items):
+            case ("{", "}", 1) | ("(", ")", 1) | ("[", "]", 1):
+                return items[0]
+            case (r"\{", r"\}", _):
+                return Node("call", ("set", *items))
+            case ("(" | "[", ")" | "]", count) if count > 1:
+                return Node("call", (opening + closing, *items))
+        raise Unreadable(closing)
 
     def named(self, token: str) -> Node:
         name = token
@@ -288,11 +281,8 @@ class _Reader:
         if self.accept("^"):
             power = self.enclosed()
             primes = re.fullmatch(r"(?:\\prime)+|\(\d\)|\(n\)", power)
-            if (
-                primes
-                or (power == "-1" and self.token == "(" and token in APPLIED)
-                or (token == r"\mathbb" and power in "+-*")
-            ):
+            is_inverse = power == "-1" and self.token == "(" and token in APPLIED
+            if primes or is_inverse:
                 name += f"^{power}"
             else:
                 self.place = start
@@ -320,7 +310,7 @@ class _Reader:
         raise Unreadable(token)
 
     def command(self, token: str) -> Node:
-        name = token[1:]
+        name = token[1:] if token[0] == "\\" else ""
         if name in GREEK:
             return self.named(token)
         if name in FUNCTIONS:
@@ -342,16 +332,30 @@ class _Reader:
             return self.named(f"{token}{{{content}}}")
         if token in _LARGE:
             return self.large(_LARGE[token])
-        if token not in _COMMANDS:
-            raise Unreadable(token)
-        return getattr(self, _COMMANDS[token])()
+        match token:
+            case r"\frac":
+                return self.fraction()
+            case r"\binom" | r"\dbinom" | r"\tbinom":
+                return Node("call", ("binomial", self.argument(2), self.argument()))
+            case r"\sqrt":
+                order = number(2)
+                if self.accept("["):
+                    order = self.sum()
+                    self.expect("]")
+                return Node("pow", (self.argument(), inverse(order)))
+            case r"\text" | r"\operatorname":
+                return self.text()
+            case r"\matrix":
+                return self.matrices[int(self.enclosed())]
+        raise Unreadable(token)
 
     def function(self, name: str) -> Node:
         name, base, power = INVERSES.get(name, name), None, None
         if self.accept("_"):
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
-            base = self.base()
+            is_short = (self.token or "").isdigit() and len(self.tokens) > self.place + 1
+            base = number(int(self.next())) if is_short else self.argument(most=9)  # \\log_2 3 and \\log_10 x
         if self.accept("^"):
             power = signed(self.accept("-"), self.primary())
             if power == number(-1) and name in TRIGONOMETRY:
@@ -368,12 +372,6 @@ class _Reader:
             node = Node("call", (f"{name}_", *node.args[1:], base))
         return node if power is None else Node("pow", (node, power))
 
-    def base(self) -> Node:
-        """The subscript of a function such as log: 2 in "\\log_2 3" and 10 in "\\log_10 x"."""
-        if (self.token or "").isdigit() and len(self.tokens) > self.place + 1:
-            return number(int(self.next()))
-        return self.argument(most=9)
-
     def fraction(self) -> Node:
         start = self.place
         over, under = self.enclosed(), self.enclosed()
@@ -386,16 +384,6 @@ class _Reader:
         self.place = start
         return Node("mul", (self.argument(2), inverse(self.argument())))
 
-    def binomial(self) -> Node:
-        return Node("call", ("binomial", self.argument(2), self.argument()))
-
-    def root(self) -> Node:
-        order: Any = number(2)
-        if self.accept("["):
-            order = self.sum()
-            self.expect("]")
-        return Node("pow", (self.argument(), inverse(order)))
-
     def text(self) -> Node:
         start = self.place
         content = self.enclosed().replace("\\", "")
@@ -406,9 +394,6 @@ class _Reader:
         if start == self.place - 1 or not content:
             raise Unreadable("text")
         return Node("name", (f"\\text{{{content}}}",))
-
-    def matrix(self) -> Node:
-        return self.matrices[int(self.enclosed())]
 
     def large(self, kind: str) -> Node:
         lower = upper = None
