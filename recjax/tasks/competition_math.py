@@ -12,7 +12,7 @@ Reward: `math`, 1 if the completion's last \boxed equals the answer after normal
 import re
 from collections.abc import Sequence
 
-from recjax.tasks.grading.braces import braced
+from recjax.tasks.grading.notation import braced
 from recjax.tasks.problems import Problem, chat
 from recjax.tasks.reading import Row, as_text
 

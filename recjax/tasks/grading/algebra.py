@@ -51,7 +51,7 @@ def same_factors(a: Node, b: Node) -> bool:
 
 
 def _factors(expression: sympy.Expr) -> list[sympy.Expr]:
-    numerator = sympy.fraction(sympy.together(expression))[0]
+    numerator, _ = sympy.fraction(sympy.together(expression))
     return [factor for factor, _ in sympy.factor_list(numerator)[1]]
 
 
@@ -107,11 +107,9 @@ def _region_of(text: str) -> tuple[str | None, sympy.Set]:
 
 def _statements(text: str) -> list[str]:
     """Splits at commas and "and": "x\\neq 1, 2 and x > 0" becomes three statements about x."""
-    parts = [part.strip() for part in split(_AND.sub(",", text))]
-    if "\\neq" in parts[0]:
-        name = parts[0].partition("\\neq")[0]
-        parts = [part if re.search(r"\\|[<>]|[A-Za-z]", part) else f"{name}\\neq {part}" for part in parts]
-    return parts
+    parts = split(_AND.sub(",", text))
+    name, unequal, _ = parts[0].partition("\\neq")
+    return [part if not unequal or re.search(r"\\|[<>A-Za-z]", part) else f"{name}\\neq {part}" for part in parts]
 
 
 def _common(statements: list[str]) -> tuple[str | None, sympy.Set]:
@@ -187,30 +185,23 @@ def _without_bars(a: Node, b: Node) -> tuple[Node, Node]:
 
 def _below(a: Node, b: Node, is_strict: bool, has_ends: bool) -> sympy.Set:
     """The region with a < b, or a <= b, for rational functions whose factors have degree 2 at most."""
-    over, under = sympy.fraction(sympy.together(_symbolic(a) - _symbolic(b)))
-    zeros, poles = ([root for factor in _factors(part) for root in _roots(factor)] for part in (over, under))
-    ends = sorted({*zeros, *poles}, key=lambda root: root.evalf(50))
-    places = [-sympy.oo, *ends, sympy.oo]
+    quotient = sympy.together(_symbolic(a) - _symbolic(b))
+    zeros, poles = ([root for factor in _factors(part) for root in _roots(factor)] for part in sympy.fraction(quotient))
+    places = [-sympy.oo, *sorted({*zeros, *poles}, key=lambda root: root.evalf(50)), sympy.oo]
     region = sympy.FiniteSet(*zeros) if has_ends else sympy.S.EmptySet
     for low, high in zip(places, places[1:], strict=False):
         inside = high - 1 if low.is_infinite else low + 1 if high.is_infinite else (low + high) / 2
-        inside = sympy.S.Zero if len(places) == 2 else inside
-        (symbol,) = (over / under).free_symbols or {sympy.Symbol("x")}
-        if (over / under).subs(symbol, inside).evalf(50) < 0:
-            region = region.union(sympy.Interval(low, high, True, True))
+        at = {symbol: sympy.S.Zero if len(places) == 2 else inside for symbol in quotient.free_symbols}
+        if quotient.subs(at).evalf(50) < 0:
+            region = region.union(sympy.Interval.open(low, high))
     return region - sympy.FiniteSet(*poles)
 
 
 def _roots(factor: sympy.Expr) -> list[sympy.Expr]:
-    (symbol,) = factor.free_symbols
-    coefficients = sympy.Poly(factor, symbol).all_coeffs()
-    if len(coefficients) == 2:
-        return [-coefficients[1] / coefficients[0]]
-    if len(coefficients) != 3:
+    polynomial = sympy.Poly(factor, *factor.free_symbols)
+    if polynomial.degree() > 2:
         raise Unreadable("degree")
-    a, b, c = coefficients
-    root = sympy.sqrt(b**2 - 4 * a * c)
-    return [(-b - root) / (2 * a), (-b + root) / (2 * a)] if root.is_real else []
+    return [root for root in sympy.roots(polynomial) if root.is_real]
 
 
 def _same_set(a: sympy.Set, b: sympy.Set) -> bool:

@@ -5,18 +5,16 @@
 
 import functools
 import re
-from fractions import Fraction
 from typing import Any
 
-from recjax.tasks.grading import algebra, marks, syntax, values
+from recjax.tasks.grading import algebra, syntax, values
 from recjax.tasks.grading.notation import plain
 from recjax.tasks.grading.quantities import Quantity, is_rounding, named_unit, quantity
 from recjax.tasks.grading.tree import Node, difference, names, number
 from recjax.tasks.grading.units import NOTHING, Unit
 
-_FUNCTIONS = marks.FUNCTIONS | {"sqrt", "mod", "pi"}
+_FUNCTIONS = syntax.FUNCTIONS | {"sqrt", "mod", "pi"}
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
-_CIRCLE = (("angle", 1),)
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))
@@ -30,9 +28,10 @@ def same(truth: str, given: str, stated: Quantity | None) -> bool:
     """
     (wanted, unit), (said, other) = _without_unit(truth), _without_unit(given)
     if stated is not None and stated.units and not stated.percent:
-        return _degrees(truth, stated)
-    factor = _conversion(unit, other)
-    if factor is None or not _words_fit(wanted, said):
+        return same_angle(stated, truth)
+    # One side may omit its unit; degrees are then not converted to radians.
+    factors = [got.factor / taken.factor for taken in unit for got in other if taken.dimensions == got.dimensions]
+    if (unit and other and not factors) or not _words_fit(wanted, said):
         return False
     if (match := _ROUNDED.fullmatch(said)) and (rounded := quantity(match["decimal"])):
         value = values.decimal(_read(match["exact"]) or _INFINITE)
@@ -42,20 +41,22 @@ def same(truth: str, given: str, stated: Quantity | None) -> bool:
     tree, answer = _read(wanted), _read(said)
     if tree is None or answer is None:
         return False
-    if factor != 1:
-        answer = Node("mul", (number(factor), answer))
+    if factors and factors[0] != 1:
+        answer = Node("mul", (number(factors[0]), answer))
     if stated is not None and stated.last_place is not None and not names(tree) and tree.kind != "relation":
         value = values.decimal(tree)
         return value is not None and (is_rounding(stated, value) or stated.value == value)
     return _same(tree, answer, "°" in truth or r"\pi" in truth)
 
 
-def same_angle(degrees: str, given: str) -> bool:
-    r"""True if an answer in radians, such as \frac{\pi}{2}, equals an angle in degrees."""
-    said, unit = _without_unit(given)
-    if r"\pi" not in said or (unit and unit[0].dimensions != (("radian", 1),)):
+def same_angle(degrees: Quantity, radians: str) -> bool:
+    r"""True if a quantity in degrees equals an angle in radians, such as \frac{\pi}{2}; False for other units."""
+    core, unit = _without_unit(radians)
+    said = _read(core)
+    if r"\pi" not in core or said is None or names(said) or (unit and unit[0].dimensions != (("radian", 1),)):
         return False
-    return _equal_angle(re.sub(r"°|\\text ?\{[^{}]*\}|[a-z ]+$", "", degrees).strip(), said)
+    turned = Node("mul", (number(degrees.value / 180), Node("name", (r"\pi",))))
+    return any(unit.dimensions == (("degree", 1),) for unit in degrees.units) and values.equal(turned, said)
 
 
 def is_constant(text: str) -> bool:
@@ -69,21 +70,6 @@ def names_its_unit(text: str) -> bool:
     return _without_unit(text)[0] != text
 
 
-def _equal_angle(degrees: str, radians: str) -> bool:
-    wanted, said = _read(f"({degrees})°"), _read(radians)
-    return wanted is not None and said is not None and not names(said) and values.equal(wanted, said)
-
-
-def _degrees(truth: str, stated: Quantity) -> bool:
-    """True if an answer in degrees equals the truth, an angle in radians; answers with other units never match here."""
-    if r"\pi" not in truth or all(unit.dimensions != _CIRCLE for unit in stated.units):
-        return False
-    said, unit = _without_unit(truth)
-    if unit and unit[0].dimensions != (("radian", 1),):
-        return False
-    return _equal_angle(f"\\frac{{{stated.value.numerator}}}{{{stated.value.denominator}}}", said)
-
-
 def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
     """Splits an expression from the unit at its end."""
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
@@ -95,29 +81,14 @@ def _without_unit(text: str) -> tuple[str, tuple[Unit, ...]]:
     return text, ()
 
 
-def _conversion(wanted: tuple[Unit, ...], said: tuple[Unit, ...]) -> Fraction | None:
-    """The factor that converts the answer to the truth's unit; None if the units measure different things."""
-    if not wanted or not said:
-        # One side may omit its unit; degrees are then not converted to radians.
-        return Fraction(1)
-    factors = (other.factor / unit.factor for unit in wanted for other in said if unit.dimensions == other.dimensions)
-    return next(factors, None)
-
-
 def _words_fit(truth: str, given: str) -> bool:
     """True if every word of an answer is also in the truth."""
-    truth, given = (
-        re.sub(
-            r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?",
-            " ",
-            algebra.OR.sub(" ", text),
-        )
-        for text in (truth, given)
-    )
+    pattern = r"\\(?:begin|end)\{\w+\}(?:\{[clr|]*\})?|\\(?:[A-Za-z]+|.)|_\{?\w+\}?|\^\{?T\}?"
+    truth, given = (re.sub(pattern, " ", algebra.OR.sub(" ", text)) for text in (truth, given))
     given = re.sub(r"(?<![A-Za-z])d[a-z]\b", " ", given)  # the differential of an integral
     words = {*re.findall(r"[A-Za-z]{2,}", given)} - _FUNCTIONS - {*re.findall(r"[A-Za-z]{2,}", truth)}
     # Up to three letters are a product if the truth has these letters; more letters are a word.
-    return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(marks.tokens(word)) == len(word))
+    return all(len(word) <= 3 and set(word) <= set(truth) for word in words if len(syntax.tokens(word)) == len(word))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -149,7 +120,7 @@ def _value_of(relation: Node) -> Node | None:
 
 
 def _is_name(node: Node) -> bool:
-    return node.kind == "name" or (node.kind == "call" and node.args[0] not in marks.FUNCTIONS | {"^*", "transpose"})
+    return node.kind == "name" or (node.kind == "call" and node.args[0] not in syntax.FUNCTIONS | {"^*", "transpose"})
 
 
 def _same_renamed(wanted: Node, said: Node, is_periodic: bool) -> bool:

@@ -38,9 +38,9 @@ def _factorial(value: Any) -> Any:
 
 
 def _double_factorial(value: Fraction) -> Fraction:
-    if value.denominator != 1 or not 0 <= value <= MOST_TERMS:
+    if not 0 <= value <= MOST_TERMS:
         raise Undefined
-    return Fraction(math.prod(range(int(value) % 2 or 2, int(value) + 1, 2)))
+    return Fraction(math.prod(range(_integer(value) % 2 or 2, int(value) + 1, 2)))
 
 
 def _binomial(n: Any, k: Any) -> Any:
@@ -66,20 +66,8 @@ def _circular(function: Callable) -> Callable:
     return at
 
 
-def _exponential(value: Any) -> Any:
-    return mpmath.exp(value) if abs(value) < 10**12 else undefined()
-
-
-def _whole(function: Callable) -> Callable:
-    def of(*values: Fraction) -> Fraction:
-        if any(value.denominator != 1 for value in values):
-            raise Undefined
-        result = int(values[0])
-        for value in values[1:]:
-            result = function(result, int(value))
-        return Fraction(result)
-
-    return of
+def _integer(value: Fraction) -> int:
+    return int(value) if value.denominator == 1 else undefined()
 
 
 EXACT: dict[str, Callable] = {
@@ -91,20 +79,21 @@ EXACT: dict[str, Callable] = {
     "ceil": lambda value: Fraction(value.__ceil__()),
     "max": max,
     "min": min,
-    "gcd": _whole(math.gcd),
-    "lcm": _whole(math.lcm),
+    "gcd": lambda *values: Fraction(math.gcd(*map(_integer, values))),
+    "lcm": lambda *values: Fraction(math.lcm(*map(_integer, values))),
     "sign": lambda value: Fraction((value > 0) - (value < 0)),
 }
+_CIRCULAR, _HYPERBOLIC = "sin cos tan sec csc cot".split(), "sinh cosh tanh sech csch coth".split()
 FUNCTIONS: dict[str, Callable] = {
-    **dict.fromkeys(("factorial2", "gcd", "lcm"), undefined),
-    **{"factorial": _factorial, "binomial": _binomial, "abs": abs, "max": max, "min": min, "sign": mpmath.sign},
-    **{"floor": mpmath.floor, "ceil": mpmath.ceil, "exp": _exponential, "ln": _logarithm, "log_": _logarithm},
+    **dict.fromkeys(("factorial2", "gcd", "lcm", "norm"), undefined),
+    **{"factorial": _factorial, "binomial": _binomial, "abs": abs, "max": max, "min": min},
+    **{
+        name: getattr(mpmath, name) for name in ["sign", "floor", "ceil", "erf", "re", "im", "arg", "det", *_HYPERBOLIC]
+    },
+    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in [*_CIRCULAR, *_HYPERBOLIC]},
+    **{name: _circular(getattr(mpmath, name)) for name in _CIRCULAR},
     **{"log": lambda value, base=10: _logarithm(value, base), "lg": lambda value: _logarithm(value, 10)},
-    **{"lb": lambda value: _logarithm(value, 2), "norm": lambda value: undefined(), "erf": mpmath.erf},
-    **{"re": mpmath.re, "im": mpmath.im, "arg": mpmath.arg, "det": lambda value: mpmath.det(value)},
-    **{name: _circular(getattr(mpmath, name)) for name in "sin cos tan sec csc cot".split()},
-    **{name: getattr(mpmath, name) for name in "sinh cosh tanh sech csch coth".split()},
-    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in "sin cos tan sec csc cot".split()},
-    **{f"arc{name}": getattr(mpmath, f"a{name}") for name in "sinh cosh tanh sech csch coth".split()},
+    **{"lb": lambda value: _logarithm(value, 2), "ln": _logarithm, "log_": _logarithm},
+    "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
     "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
 }

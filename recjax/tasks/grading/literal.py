@@ -5,13 +5,12 @@ Each function returns True or False, or None if the truth is not of its kind.
 
 import re
 
-from recjax.tasks.grading.notation import squeezed, words_of
+from recjax.tasks.grading.notation import split, squeezed, words_of
 from recjax.tasks.grading.quantities import quantity, same
 
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|answer):? ?)?(?:\((?P<held>[A-Za-z])\)"
-    r"|\\text ?\{ ?(?:\((?P<textheld>[A-Za-z])\)|(?P<text>[A-Z])\.?) ?\}"
-    r"|(?P<bare>[A-Z])(?P<half>\))?)",
+    r"(?:(?:option|choice|answer):? ?)?(?P<text>\\text ?\{ ?)?"
+    r"(?:\((?P<held>[A-Za-z])\)|(?P<bare>[A-Z])(?:(?(text)\.?|(?P<half>\))?)))(?(text) ?\})",
     re.I,
 )
 _CLOCK = re.compile(r"(?:\\text ?\{)? ?(\d{1,2})(?::(\d\d))? ?(?:\\text ?\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.I)
@@ -37,10 +36,9 @@ def _as_choice(truth: str, given: str) -> bool | None:
         return None
     said = _CHOICE.fullmatch(given) or _CHOICE.fullmatch(TEXT.sub(r"\1", given))
     if not said:
-        return False if wanted["held"] or wanted["textheld"] or not re.search(r"[=\\+\-*/^\d]", given) else None
-    if wanted["held"] or wanted["textheld"]:
-        return _letter(wanted).casefold() == _letter(said).casefold()
-    return _letter(wanted) == _letter(said)
+        return False if wanted["held"] or not re.search(r"[=\\+\-*/^\d]", given) else None
+    letters = [_letter(wanted), _letter(said)]
+    return letters[0] == letters[1] or bool(wanted["held"] and letters[0].casefold() == letters[1].casefold())
 
 
 def _as_choices(truth: str, given: str) -> bool | None:
@@ -57,28 +55,25 @@ def _as_congruence(truth: str, given: str) -> bool | None:
     wanted, said = _CONGRUENCE.fullmatch(truth), _CONGRUENCE.fullmatch(given)
     if not wanted and not (said and quantity(truth) and not said["name"]):
         return None
-    residues = [
-        sorted(int(value) for value in match["values"].split(","))
-        if match and re.fullmatch(r" ?-?\d+ ?(?:, ?-?\d+ ?)*", match["values"])
-        else None
-        for match in (wanted, said)
-    ]
     if not wanted:
-        return residues[1] is not None and _is_number(truth, said["values"])
+        return _is_number(truth, said["values"])
     if not said:
-        return quantity(given) is not None and _is_number(wanted["values"], given)
-    if None in residues or int(wanted["modulus"]) != int(said["modulus"]) or not int(said["modulus"]):
+        return _is_number(wanted["values"], given)
+    modulus = int(said["modulus"])
+    if modulus != int(wanted["modulus"]) or not modulus:
         return False
     if said["name"] and wanted["name"] and squeezed(said["name"]) != squeezed(wanted["name"]):
         return False
-    classes = [{value % int(said["modulus"]) for value in each} for each in residues]
+    residues = [[quantity(value) for value in split(match["values"])] for match in (wanted, said)]
+    if None in residues[0] + residues[1]:
+        return False
+    classes = [{number.value % modulus for number in each} for each in residues]
     return classes[0] == classes[1]
 
 
 def _letter(match: re.Match) -> str:
-    letter = match["held"] or match["textheld"] or match["text"] or match["bare"]
-    # The pattern ignores case because of its words, but a lowercase letter without parentheses or text is a variable.
-    return letter if match["held"] or match["textheld"] or letter.isupper() or match["half"] else ""
+    # The pattern ignores case because of its words, but a lowercase letter without parentheses is a variable.
+    return match["held"] or (match["bare"] if match["bare"].isupper() or match["half"] else "")
 
 
 def _as_clock(truth: str, given: str) -> bool | None:
@@ -105,22 +100,18 @@ def _hours(clock: re.Match) -> set[int]:
 def _as_words(truth: str, given: str) -> bool | None:
     marked = r"\text" in truth
     bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", truth).strip()
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*", bare):
-        return None
-    if quantity(truth) is not None:
+    pattern = r"[A-Za-z][A-Za-z0-9 ,.'/&-]*" if marked else r"[A-Za-z][A-Za-z ,.'-]*"
+    if not re.fullmatch(pattern, bare) or quantity(truth) is not None:
         return None
     words = re.findall(r"[A-Za-z]+", bare)
     if not marked:
-        if max(map(len, words)) < 2 or (
-            len(words) > 1 and all(len(word) < 3 for word in words) and re.search("[,-]", bare)
-        ):
+        longest = max(map(len, words))
+        if longest < 2 or (len(words) > 1 and longest < 3 and re.search("[,-]", bare)):
             return None
-        if len(words) == 1 and len(words[0]) == 2 and words[0].casefold() not in _SHORT_WORDS:
+        if len(words) == 1 and (longest == 2 and bare.casefold() not in _SHORT_WORDS or set(bare) <= set("uvwxyz")):
             return None
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", given)):
             return None  # abc may be the product a·b·c, but cat is not act
-        if len(words) == 1 and set(words[0]) <= set("uvwxyz"):
-            return None
     elif max(map(len, words)) < 2 and "-" not in bare:
         return None
     if _MONTH.search(bare) and re.search(r"\d", bare):  # 4 July 2020
@@ -134,9 +125,7 @@ def _in_a_base(truth: str, given: str) -> bool | None:
     if wanted:
         digits = said[1] if said else given
         return digits.casefold() == wanted[1].casefold() and (not said or int(said[2]) == int(wanted[2]))
-    if said and quantity(truth) is not None:
-        return int(said[2]) == 10 and quantity(said[1]) is not None and same(quantity(truth), quantity(said[1]))
-    return None
+    return int(said[2]) == 10 and _is_number(truth, said[1]) if said and quantity(truth) else None
 
 
 def _as_ratio(truth: str, given: str) -> bool | None:

@@ -4,14 +4,12 @@ Only text after the thoughts that is marked as the answer counts as one, so that
 `boxed` and `tagged`.
 """
 
-import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from recjax.tasks.grading.braces import braced
 from recjax.tasks.grading.math_equality import is_right, unnamed
-from recjax.tasks.grading.notation import plain
+from recjax.tasks.grading.notation import braced, depths, plain
 from recjax.tasks.grading.quantities import quantity
 from recjax.tasks.grading.thinking import after_thoughts, one_thought
 
@@ -132,11 +130,7 @@ def _truth(answer: str) -> str:
 def _short(answer: str | None) -> str | None:
     """The answer without outer spaces; None if it is empty, too long, or too deeply nested."""
     answer = (answer or "").strip()
-    return answer if 0 < len(answer) <= LONGEST and _depth(answer) <= DEEPEST else None
-
-
-def _depth(text: str) -> int:
-    return max(itertools.accumulate((each in "([{") - (each in ")]}") for each in text))
+    return answer if 0 < len(answer) <= LONGEST and max(depths(answer)) <= DEEPEST else None
 
 
 def _spelling(given: str | None) -> str | None:

@@ -21,13 +21,11 @@ _NAME = (
 )
 _NAMED = re.compile(rf"(?P<name>{_NAME}) ?(?:=|:|\\approx|\\in\b|\bis\b) ?(?P<value>[^=]+(?:=[^=]+)*)")
 _VALUE_FIRST = re.compile(rf"(?P<value>[^=]+?) ?= ?(?P<name>{_NAME})")
-_SAID = re.compile(r"(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
-_ABOUT = re.compile(r"(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
-_RELATION = re.compile(r"\\(?:neq|not|ge|le|gt|lt)(?![A-Za-z])|[<>]")
+_SAID = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:| =)|=) ?(?![-+*/=])", re.I)
+_ABOUT = re.compile(r"^(?:\\approx|\\sim|~|\babout\b|\bapproximately\b|\broughly\b) ?", re.I)
 _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
-_REAL = re.compile(r"^(?P<name>[A-Za-z]) ?\\in ?\\mathbb\{R\} ?, ?(?=(?P=name)\b)")
 _COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
 _TUPLE = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
@@ -40,9 +38,7 @@ def is_right(given: str | None, answer: str, finished: bool) -> bool:
     Args:
         finished: if the true answer is a number, accept only numbers and no computations.
     """
-    if not given:
-        return False
-    return _same(_read(answer), _read(given), finished)
+    return given is not None and _same(_read(answer), _read(given), finished)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,59 +70,45 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
-    if taken is None and said is not None and r"\begin" not in truth and not _may_be_a_region(truth, said):
-        return False
-    if _RELATION.match(given) and not _RELATION.match(truth):
-        return False
     return expressions.same(truth, given, quantity(unnamed(given)))
 
 
 def _in_one_form(truth: str, given: str) -> tuple[str, str]:
     """Removes parts that one side may omit: "the answer is", set builders, domains, thousands separators."""
-    given = _SAID.sub("", given, count=1).strip() if _SAID.match(given) else given
-    texts = [truth, given]
+    texts = [truth, _SAID.sub("", given, count=1).strip()]
     if any(map(_BUILDER.fullmatch, texts)):
         # {x | x = 3} equals {3}; any other set that lists its members keeps its braces.
         single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
         braces = r"^\\\{|\\\}$" if single else "(?!)"
         texts = [
-            _BUILDER.sub(r"\g<condition>", text) if _BUILDER.fullmatch(text) else re.sub(braces, "", text)
-            for text in texts
+            match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
         ]
-    texts = [_REAL.sub("", text) for text in texts]
-    if any(map(_COUNTING.search, texts)):
-        texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
+    texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):
-        texts = [_spelled_out(text) for text in texts]
-    return _without_thousands(*texts)
-
-
-def _without_thousands(truth: str, given: str) -> tuple[str, str]:
-    """Removes the commas that separate thousands, but not the commas of a list.
-
-    A comma between digits separates thousands if the text separates its items in another way, or has no items.
-    """
-    texts = []
-    for text in (truth, given):
-        loose = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
-        bracketed = re.search(r"(?:[(\[]|\\\{)[^()\[\]{}]*,", text)
-        is_number = _THOUSANDS.sub("", text).strip() == ""
-        if _THOUSANDS.search(text) and (loose or not bracketed) and not (is_number and not loose):
-            text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
-        texts.append(text)
-    truth, given = texts
-    if "," in given and "," not in truth and _THOUSANDS.sub("", given) == "":
+        # (x,y)=(1,2) becomes x=1,y=2.
+        sides = [
+            [split(side) for side in match.groups()] if (match := _TUPLE.fullmatch(text)) else None for text in texts
+        ]
+        texts = [
+            ",".join(map("=".join, zip(*pair, strict=True))) if pair and len(pair[0]) == len(pair[1]) else text
+            for text, pair in zip(texts, sides, strict=True)
+        ]
+    truth, given = map(_without_thousands, texts)
+    if "," not in truth and _THOUSANDS.fullmatch(given):
         given = given.replace(",", "")
     return truth, given
 
 
-def _spelled_out(text: str) -> str:
-    """Rewrites (x,y)=(1,2) as x=1,y=2."""
-    match = _TUPLE.fullmatch(text)
-    names, items = ([each.strip() for each in split(match[side])] for side in (1, 2)) if match else ([], [])
-    if not names or len(names) != len(items):
-        return text
-    return ",".join(f"{name}={item}" for name, item in zip(names, items, strict=True))
+def _without_thousands(text: str) -> str:
+    """Removes the commas that separate thousands, but not the commas of a list.
+
+    A comma between digits separates thousands if the text separates its items in another way, or has no items.
+    """
+    has_items = re.search(r",(?! ?\d{3}(?!\d))|, |;|\\text ?\{ ?(?:and|or)|\b(?:and|or)\b", text)
+    in_brackets = re.search(r"(?:[(\[]|\\\{)[^()\[\]{}]*,", text)
+    if has_items or not (in_brackets or _THOUSANDS.sub("", text).strip() == ""):
+        return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+    return text
 
 
 def unnamed(text: str) -> str:
@@ -160,13 +142,10 @@ def _as_named(truth: str, given: str, finished: bool) -> bool | None:
 
 
 def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool:
-    given = _ABOUT.sub("", given, count=1).strip() if _ABOUT.match(given) else given
-    given = unnamed(given)
-    ratio = re.fullmatch(r"(\d+) to (\d+)", given)
-    if ratio and ":" in truth:
-        given = f"{ratio[1]}:{ratio[2]}"
-    said = quantity(given)
-    if said is not None:
+    given = unnamed(_ABOUT.sub("", given, count=1).strip())
+    if ":" in truth:
+        given = re.sub(r"^(\d+) to (\d+)$", r"\1:\2", given)
+    if (said := quantity(given)) is not None:
         return same(number, said)
     if len(split(given, "=")) > 1:
         # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
@@ -175,11 +154,9 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
     if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
         said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N is a quantity if the truth has a unit too
         return said is not None and same(number, said)
-    if structure(given) or _RELATION.search(re.sub(r"\{[^{}]*\}", "", given)) or r"\pm" in given:
-        return False
-    if any(unit.dimensions == (("angle", 1),) for unit in number.units):
-        return expressions.same_angle(truth, given)
-    return not finished and expressions.same(truth, given, None)
+    if any(unit.dimensions == (("degree", 1),) for unit in number.units):
+        return expressions.same_angle(number, given)
+    return not finished and r"\pm" not in given and expressions.same(truth, given, None)
 
 
 # --- Sets, lists, tuples, intervals, matrices.
@@ -192,10 +169,6 @@ def _spread(text: str) -> Structure | None:
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
         text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)
-
-
-def _may_be_a_region(truth: str, said: Structure) -> bool:
-    return said.kind in ("()", "[]", "[)", "(]") or bool(re.search(r"\\cup|=|<|>|\\le|\\ge", truth))
 
 
 def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:

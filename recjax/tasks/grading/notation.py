@@ -3,94 +3,94 @@ r"""Normalization of an answer's notation: removes markup without meaning, and u
 Text stays marked as `\text{…}`. A dollar sign in the result means money.
 """
 
+import itertools
 import re
 import unicodedata
+from collections.abc import Iterator
 
-from recjax.tasks.grading.braces import braced
 
-_GREEK = "alpha beta gamma delta epsilon zeta eta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega"
-_GREEK += " Gamma Delta Lambda Xi Pi Sigma Phi Psi"
-_CHARACTERS = {
-    **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∗": "*"},
-    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "→": r"\to "},
-    **{"∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "°": r"^{\circ}"},
-    **{"∠": r"\angle ", "θ": r"\theta ", "ℝ": r"\mathbb{R}", "…": r"\ldots ", "“": "", "”": "", "\u2009": " "},
-    **{
-        "\u202f": " ",
-        "\u00a0": " ",
-        "\u3000": " ",
-        "\n": " ",
-        "\t": " ",
-        "。": ".",
-        "、": ",",
-        "′": "'",
-        "″": "''",
-        "’": "'",
-    },
-    **{"µ": "μ", "\u2126": "Ω", "∖": r"\setminus ", "∣": r"\mid ", "∥": r"\parallel ", "⊥": r"\perp ", "⟂": r"\perp "},
-    **{"∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "≡": r"\equiv ", "∨": r"\vee ", "∧": r"\wedge ", "∉": r"\notin "},
-    **{
-        "⊂": r"\subset ",
-        "⊆": r"\subseteq ",
-        "⟨": r"\langle ",
-        "⟩": r"\rangle ",
-        "ℤ": r"\mathbb{Z}",
-        "ℕ": r"\mathbb{N}",
-    },
-    **{"ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "△": r"\triangle "},
-    **{letter: rf"\{name} " for letter, name in zip("αβγδεζηικλμνξρστυφχψωΓΔΛΞΠΣΦΨ", _GREEK.split(), strict=True)},
-}
-_COMMANDS = {
-    **{"varnothing": r"\emptyset ", "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leqslant": r"\le "},
-    **{
-        "leq": r"\le ",
-        "geqslant": r"\ge ",
-        "geq": r"\ge ",
-        "lt": "<",
-        "gt": ">",
-        "ne": r"\neq ",
-        "degree": r"^{\circ}",
-    },
-    **{"degree": r"^{\circ}", "degrees": r"^{\circ}", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]"},
-    **{
-        "cdots": r"\ldots ",
-        "vert": "|",
-        "lvert": "|",
-        "rvert": "|",
-        "colon": ":",
-        "land": r"\wedge ",
-        "lor": r"\vee ",
-        "dots": r"\ldots ",
-        "dotsc": r"\ldots ",
-        "backslash": r"\setminus ",
-        "smallsetminus": r"\setminus ",
-        "imath": "i",
-        "jmath": "j",
-        "mod": r"\pmod ",
-        "bar": r"\overline",
-    },
-    **{"bar": r"\overline", "mp": r"\pm ", "euro": "€", "pounds": "£", "cents": "¢"},
-    **dict.fromkeys("left right displaystyle textstyle scriptstyle limits nolimits bf rm it sf tt".split(), " "),
-    **dict.fromkeys("tiny small normalsize large Large LARGE huge Huge".split(), " "),
-    **dict.fromkeys("big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr".split(), " "),
-    **dict.fromkeys("quad qquad hfill nobreak".split(), " "),
-}
-_WRAPPERS = "mathbf mathit mathsf mathtt boldsymbol bm underline boxed fbox mathnormal mathring ensuremath".split()
-_TEXTS = "text textbf textit textrm textsf texttt textnormal mbox mathrm hbox emph".split()
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_INVERSE = re.compile(r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?")
-_WIDE = re.compile("[\uff01-\uff5e\u3300-\u33ff]")  # full-width forms, and units that are one character
+def _table(rows: str) -> dict[str, str]:
+    """Maps every other word to the word after it; a command gets a space after its name unless braces follow it."""
+    words = re.sub(r"(\\(?!frac|overline)[A-Za-z]+)(?= |\n)", "\\1\0", rows).split()
+    return {old: new.replace("\0", " ") for old, new in zip(words[::2], words[1::2], strict=True)}
+
+
+_CHARACTERS = _table(r"""
+− - – - × \times · \cdot ⋅ \cdot ÷ \div ∗ * ≤ \le ≥ \ge ≠ \neq ≈ \approx ± \pm ∓ \mp → \to ∞ \infty ∪ \cup ∩ \cap
+∅ \emptyset ∈ \in ∉ \notin ° ^{\circ} ∠ \angle … \ldots 。 . 、 , ′ ' ″ '' ’ ' ∖ \setminus ∣ \mid ∥ \parallel ⊥ \perp
+⟂ \perp ∫ \int ∑ \sum ∏ \prod ≡ \equiv ∨ \vee ∧ \wedge ⊂ \subset ⊆ \subseteq ⟨ \langle ⟩ \rangle ℝ \mathbb{R}
+ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q} ℂ \mathbb{C} △ \triangle α \alpha β \beta γ \gamma δ \delta ε \epsilon ζ \zeta
+η \eta θ \theta ι \iota κ \kappa λ \lambda μ \mu ν \nu ξ \xi π \pi ρ \rho σ \sigma τ \tau υ \upsilon φ \phi χ \chi
+ψ \psi ω \omega Γ \Gamma Δ \Delta Λ \Lambda Ξ \Xi Π \Pi Σ \Sigma Φ \Phi Ψ \Psi
+""")
+_CHARACTERS |= {"\u00b5": "μ", "\u2126": "Ω", "“": "", "”": "", **dict.fromkeys("\u2009\u202f\u00a0\u3000\n\t", " ")}
+_TRANSLATION = str.maketrans(_CHARACTERS)
+_COMMANDS = _table(r"""
+varnothing \emptyset dfrac \frac tfrac \frac cfrac \frac leqslant \le leq \le geqslant \ge geq \ge lt < gt > ne \neq
+degree ^{\circ} degrees ^{\circ} lbrace \{ rbrace \} lbrack [ rbrack ] vert | lvert | rvert | colon : land \wedge
+lor \vee cdots \ldots dots \ldots dotsc \ldots backslash \setminus smallsetminus \setminus imath i jmath j mod \pmod
+bar \overline mp \pm euro € pounds £ cents ¢
+""")
+_WITHOUT_MEANING = """
+left right displaystyle textstyle scriptstyle limits nolimits bf rm it sf tt tiny small normalsize large Large LARGE
+huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr quad qquad hfill nobreak
+"""
+_COMMANDS |= dict.fromkeys(_WITHOUT_MEANING.split(), " ")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻⁺]+")
+_COMPATIBLE = re.compile("[¼-¾⅐-⅞\uff01-\uff5e\u3300-\u33ff]")  # fractions, full width, units that are one character
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~)\s*"
 _MARKED_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_BETWEEN_DIGITS}\d{{3}})+(?!\d)", re.A)
+_NOT_IN_A_WORD = r"(?<![A-Za-z\\])"
+_MARKUP = [
+    (r"\\color\s*\{[^{}]*\}", ""),
+    (r"\\textcolor\s*\{[^{}]*\}", ""),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|mathrm|hbox|emph)\s*(?=\{)", r"\\text"),
+    (r"\\(?:math(?:bf|it|sf|tt|normal|ring)|boldsymbol|bm|underline|f?boxed|ensuremath)\s*(?=\{)", ""),
+    (r"\\text\{\\?%\}|\\%", "%"),
+    *[(r"(\\text\{[^{}]*\^)\{(-?\d)\}", r"\1\2")] * 3,  # \text{kg m^{2} s^{-2}}
+    (r"\(\s*(?:\\text\s*\{\s*mod\s*\}|mod)\s*(\w+)\s*\)", r"\\pmod{\1}"),
+    (r"\\text\{\s*\^\{\\circ\}\s*\}", r"^{\\circ}"),
+]
+_NOTATION = [
+    (r"^\{?\s*([^{}\\]+?)\s*\\over\s*([^{}\\]+?)\s*\}?$", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*([A-Za-z\d])\s*([A-Za-z]|\d(?!\d))", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*([A-Za-z\d])\s*(?=\{)", r"\\frac{\1}"),
+    (r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z]|\d(?!\d))", r"\\frac\1{\2}"),
+    (r"\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}"),
+    (r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?", r"\\arc\1 "),
+    (rf"{_NOT_IN_A_WORD}log(2|10)\s*(?=\()", r"\\log_{\1}"),
+    (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup "),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (
+        r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$",
+        r"\\begin{cases}\2\\end{cases}",
+    ),
+    (r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}"),
+    (rf"{_NOT_IN_A_WORD}sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (rf"{_NOT_IN_A_WORD}pi(?![A-Za-z])", r"\\pi "),
+    (rf"{_NOT_IN_A_WORD}(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
+    (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
+    (r"\\log\s*_\s*\{?e\}?(?![A-Za-z])", r"\\ln "),
+    (r"(?:(?<=[(\[,])|^)\s*\+\s*\\infty", r"\\infty"),
+    (r"(?<=\d)i\b", " i"),
+    ("<=", r"\\le "),
+    (">=", r"\\ge "),
+    (r"\^\s*\{?\s*\\circ\s*\}?", "°"),
+    (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("p")),
+    (r"\\text\{d\}\s*(?=[A-Za-z])|\\text\{d\}(?=\s*[\\}^])", "d"),
+    (r"\s+", " "),
+    (r"(?<=[(\[]) | (?=[)\]])", ""),
+]
+_MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
+_ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
 
 
 def plain(text: str) -> str:
     """Normalizes an answer's notation; see the module."""
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
-    text = re.sub(r"[¼-¾⅐-⅞]", lambda match: _vulgar(match.group()), text)
-    text = re.sub(r"[⁰¹²³⁴-⁹⁻⁺]+", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
-    text = _WIDE.sub(lambda match: unicodedata.normalize("NFKC", match.group()), text)
-    text = "".join(_CHARACTERS.get(character, character) for character in text)
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match.group())}}}", text)
+    text = _COMPATIBLE.sub(_compatible, text).translate(_TRANSLATION)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("{:}", ":")
     # A double backslash ends a row of a matrix; it does not start a spacing command.
@@ -100,115 +100,57 @@ def plain(text: str) -> str:
     if all("=" in part and re.fullmatch(r"[^,;]*[^,;\s]", part.strip()) for part in re.split(r"\\q?quad", text)):
         text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3 is two statements
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
-    text = re.sub(r"\\color\s*\{[^{}]*\}", "", text)
-    text = re.sub(r"\\textcolor\s*\{[^{}]*\}", r"\\mathbf", text)
-    for name in _TEXTS:
-        text = re.sub(rf"\\{name}\s*(?=\{{)", r"\\text", text)
-    for name in _WRAPPERS:
-        text = _unwrapped(text, f"\\{name}")
-    text = text.replace(r"\text{%}", "%").replace(r"\text{\%}", "%").replace(r"\%", "%")
-    while (shorter := re.sub(r"(\\text\{[^{}]*\^)\{(-?\d)\}", r"\1\2", text)) != text:
-        text = shorter
-    text = re.sub(r"\(\s*(?:\\text\s*\{\s*mod\s*\}|mod)\s*(\w+)\s*\)", r"\\pmod{\1}", text)
+    text = _rewritten(text, _MARKUP)
     text = text.replace(r"\bmod", r"\pmod ") if r"\equiv" in text else text
-    text = re.sub(r"\\text\{\s*\^\{\\circ\}\s*\}", r"^{\\circ}", text)
-    text = _ends(text)
-    text = _fractions(text)
-    text = _INVERSE.sub(r"\\arc\1 ", text)
-    text = re.sub(r"(?<![A-Za-z\\])log(2|10)\s*(?=\()", r"\\log_{\1}", text)
-    text = re.sub(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup ", text)
-    text = re.sub(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
-    text = re.sub(
-        r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$",
-        r"\\begin{cases}\2\\end{cases}",
-        text,
-    )
-    text = re.sub(r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text)
-    text = re.sub(r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty ", text)
-    text = re.sub(r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^", text)
-    text = re.sub(r"\\log\s*_\s*\{?e\}?(?![A-Za-z])", r"\\ln ", text)
-    text = re.sub(r"(?:(?<=[(\[,])|^)\s*\+\s*\\infty", r"\\infty", text)
-    text = re.sub(r"(?<=\d)i\b", " i", text)
-    text = text.replace("<=", r"\le ").replace(">=", r"\ge ")
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text)
-    text = re.sub(r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("p"), text)
-    text = re.sub(r"\\text\{d\}\s*(?=[A-Za-z])|\\text\{d\}(?=\s*[\\}^])", "d", text)
-    text = re.sub(r"\s+", " ", text)
-    return re.sub(r"(?<=[(\[]) | (?=[)\]])", "", text).strip()
+    return _rewritten(_inner(text), _NOTATION).strip()
 
 
-def _ends(text: str) -> str:
+def _rewritten(text: str, rewrites: list) -> str:
+    for old, new in rewrites:
+        text = old.sub(new, text)
+    return text
+
+
+def _compatible(match: re.Match) -> str:
+    over, slash, under = unicodedata.normalize("NFKC", match.group()).partition("⁄")
+    return f"\\frac{{{over}}}{{{under}}}" if slash else over
+
+
+def _inner(text: str) -> str:
     """Removes math delimiters, Markdown marks and quotation marks around the whole text, and a final period."""
     before = None
     while before != text:
         before, text = text, text.strip()
-        for opening, closing in (
-            (r"\(", r"\)"),
-            (r"\[", r"\]"),
-            ("$$", "$$"),
-            ("**", "**"),
-            ("__", "__"),
-            ("$", "$"),
-            ('"', '"'),
-        ):
+        for opening, closing in _ENCLOSING:
             inside = text[len(opening) : len(text) - len(closing)]
             if text.startswith(opening) and text.endswith(closing) and inside.strip() and not inside.endswith("\\"):
                 text = inside
-        if text.startswith("{") and braced(text) == text[1:-1] and not _top_level_comma(text[1:-1]):
+        if text.startswith("{") and braced(text) == text[1:-1] and len(split(text[1:-1])) == 1:
             text = text[1:-1]
         text = re.sub(r"(?<!\.)\.$|(?<!\\)\\$|^\*\*", "", text)
     return text.replace(r"\$", "$")
 
 
-def _top_level_comma(text: str) -> bool:
-    return len(split(text)) > 1
+def braced(text: str) -> str | None:
+    """The text inside the pair of braces that a text starts with; None if it starts with none or never closes it."""
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL) if text.startswith("{") else ():
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return text[1 : match.start()]
+    return None
+
+
+def depths(text: str) -> Iterator[int]:
+    """The number of open brackets after each character."""
+    return itertools.accumulate((character in "([{") - (character in ")]}") for character in text)
 
 
 def split(text: str, separators: str = ",;") -> list[str]:
-    """Splits a text at separators that are outside all brackets."""
-    parts, depth, start, place = [], 0, 0, 0
-    while place < len(text):
-        character = text[place]
-        if character == "\\" and text[place + 1 : place + 2] in ("{", "}"):
-            place += 1
-            character = text[place]
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif depth == 0 and character in separators:
-            parts.append(text[start:place])
-            start = place + 1
-        place += 1
-    return [*parts, text[start:]]
-
-
-def _unwrapped(text: str, command: str) -> str:
-    """Removes a command that only changes the typeface of its argument."""
-    pattern = re.compile(re.escape(command) + r"\s*(?=\{)")
-    while match := pattern.search(text):
-        inside = braced(text[match.end() :])
-        if inside is None:
-            break
-        text = text[: match.start()] + "{" + inside + "}" + text[match.end() + len(inside) + 2 :]
-    return text
-
-
-def _fractions(text: str) -> str:
-    r"""Rewrites \frac12, \frac 1 2, \frac1{2} and {1 \over 2} as \frac{1}{2}."""
-    text = re.sub(r"^\{?\s*([^{}\\]+?)\s*\\over\s*([^{}\\]+?)\s*\}?$", r"\\frac{\1}{\2}", text.strip())
-    text = re.sub(r"\\frac\s*([A-Za-z\d])\s*([A-Za-z]|\d(?!\d))", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac\s*([A-Za-z\d])\s*(?=\{)", r"\\frac{\1}", text)
-    text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z]|\d(?!\d))", r"\\frac\1{\2}", text)
-    return re.sub(r"\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}", text)
-
-
-def _vulgar(character: str) -> str:
-    over, _, under = unicodedata.normalize("NFKD", character).partition("⁄")
-    return f"\\frac{{{over}}}{{{under}}}"
+    """Splits a text at separators that are outside all brackets, and strips the parts."""
+    places = [place for place, depth in enumerate(depths(text)) if depth == 0 and text[place] in separators]
+    ends = zip([-1, *places], [*places, len(text)], strict=True)
+    return [text[start + 1 : end].strip() for start, end in ends]
 
 
 def squeezed(text: str) -> str:

@@ -3,80 +3,47 @@
 import re
 from fractions import Fraction
 
-_SMALL = {
-    word: value
-    for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-        " seventeen eighteen nineteen".split()
-    )
-}
+_NAMES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_SMALL = {word: value for value, word in enumerate(f"{_NAMES} seventeen eighteen nineteen".split())}
 _TENS = {word: 10 * n for n, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth".split()
-PARTS = {name: 3 + place for place, name in enumerate(_ORDINALS)}
+PARTS = {name: 3 + n for n, name in enumerate("third fourth fifth sixth seventh eighth ninth tenth".split())}
 PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twelfth": 12, "hundredth": 100, "thousandth": 1000}
 PARTS |= {f"{name}s": value for name, value in PARTS.items()}
-WORDS = {*_SMALL, *_TENS, *SCALES, *PARTS, "a", "an", "and", "minus", "negative", "positive"}
 
 
 def number_in_words(text: str) -> Fraction | None:
     """Reads a number in words: "twenty-one", "one hundred and five", "two thirds", "minus four", "a dozen"."""
     words = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text.casefold()).replace(",", " ").split()
-    sign = {"minus": -1, "negative": -1, "positive": 1}.get(words[0] if words else "", 0)
-    words = words[1:] if sign else words
-    if not words or not set(words) <= WORDS:
-        return None
-    value = _fraction(words)
-    return None if value is None else (sign or 1) * value
+    if words and words[0] in ("minus", "negative", "positive"):
+        value = _fraction(words[1:])
+        return None if value is None else value * (1 if words[0] == "positive" else -1)
+    return _fraction(words)
 
 
 def _fraction(words: list[str]) -> Fraction | None:
+    if not words or words[-1] not in PARTS:
+        value = _cardinal(words)
+        return None if value is None else Fraction(value)
     *before, last = words
-    if last in PARTS:
-        if "and" in before:  # two and a half
-            place = len(before) - 1 - before[::-1].index("and")
-            whole, part = _cardinal(before[:place]), _fraction([*before[place + 1 :], last])
-            return None if whole is None or part is None or part >= 1 else whole + part
-        count = 1 if not before and PARTS[last] == 2 and last == "half" else _count(before)
-        plural = last.endswith("s")
-        return None if count is None or count == 0 or plural == (count == 1) else Fraction(count, PARTS[last])
-    value = _cardinal(words)
-    return None if value is None else Fraction(value)
-
-
-def _count(words: list[str]) -> int | None:
-    return 1 if words in (["a"], ["an"]) else _cardinal(words)
+    if "and" in before:  # two and a half
+        place = len(before) - 1 - before[::-1].index("and")
+        whole, part = _cardinal(before[:place]), _fraction(words[place + 1 :])
+        return None if whole is None or part is None or part >= 1 else whole + part
+    count = 1 if before in (["a"], ["an"]) or words == ["half"] else _cardinal(before)
+    return Fraction(count, PARTS[last]) if count and last.endswith("s") is (count > 1) else None
 
 
 def _cardinal(words: list[str]) -> int | None:
-    """Reads an integer: groups below 1,000, each with a smaller scale than the group before."""
-    if words and words[0] in ("a", "an"):
-        words = ["one", *words[1:]] if len(words) > 1 and words[1] in SCALES else []
-    if words and words[0] in SCALES:
-        words = ["one", *words]
-    total, group, limit, last = 0, None, 10**15, ""
-    for word in words:
-        if word == "and":
-            if last not in SCALES:
-                return None
-        elif word in _SMALL or word in _TENS:
-            value = _SMALL.get(word, _TENS.get(word))
-            room = group is None or (last in _TENS and 0 < value < 10) or (last in ("hundred", "and") and value < 100)
-            if not room:
-                return None
-            group = (group or 0) + value
-        elif word in SCALES and group is not None:
-            if word == "hundred":
-                if group >= 100:
-                    return None
-                group *= 100
-            else:
-                if SCALES[word] >= limit:
-                    return None
-                limit, total, group = SCALES[word], total + group * SCALES[word], None
-        else:
-            return None
-        last = word
-    if not words or last == "and" or (group is None and total == 0):
-        return None
-    return total + (group or 0)
+    """Reads an integer: the number before its largest scale times that scale, plus the number after it."""
+    scale = next((name for name in reversed(SCALES) if name in words), None)
+    if scale is None:
+        value = sum(_SMALL.get(word, _TENS.get(word, 0)) for word in words)
+        is_pair = len(words) == 2 and words[0] in _TENS and 0 < _SMALL.get(words[1], 0) < 10
+        return value if is_pair or (len(words) == 1 and words[0] in _SMALL | _TENS) else None
+    before, after = words[: words.index(scale)], words[words.index(scale) + 1 :]
+    count = 1 if before in ([], ["a"], ["an"]) else _cardinal(before)
+    rest = _cardinal(after[after[0] == "and" :]) if after else 0
+    is_read = count is not None and rest is not None and not (after and after[0] in SCALES)
+    limit = 100 if scale == "hundred" else 10_000
+    return count * SCALES[scale] + rest if is_read and count < limit and rest < SCALES[scale] else None

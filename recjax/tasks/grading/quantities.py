@@ -4,17 +4,18 @@ A number is digits, a fraction, a mixed number, a repeating decimal, a power of 
 numbers, or words. A computation such as 2+3 or \sqrt{25} is not a number.
 """
 
-import itertools
 import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from recjax.tasks.grading.number_words import SCALES, number_in_words
+from recjax.tasks.grading.notation import depths
+from recjax.tasks.grading.number_words import PARTS, SCALES, number_in_words
 from recjax.tasks.grading.units import BARE_LETTERS, NOTHING, Unit, units
 
 PERCENT = (Unit(Fraction(1), (("percent", 1),)),)
 _MOST_DIGITS, _LARGEST_POWER = 1000, 1000
 _EXACT_DIGITS = 6  # a decimal with fewer significant digits is never a rounding of another number
+_DEGREES = {(("degree", 1),), (("temperature", 1),)}  # a truth in plain degrees may be a temperature
 _NOISE = Fraction(1, 10**15)  # relative error of a number that a program printed
 
 
@@ -34,29 +35,29 @@ class Quantity(NamedTuple):
         """True for a percentage."""
         return self.units == PERCENT
 
+    def times(self, factor: Fraction) -> "Quantity":
+        """The number times a factor, with the same unit."""
+        last = None if self.last_place is None else self.last_place * abs(factor)
+        return self._replace(value=self.value * factor, last_place=last)
+
 
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?! ?\d)|\d+"
-_DECIMAL = rf"(?P<whole>{_WHOLE})?(?:\.(?P<decimals>\d*)(?:\\overline\{{(?P<bar>\d+)\}}|\((?P<cycle>\d+)\))?)?"
-_FRACTION = r"\\frac\{ ?(?P<over>-?[\d,]+) ?\}\{ ?(?P<under>-?[\d,]+) ?\}"
-_NUMBER = re.compile(
-    rf"(?:(?:(?P<mixed>\d+) ?)?{_FRACTION}"
-    r"|(?P<mixed2>\d+) (?P<over2>\d+) ?/ ?(?P<under2>\d+)"
-    r"|\{?(?P<over3>-?\d+(?:,\d{{3}})*)\}? ?(?:/|:) ?\{?(?P<under3>-?\d+(?:,\d{{3}})*)\}?"
-    rf"|{_DECIMAL})",
-    re.A,
+_DECIMAL = re.compile(
+    rf"(?P<whole>{_WHOLE})?(?:\.(?P<decimals>\d*)(?:\\overline\{{(?P<bar>\d+)\}}|\((?P<cycle>\d+)\))?)?", re.A
 )
-_TIMES = r"(?:\\times|\\cdot|\*|x)"
-_POWER = re.compile(rf" ?{_TIMES} ?10 ?\^ ?(?:\{{ ?([-+]?\d+) ?\}}|([-+]?\d+))|[eE]([-+]?\d+)(?![\d.A-Za-z])", re.A)
-_BARE_POWER = re.compile(
-    rf"10 ?\^ ?(?:\{{ ?([-+]?\d+) ?\}}|([-+]?\d+))(?: ?{_TIMES} ?(?P<times>[-+]?\d+(?:\.\d+)?))?(?!\d)", re.A
-)
+_INTEGER = r"\{?(-?\d+(?:,\d{3})*)\}?"
+_FRACTIONS = [  # each with the groups whole number, numerator and denominator
+    re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?[\d,]+) ?\}\{ ?(-?[\d,]+) ?\}", re.A),
+    re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
+    re.compile(rf"(){_INTEGER} ?[/:] ?{_INTEGER}", re.A),
+]
+_TIMES, _EXPONENT = r"(?:\\times|\\cdot|\*|x)", r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
+_POWER = re.compile(rf" ?{_TIMES} ?10 ?{_EXPONENT}|[eE]([-+]?\d+)(?![\d.A-Za-z])", re.A)
+_BARE_POWER = re.compile(rf"10 ?{_EXPONENT}(?: ?{_TIMES} ?([-+]?\d+(?:\.\d+)?))?(?!\d)", re.A)
 _SIGN = re.compile(r"(?:(?P<sign>[-+])|(?P<word>negative|minus|positive)\b) ?", re.I)
 _CURRENCY = re.compile(r"(?:(?P<mark>[$€£¥₹])|(?P<code>USD|EUR|GBP)\b) ?")
 _SCALE = re.compile(rf" ?(?:\\text\{{ ?)?({'|'.join(SCALES)})s?\b(?: (thousand|million|billion))?\}}?", re.I)
-_PART = re.compile(
-    r"(\d+)[ -](half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?"
-    r"|thousandths?)"
-)
+_PART = re.compile(rf"(\d+)[ -]({'|'.join(PARTS)})\b")
 _ARC = re.compile(r"(\d{1,9})° ?(\d{1,2})'(?: ?(\d{1,2}(?:\.\d{1,20})?)(?:''|\"))?", re.A)
 _SECOND = re.compile(r"^(?P<first>.*?[A-Za-z}]\.?),? (?:and )?(?P<second>\d.*)$")
 
@@ -109,8 +110,10 @@ def _quantity(text: str) -> Quantity | None:
         return _of_words(text, sign) if not money else None
     if rest[:5] == " and ":
         return _of_words(text, sign)
-    rest, scaled = _scaled(number, rest)
-    number = scaled._replace(value=sign * scaled.value)
+    if scale := _SCALE.match(rest):
+        number = number.times(Fraction(SCALES[scale[1].casefold()] * SCALES.get((scale[2] or "").casefold(), 1)))
+        rest = rest[scale.end() :]
+    number = number.times(Fraction(sign))
     if rest[:1] == "_":
         return None
     return _with_unit(number, f"{money} {rest}" if money and rest.strip() else money or rest)
@@ -118,8 +121,7 @@ def _quantity(text: str) -> Quantity | None:
 
 def _without_parentheses(text: str) -> str:
     while len(text) > 2 and text[0] in "({" and text[-1] in ")}":
-        depths = itertools.accumulate((each in "({") - (each in ")}") for each in text)
-        if "," in text or "\\{" in text or "\\}" in text or 0 in list(depths)[:-1]:
+        if re.search(r",|\\[{}]", text) or 0 in list(depths(text))[:-1]:
             break
         text = text[1:-1].strip()
     return text
@@ -132,61 +134,39 @@ def _without_text(text: str) -> str:
 def _leading_number(text: str) -> tuple[Quantity | None, str]:
     """The number at the start of a text, and the text after it."""
     if power := _BARE_POWER.match(text):
-        value = _ten_to(power[1] or power[2])
-        times = Fraction(power["times"] or 1)
-        return (None, text) if value is None else (Quantity(times * value), text[power.end() :])
-    if (part := _PART.match(text)) and (value := _part(int(part[1][:_MOST_DIGITS]), part[2])) is not None:
-        return Quantity(value), text[part.end() :]
-    match = _NUMBER.match(text)
-    if not match or not match.group() or match.group() == "." or len(match.group()) > _MOST_DIGITS:
+        value = _ten_to(power[2])
+        return (None, text) if value is None else (Quantity(Fraction(power[3] or 1) * value), text[power.end() :])
+    if (part := _PART.match(text)) and len(part[1]) <= _MOST_DIGITS and int(part[1]):
+        return Quantity(Fraction(int(part[1]), PARTS[part[2]])), text[part.end() :]
+    fraction = next(filter(None, (pattern.match(text) for pattern in _FRACTIONS)), None)
+    match = fraction or _DECIMAL.match(text)
+    if match.group() in ("", ".") or len(match.group()) > _MOST_DIGITS:
         return None, text
-    number, rest = _read(match), text[match.end() :]
+    if fraction:
+        whole, over, under = (int((each or "0").replace(",", "") or 0) for each in fraction.groups())
+        number = Quantity(whole + Fraction(over, under)) if under and (not whole or over * under >= 0) else None
+    else:
+        number = _decimal(**match.groupdict(default=""))
+    rest = text[match.end() :]
     if number is None or re.match(r"[\d(]|\.\d|\.\.|,\d|\\ldots|:\d", rest):
         return None, text
     if power := _POWER.match(rest):
-        value = _ten_to(power[1] or power[2] or power[3])
-        if value is None:
-            return None, text
-        last = None if number.last_place is None else number.last_place * value
-        number, rest = number._replace(value=number.value * value, last_place=last), rest[power.end() :]
+        value = _ten_to(power[2] or power[3])
+        return (None, text) if value is None else (number.times(value), rest[power.end() :])
     return number, rest
 
 
-def _read(match: re.Match) -> Quantity | None:
-    found = match.groupdict()
-    for mixed, over, under in (("mixed", "over", "under"), ("mixed2", "over2", "under2"), (None, "over3", "under3")):
-        if found[under] is not None:
-            whole = int(found[mixed]) if mixed and found[mixed] else 0
-            below, above = (int(found[name].replace(",", "") or 0) for name in (under, over))
-            return None if below == 0 or (whole and above * below < 0) else Quantity(whole + Fraction(above, below))
-    whole, decimals = re.sub(r"\D", "", found["whole"] or ""), found["decimals"]
-    repeated = found["bar"] or found["cycle"]
-    if not whole and not decimals and not repeated:
-        return None
-    value = Fraction(int((whole or "0") + (decimals or "")), 10 ** len(decimals or ""))
-    if repeated:
-        shift = 10 ** len(decimals or "")
-        return Quantity(value + Fraction(int(repeated), (10 ** len(repeated) - 1) * shift))
-    if not decimals:
-        return Quantity(value)
-    return Quantity(value, Fraction(1, 10 ** len(decimals)), len((whole + decimals).lstrip("0")))
+def _decimal(whole: str, decimals: str, bar: str, cycle: str) -> Quantity:
+    whole, cycle = re.sub(r"\D", "", whole), bar or cycle
+    place = Fraction(1, 10 ** len(decimals))
+    value = int(whole + decimals or 0) * place
+    if cycle:
+        return Quantity(value + int(cycle) * place / (10 ** len(cycle) - 1))
+    return Quantity(value, place, len((whole + decimals).lstrip("0"))) if decimals else Quantity(value)
 
 
 def _ten_to(power: str) -> Fraction | None:
     return Fraction(10) ** int(power) if len(power) < 6 and abs(int(power)) <= _LARGEST_POWER else None
-
-
-def _part(count: int, name: str) -> Fraction | None:
-    one = number_in_words(f"one {name.removesuffix('s')}" if not name.startswith("hal") else "one half")
-    return None if one is None or count == 0 else count * one
-
-
-def _scaled(number: Quantity, rest: str) -> tuple[str, Quantity]:
-    if match := _SCALE.match(rest):
-        factor = SCALES[match[1].casefold()] * (SCALES[match[2].casefold()] if match[2] else 1)
-        last = None if number.last_place is None else number.last_place * factor
-        return rest[match.end() :], number._replace(value=number.value * factor, last_place=last)
-    return rest, number
 
 
 def _of_words(text: str, sign: int) -> Quantity | None:
@@ -208,14 +188,10 @@ def _with_unit(number: Quantity, rest: str) -> Quantity | None:
     """The number with the unit named by the rest of the text; None if the unit is unknown."""
     if not rest.strip():
         return number
-    if rest[0] in "%":
-        return number._replace(units=PERCENT) if not rest[1:].strip() else None
+    if rest[0] == "%":
+        return None if rest[1:].strip() else number._replace(units=PERCENT)
     named = named_unit(rest)
-    if not named:
-        return None
-    if named[0].dimensions == (("percent", 1),):
-        return number._replace(units=PERCENT)
-    return number._replace(units=() if named == (NOTHING,) else named)
+    return number._replace(units=() if named == (NOTHING,) else named) if named else None
 
 
 def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
@@ -226,67 +202,36 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
     said = re.sub(
         r"\\text ?\{ ?([nμmkMG]) ?\} ?(?=\\Omega)|\\mu ?(?=\\text|[A-Za-z])", lambda match: match[1] or "μ", text
     )
-    said = _unit_fraction(said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
+    part = r"\{((?:\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?|[A-Za-z ])+)\}"
+    said = re.sub(rf"\\frac{part}{part}", r"\1/\2", said.replace(r"\Omega", "Ω").replace("μ\\text{", r"\text{μ"))
     bare = re.sub(r"\\text ?\{[^{}]*\}|\\cdot ?", "", said)
     for letters in re.findall(r"(?<![A-Za-zμ])[A-Za-z](?![A-Za-zΩ])", bare):
         rate = re.search(rf"/ ?{letters}|{letters} ?/", bare)
         if not (rate or (beside_a_number and letters in BARE_LETTERS and bare[:1] == " ")) and "°" not in bare:
             return ()
-    if "\\" in bare:
-        return ()
-    return units(_without_text(said))
-
-
-def _unit_fraction(text: str) -> str:
-    r"""Rewrites \frac{\text{m}}{\text{s}} as \text{m}/\text{s}."""
-    part = r"\{((?:\\text ?\{[^{}]*\}(?:\^\{?\d\}?)?|[A-Za-z ])+)\}"
-    return re.sub(rf"\\frac{part}{part}", r"\1/\2", text)
+    return () if "\\" in bare else units(_without_text(said))
 
 
 def same(truth: Quantity, given: Quantity) -> bool:
     """True if a quantity equals the true one; see docs/rewards.md."""
-    if truth.percent or given.percent:
-        return _same_percent(truth, given)
-    if not truth.units or not given.units:
+    if truth.percent is not given.percent:
+        if truth.units and given.units:
+            return False
+        hundredth = Fraction(1, 100)
+        one_in_hundredths = (truth.times(hundredth), given) if truth.percent else (truth, given.times(hundredth))
+        return same_number(truth, given) or same_number(*one_in_hundredths)
+    if not truth.units or not given.units or truth.percent:
         return same_number(truth, given)
     for unit in truth.units:
         for other in given.units:
-            if unit.dimensions == other.dimensions and _same_in(truth, unit, given, other):
+            factor = other.factor / unit.factor
+            converted = given._replace(value=given.value + other.offset).times(factor)
+            converted = converted._replace(value=converted.value - unit.offset)
+            if unit.dimensions == other.dimensions and same_number(truth, converted):
                 return True
-            if _is_plain_degree(unit, other) and same_number(truth, given):
+            if {unit.dimensions, other.dimensions} == _DEGREES and same_number(truth, given):
                 return True
     return False
-
-
-def _is_plain_degree(unit: Unit, other: Unit) -> bool:
-    """True if one unit is plain degrees and the other is degrees of temperature."""
-    kinds = {unit.dimensions, other.dimensions}
-    return kinds == {(("angle", 1),), (("temperature", 1),)}
-
-
-def _same_in(truth: Quantity, unit: Unit, given: Quantity, other: Unit) -> bool:
-    factor = other.factor / unit.factor
-    value = (given.value + other.offset) * factor - unit.offset
-    last = None if given.last_place is None else given.last_place * abs(factor)
-    return same_number(truth, given._replace(value=value, last_place=last))
-
-
-def _same_percent(truth: Quantity, given: Quantity) -> bool:
-    if truth.percent and given.percent:
-        return same_number(truth, given)
-    if truth.units and given.units:
-        return False
-    if same_number(truth, given):
-        return True
-    hundredth = Fraction(1, 100)
-    if truth.percent:
-        return same_number(_times(truth, hundredth), given)
-    return same_number(truth, _times(given, hundredth))
-
-
-def _times(number: Quantity, factor: Fraction) -> Quantity:
-    last = None if number.last_place is None else number.last_place * factor
-    return number._replace(value=number.value * factor, last_place=last)
 
 
 def same_number(truth: Quantity, given: Quantity) -> bool:
@@ -294,10 +239,12 @@ def same_number(truth: Quantity, given: Quantity) -> bool:
     difference = abs(truth.value - given.value)
     if difference == 0:
         return True
-    if truth.last_place is not None and truth.value.denominator != 1:  # 510000.00 is a whole number
+    denominator = truth.value.denominator
+    if truth.last_place is not None and denominator != 1:  # 510000.00 is a whole number
         finer = given.last_place is None or given.last_place < truth.last_place
         return truth.digits >= _EXACT_DIGITS and finer and difference <= truth.last_place / 2
-    return not _terminates(truth.value) and is_rounding(given, truth.value)
+    terminates = pow(10, denominator.bit_length(), denominator) == 0
+    return not terminates and is_rounding(given, truth.value)
 
 
 def is_rounding(given: Quantity, value: Fraction) -> bool:
@@ -305,11 +252,3 @@ def is_rounding(given: Quantity, value: Fraction) -> bool:
     if given.last_place is None or given.digits < _EXACT_DIGITS:
         return False
     return abs(given.value - value) <= max(given.last_place / 2, _NOISE * abs(value) if given.digits > 15 else 0)
-
-
-def _terminates(value: Fraction) -> bool:
-    below = value.denominator
-    for prime in (2, 5):
-        while below % prime == 0:
-            below //= prime
-    return below == 1

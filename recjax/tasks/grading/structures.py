@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from recjax.tasks.grading.notation import split
+from recjax.tasks.grading.notation import depths, split
 
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
 _BRACKETED = re.compile(r"[(\[]? ?(\\begin\{array\}.*\\end\{array\}) ?[)\]]?")
@@ -11,7 +11,7 @@ _CASES = re.compile(r"\\begin\{(d?cases|aligned)\}(.*)\\end\{\1\}")
 _CONDITION = re.compile(r"^(?:\\text ?\{ ?(?:if|for|when|where)? ?\}|if|for|when) ?|[,;.] ?$", re.I)
 _ROWS = re.compile(r"\[ ?\[.*\] ?\]")
 _WORDED = re.compile(r",? ?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
-_OPENING, _CLOSING = ("\\{", "(", "["), ("\\}", ")", "]")
+_ENCLOSED = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])")
 
 
 class Structure(NamedTuple):
@@ -36,7 +36,7 @@ def structure(text: str) -> Structure | None:
     if match := _CASES.fullmatch(text):
         return Structure("list", [_case(row) for row in re.split(r"\\\\", match[2]) if row.strip()])
     if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
-        return Structure("<>", _items(match[1]))
+        return Structure("<>", split(match[1]))
     if match := _MATRIX.fullmatch(text):
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
         return Structure("matrix", [[item.strip() for item in row.split("&")] for row in rows])
@@ -49,23 +49,25 @@ def structure(text: str) -> Structure | None:
     if match := re.fullmatch(r"([\[\]]) ?([^\[\]()]*,[^\[\]()]*?) ?([\[\]])", text):
         # In the French notation, ]1,2[ is an open interval.
         kind = {"[": "[", "]": "("}[match[1]] + {"]": "]", "[": ")"}[match[3]]
-        return Structure(kind, _items(match[2]))
+        return Structure(kind, split(match[2]))
     # "x<1 or x>2" is one region and not a list.
-    worded = text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text)
-    items = _items(worded)
+    items = split(text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text))
     if len(items) > 1 and all(items):
         return Structure("list", items)
-    for opening in _OPENING:
-        closing = next((each for each in _CLOSING if text.endswith(each)), None)
-        if text.startswith(opening) and closing and _match(text, opening, closing):
-            items = _items(_WORDED.sub(",", text[len(opening) : -len(closing)]))
-            if opening == "\\{":
-                return Structure("{}", items) if closing == "\\}" else None
-            if len(items) == 1 and opening == "(" and closing == ")":
-                return structure(items[0])
-            return Structure(opening + closing[-1], items) if len(items) > 1 and closing != "\\}" else None
-    if text.startswith("{") and text.endswith("}") and len(_items(text[1:-1])) > 1:
-        return Structure("{}", _items(text[1:-1]))
+    if not (match := _ENCLOSED.fullmatch(text)):
+        return None
+    opening, inside, closing = match.groups()
+    levels = [0, *depths(inside)]
+    if min(levels) != 0 or levels[-1] != 0:  # the last bracket does not close the first one
+        return None
+    items = split(inside if opening == "{" else _WORDED.sub(",", inside))
+    match opening, closing, len(items):
+        case (r"\{", r"\}", _):
+            return Structure("{}", items)
+        case ("(", ")", 1):
+            return structure(items[0])
+        case ("{", "}", count) | ("(" | "[", ")" | "]", count) if count > 1:
+            return Structure(opening + closing, items)
     return None
 
 
@@ -75,18 +77,3 @@ def _case(row: str) -> str:
     if len(parts) > 1 and parts[1][:1] in ("=", "<", ">"):
         return "".join(parts)  # a relation with an alignment mark
     return parts[0] if len(parts) == 1 else f"({','.join(parts)})"
-
-
-def _items(text: str) -> list[str]:
-    return [item.strip() for item in split(text)]
-
-
-def _match(text: str, opening: str, closing: str) -> bool:
-    """True if the text's last bracket closes the first one, so that the brackets between them are balanced."""
-    depth = 0
-    inside = re.sub(r"\\([{}])", lambda match: "([)]"["{}".index(match[1]) * 2], text[len(opening) : -len(closing)])
-    for character in inside:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return False
-    return depth == 0

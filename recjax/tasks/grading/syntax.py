@@ -6,21 +6,37 @@ case, primes and subscripts; f^{-1}(x), A^T and \angle ABC are not powers or pro
 
 import re
 from fractions import Fraction
-from typing import Any
 
-from recjax.tasks.grading.marks import (
-    ACCENTS,
-    APPLIED,
-    FIGURES,
-    FUNCTIONS,
-    GREEK,
-    INVERSES,
-    RELATIONS,
-    SET_OPERATORS,
-    TRIGONOMETRY,
-    tokens,
-)
 from recjax.tasks.grading.tree import Node, Unreadable, inverse, number, signed
+
+RELATIONS = set(
+    r"= < > \le \ge \neq \equiv \sim \cong \parallel \perp \mid \nmid \in \notin \subset \subseteq \supset \supseteq"
+    r" \to \Rightarrow \Leftrightarrow \iff \implies \propto \ll \gg \mapsto".split()
+)
+SET_OPERATORS = set(r"\cup \cap \setminus \wedge \vee \circ \oplus \otimes \bmod".split())
+TRIGONOMETRY = "sin cos tan sec csc cot sinh cosh tanh sech csch coth".split()
+INVERSES = {f"{arc}{name}": f"arc{name}" for name in TRIGONOMETRY for arc in ("a", "arc")}
+INVERSES |= {"arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh", "tg": "tan", "ctg": "cot", "cosec": "csc"}
+INVERSES |= {"arctg": "arctan", "sgn": "sign", "Re": "re", "Im": "im"}
+# Names in _WORDS and _UNSLASHED are recognized without a backslash too.
+_WORDS = {
+    *(*TRIGONOMETRY, *INVERSES, *INVERSES.values()),
+    *"exp log ln lg lb abs det deg dim max min gcd lcm arg cis floor ceil tr rank trace erf sign".split(),
+} - {"re", "im", "Re", "Im"}
+FUNCTIONS = _WORDS | set("re im Re Im ker sup inf Pr Var Cov".split())
+# Letters that are functions before a parenthesis; other letters are factors.
+APPLIED = {*"fghFGHPQ", r"\phi", r"\varphi", r"\psi", r"\Gamma", r"\zeta", r"\Phi"}
+_UNSLASHED = set(
+    "alpha beta gamma delta epsilon varepsilon zeta theta vartheta iota kappa lambda omicron varpi varrho sigma upsilon"
+    " varsigma phi varphi omega Gamma Delta Theta Lambda Sigma Upsilon Phi Psi Omega"
+    " infty hbar aleph imath jmath".split()
+)
+GREEK = _UNSLASHED | set(
+    "eta mu nu xi pi rho tau chi psi Xi Pi ell emptyset partial nabla star dagger ldots top".split()
+)
+ACCENTS = set("overline overrightarrow overleftarrow vec hat widehat tilde widetilde dot ddot check breve".split())
+FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A)
 
 _ENCLOSED = {
     "|": ("abs", "|"),
@@ -30,7 +46,41 @@ _ENCLOSED = {
 }
 _BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
+_ALPHABETS = {r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"}
+_FACTORS = {"(", "[", "{", r"\lfloor", r"\lceil", *_ALPHABETS, *_LARGE}
+_FACTORS |= set(r"\frac \binom \dbinom \tbinom \sqrt \text \operatorname \matrix".split())
+_FACTORS |= {rf"\{name}" for name in GREEK | FUNCTIONS | ACCENTS | FIGURES}
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
+
+
+def tokens(text: str) -> list[str]:
+    """Splits a text into commands, numbers, names of known functions, runs of three or more capitals, and letters."""
+    found = []
+    for match in _TOKEN.finditer(text):
+        run = match.group()
+        if run[0].isalpha():
+            if found and found[-1] in ("^", "_"):
+                found, run = [*found, run[0]], run[1:]  # A^TBC
+            found += _letters(run, text[match.end() : match.end() + 1])
+        else:
+            found.append(run)
+    return found
+
+
+def _letters(run: str, following: str) -> list[str]:
+    if not run:
+        return []
+    if run in ("oo", "inf", "infty", "infinity"):
+        return [r"\infty"]
+    if run in _WORDS or run in ("pi", "sqrt") or run in _UNSLASHED:
+        return [f"\\{run}"]
+    for size in range(len(run) - 1, 1, -1):
+        # 2Rsin(A): the name ends the run of letters; sinx: the name begins it
+        if following == "(" and run[-size:] in _WORDS | {"sqrt"}:
+            return [*_letters(run[:-size], ""), f"\\{run[-size:]}"]
+        if run[:size] in _WORDS and run[size:] == "x":
+            return [f"\\{run[:size]}", "x"]
+    return [run] if len(run) > 2 and run.isupper() else list(run)
 
 
 def read(text: str) -> Node | None:
@@ -53,9 +103,9 @@ class _Reader:
 
     def _set_apart(self, match: re.Match) -> str:
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-        entries = tuple(tuple(_whole(entry) for entry in row) for row in rows)
-        if len({*map(len, entries)}) != 1:
-            raise Unreadable("rows of several lengths")
+        entries = tuple(tuple(read(entry.strip()) for entry in row) for row in rows)
+        if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
+            raise Unreadable(match.group())
         node = Node("matrix", entries)
         self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
         return rf" \matrix{{{len(self.matrices) - 1}}} "
@@ -107,13 +157,10 @@ class _Reader:
         return node
 
     def ratio(self) -> Node:
-        parts = [self.sum()]
+        first, ratios = self.sum(), []
         while self.accept(":"):
-            parts.append(self.sum())
-        if len(parts) > 1:
-            over = [Node("mul", (parts[0], inverse(part))) for part in parts[1:]]
-            return over[0] if len(over) == 1 else Node("call", ("ratio", *over))
-        return parts[0]
+            ratios.append(Node("mul", (first, inverse(self.sum()))))
+        return Node("call", ("ratio", *ratios)) if len(ratios) > 1 else ratios[0] if ratios else first
 
     def sum(self) -> Node:
         sign = self.accept("+", "-", r"\pm")
@@ -144,10 +191,7 @@ class _Reader:
             return token != self.bars
         if token[0].isdigit():
             return self.tokens[self.place - 1] in ("!", ")", "}")  # x2 is not a product
-        known = token[1:] in GREEK | FUNCTIONS | ACCENTS | FIGURES and token[0] == "\\"
-        return (
-            known or token[0].isalpha() or token in ("(", "[", "{", r"\lfloor", r"\lceil", r"\|") or token in _COMMANDS
-        )
+        return token[0].isalpha() or token in _FACTORS
 
     def power(self) -> Node:
         node, raised = self.primary(), False
@@ -167,22 +211,14 @@ class _Reader:
                 return node
 
     def raised(self, base: Node) -> Node:
-        mark = self.tokens[self.place : self.place + 3]
-        inner = mark[1] if mark[:1] == ["{"] and mark[2:] == ["}"] else mark[0] if mark else ""
-        transposed = inner in ("T", r"\top") and _is_matrix_name(base)
-        if transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
-            self.enclosed()
+        start, mark = self.place, self.enclosed()
+        is_transposed = mark == r"\top" or (mark == "T" and _is_matrix_name(base))
+        if is_transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
             return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
-        if inner in (r"\top", "*", r"\star", r"\dagger", "+", "-") or transposed:
-            self.enclosed()
-            name = "transpose" if transposed or inner == r"\top" else f"^{inner}"
-            return Node("call", (name, base))
-        return Node("pow", (base, self.exponent()))
-
-    def exponent(self) -> Node:
-        if self.accept("-"):
-            return signed("-", self.primary())
-        return self.primary()
+        if is_transposed or mark in ("*", r"\star", r"\dagger", "+", "-"):
+            return Node("call", ("transpose" if is_transposed else f"^{mark}", base))
+        self.place = start
+        return Node("pow", (base, signed(self.accept("-"), self.primary())))
 
     # --- Single operands.
 
@@ -201,8 +237,6 @@ class _Reader:
             return Node("call", (name, inside))
         if token[0].isalpha() and token.isascii():
             return self.named(token)
-        if token[0] != "\\" or token == "\\":
-            raise Unreadable(token)
         return self.command(token)
 
     def numeral(self, token: str) -> Node:
@@ -228,17 +262,14 @@ class _Reader:
             items.append(self.statement())
         closing = self.next()
         self.bars = bars
-        if opening == "{" and closing == "}" and len(items) == 1:
-            return items[0]
-        if (opening == r"\{") is not (closing == r"\}") or closing not in (")", "]", r"\}"):
-            raise Unreadable(closing)
-        if opening == r"\{":
-            return Node("call", ("set", *items))
-        if len(items) > 1:
-            return Node("call", (opening + closing, *items))
-        if (opening, closing) not in (("(", ")"), ("[", "]")):
-            raise Unreadable(closing)
-        return items[0]
+        match opening, closing, len(items):
+            case ("{", "}", 1) | ("(", ")", 1) | ("[", "]", 1):
+                return items[0]
+            case (r"\{", r"\}", _):
+                return Node("call", ("set", *items))
+            case ("(" | "[", ")" | "]", count) if count > 1:
+                return Node("call", (opening + closing, *items))
+        raise Unreadable(closing)
 
     def named(self, token: str) -> Node:
         name = token
@@ -250,11 +281,8 @@ class _Reader:
         if self.accept("^"):
             power = self.enclosed()
             primes = re.fullmatch(r"(?:\\prime)+|\(\d\)|\(n\)", power)
-            if (
-                primes
-                or (power == "-1" and self.token == "(" and token in APPLIED)
-                or (token == r"\mathbb" and power in "+-*")
-            ):
+            is_inverse = power == "-1" and self.token == "(" and token in APPLIED
+            if primes or is_inverse:
                 name += f"^{power}"
             else:
                 self.place = start
@@ -282,7 +310,7 @@ class _Reader:
         raise Unreadable(token)
 
     def command(self, token: str) -> Node:
-        name = token[1:]
+        name = token[1:] if token[0] == "\\" else ""
         if name in GREEK:
             return self.named(token)
         if name in FUNCTIONS:
@@ -297,20 +325,39 @@ class _Reader:
             while not letters or (self.token or "").isupper():
                 letters += self.next()
             return self.named(f"{token} {min(letters, letters[::-1])}")
+        if token in _ALPHABETS:
+            content = self.enclosed()
+            if token == r"\mathbb" and self.accept("^"):
+                content += f"^{self.enclosed()}"
+            return self.named(f"{token}{{{content}}}")
         if token in _LARGE:
             return self.large(_LARGE[token])
-        if token not in _COMMANDS:
-            raise Unreadable(token)
-        return getattr(self, _COMMANDS[token])()
+        match token:
+            case r"\frac":
+                return self.fraction()
+            case r"\binom" | r"\dbinom" | r"\tbinom":
+                return Node("call", ("binomial", self.argument(2), self.argument()))
+            case r"\sqrt":
+                order = number(2)
+                if self.accept("["):
+                    order = self.sum()
+                    self.expect("]")
+                return Node("pow", (self.argument(), inverse(order)))
+            case r"\text" | r"\operatorname":
+                return self.text()
+            case r"\matrix":
+                return self.matrices[int(self.enclosed())]
+        raise Unreadable(token)
 
     def function(self, name: str) -> Node:
         name, base, power = INVERSES.get(name, name), None, None
         if self.accept("_"):
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
-            base = self.base()
+            is_short = (self.token or "").isdigit() and len(self.tokens) > self.place + 1
+            base = number(int(self.next())) if is_short else self.argument(most=9)  # \\log_2 3 and \\log_10 x
         if self.accept("^"):
-            power = self.exponent()
+            power = signed(self.accept("-"), self.primary())
             if power == number(-1) and name in TRIGONOMETRY:
                 name, power = f"arc{name}", None
         if self.token == "(":
@@ -325,12 +372,6 @@ class _Reader:
             node = Node("call", (f"{name}_", *node.args[1:], base))
         return node if power is None else Node("pow", (node, power))
 
-    def base(self) -> Node:
-        """The subscript of a function such as log: 2 in "\\log_2 3" and 10 in "\\log_10 x"."""
-        if (self.token or "").isdigit() and len(self.tokens) > self.place + 1:
-            return number(int(self.next()))
-        return self.argument(most=9)
-
     def fraction(self) -> Node:
         start = self.place
         over, under = self.enclosed(), self.enclosed()
@@ -343,16 +384,6 @@ class _Reader:
         self.place = start
         return Node("mul", (self.argument(2), inverse(self.argument())))
 
-    def binomial(self) -> Node:
-        return Node("call", ("binomial", self.argument(2), self.argument()))
-
-    def root(self) -> Node:
-        order: Any = number(2)
-        if self.accept("["):
-            order = self.sum()
-            self.expect("]")
-        return Node("pow", (self.argument(), inverse(order)))
-
     def text(self) -> Node:
         start = self.place
         content = self.enclosed().replace("\\", "")
@@ -364,44 +395,19 @@ class _Reader:
             raise Unreadable("text")
         return Node("name", (f"\\text{{{content}}}",))
 
-    def alphabet(self) -> Node:
-        self.place -= 1
-        style, content = self.next(), self.enclosed()
-        if self.tokens[self.place : self.place + 1] == ["^"] and style == r"\mathbb":
-            self.next()
-            content += f"^{self.enclosed()}"
-        return self.named(f"{style}{{{content}}}")
-
-    def matrix(self) -> Node:
-        return self.matrices[int(self.enclosed())]
-
     def large(self, kind: str) -> Node:
         lower = upper = None
         for _ in range(2):
             if mark := self.accept("_", "^"):
-                start, self.place = self.place, self.place
-                node = self.statement_in_braces() if self.token == "{" else self.argument()
+                node = self.argument()
                 lower, upper = (node, upper) if mark == "_" else (lower, node)
         if kind == "integral":
             return self.integral(lower, upper)
-        operator = {"limit": (r"\to",)}.get(kind, ("=",))
-        if (
-            lower is None
-            or lower.kind != "relation"
-            or lower.args[0] != operator
-            or (upper is None) is (kind != "limit")
-        ):
-            raise Unreadable(kind)
-        name, start = lower.args[1]
-        if name.kind != "name":
-            raise Unreadable(kind)
-        return Node(kind, (name.args[0], start, upper, self.product()))
-
-    def statement_in_braces(self) -> Node:
-        self.expect("{")
-        node = self.statement()
-        self.expect("}")
-        return node
+        match lower:
+            case Node("relation", ((operator,), (Node("name", (name,)), start))):
+                if operator == (r"\to" if kind == "limit" else "=") and (upper is None) is (kind == "limit"):
+                    return Node(kind, (name, start, upper, self.product()))
+        raise Unreadable(kind)
 
     def integral(self, lower: Node | None, upper: Node | None) -> Node:
         if lower is None or upper is None:
@@ -423,21 +429,8 @@ class _Reader:
         return Node("integral", (variable, lower, upper, body))
 
 
-_COMMANDS = {r"\frac": "fraction", r"\binom": "binomial", r"\dbinom": "binomial", r"\tbinom": "binomial"}
-_COMMANDS |= {r"\sqrt": "root", r"\text": "text", r"\operatorname": "text", r"\matrix": "matrix"}
-_COMMANDS |= dict.fromkeys((r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"), "alphabet")
-_COMMANDS |= dict.fromkeys(_LARGE, "large")
-
-
 def _is_matrix_name(node: Node) -> bool:
     """True if a superscript T transposes the node: a name, a matrix, or a sum or product of them such as (AB)."""
     if node.kind in ("mul", "add"):
         return all(_is_matrix_name(each) for each in node.args)
     return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))
-
-
-def _whole(text: str) -> Node:
-    node = read(text.strip())
-    if node is None:
-        raise Unreadable(text)
-    return node

@@ -1,5 +1,6 @@
 """The tree of an expression, constructors of its nodes, and its names."""
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -56,8 +57,14 @@ def names(node: Any) -> set[str]:
     return names(node.args)
 
 
-def contains(node: Any, *wanted: str) -> bool:
+def walk(tree: Any) -> Iterator[Node]:
+    """All nodes of a tree, or of a tuple of trees."""
+    if isinstance(tree, Node):
+        yield tree
+    for each in (tree.args if isinstance(tree, Node) else tree) if isinstance(tree, tuple) else ():
+        yield from walk(each)
+
+
+def contains(tree: Any, *wanted: str) -> bool:
     """True if a tree contains one of these texts, as a name, a call or another part of a node."""
-    if isinstance(node, tuple):
-        return any(contains(each, *wanted) for each in node)
-    return node in wanted
+    return any(each in wanted for node in walk(tree) for each in (node.kind, *node.args) if isinstance(each, str))

@@ -5,6 +5,8 @@ real numbers: an even root or a logarithm of a negative number is undefined, and
 skipped. Expressions that contain i, or are real at no point, are compared as complex numbers.
 """
 
+import functools
+import operator
 import random
 import re
 import zlib
@@ -15,7 +17,7 @@ from typing import Any
 import mpmath
 
 from recjax.tasks.grading.functions import EXACT, FUNCTIONS, MOST_TERMS, Undefined, floating, undefined
-from recjax.tasks.grading.tree import Node, contains, names, number
+from recjax.tasks.grading.tree import Node, contains, names, number, walk
 
 # Digits of the first comparison; of the second one, at two points; and of the second one without unknowns.
 _DIGITS, _MORE_DIGITS, _MANY_DIGITS = 50, 150, 1500
@@ -59,19 +61,20 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
 
 def ratio(a: Node, b: Node) -> int | None:
     """The sign of a / b if a / b is constant and not 0; None otherwise, and for expressions without unknowns."""
-    unknown, found = names(a) | names(b), []
+    unknown, quotients = names(a) | names(b), []
     with mpmath.workdps(_DIGITS):
         for point in _points(unknown):
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over, under = evaluation.defined(a), evaluation.defined(b)
             if over is None or under is None or under == 0:
                 continue
-            found.append((_quotient(over, under), evaluation))
-            if not evaluation.close(found[0][0], found[-1][0], is_final=True) or found[0][0] == 0:
+            is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
+            quotients.append(over / under if is_exact else floating(over) / floating(under))
+            if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] == 0:
                 return None
-    if not unknown or len(found) < _AGREEMENTS:
+    if not unknown or len(quotients) < _AGREEMENTS:
         return None
-    return 1 if found[0][0].real > 0 else -1
+    return 1 if quotients[0].real > 0 else -1
 
 
 def decimal(node: Node) -> Fraction | None:
@@ -87,23 +90,13 @@ def decimal(node: Node) -> Fraction | None:
 
 def _matrix_names(trees: tuple[Node, ...]) -> set[str]:
     """Names of matrices: transposed names and all capitals; without a transpose, several capitals with an inverse."""
-    unknown = names(trees)
+    unknown, nodes = names(trees), list(walk(trees))
     capitals = {name for name in unknown if re.fullmatch(r"[A-Z](?:_.*)?", name)}
-    if contains(trees, "transpose"):
-        return capitals | _transposed(trees)
-    return capitals if capitals == unknown and len(capitals) > 1 and _inverts(trees) else set()
-
-
-def _transposed(tree: Any) -> set[str]:
-    if isinstance(tree, Node) and tree.kind == "call" and tree.args[0] == "transpose":
-        return names(tree)
-    return set().union(*map(_transposed, tree)) if isinstance(tree, tuple) else set()
-
-
-def _inverts(tree: Any) -> bool:
-    if isinstance(tree, Node) and tree.kind == "pow" and tree.args[1] == number(-1):
-        return tree.args[0].kind == "name" or (tree.args[0].kind == "mul" and bool(names(tree.args[0])))
-    return isinstance(tree, tuple) and any(map(_inverts, tree))
+    if transposed := [node for node in nodes if node.kind == "call" and node.args[0] == "transpose"]:
+        return capitals.union(*map(names, transposed))
+    bases = [node.args[0] for node in nodes if node.kind == "pow" and node.args[1] == number(-1)]
+    inverts = any(base.kind == "name" or (base.kind == "mul" and names(base)) for base in bases)
+    return capitals if inverts and capitals == unknown and len(capitals) > 1 else set()
 
 
 def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -116,22 +109,12 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
                 point[name] = mpmath.matrix([[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)])
                 continue
             odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
-            kinds = [
-                Fraction(odd, 256),
-                Fraction(odd, 1024),
-                Fraction(draw.choice((-1, 1)) * odd, 1024),
-                Fraction(odd, 32),
-            ]
-            whole = [draw.randrange(1, 12), draw.randrange(1, 12), draw.randrange(1, 7), draw.randrange(1, 5)]
+            sign = draw.choice((-1, 1))
+            kinds = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
+            whole = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
             whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
-            point[name] = (kinds + kinds + [Fraction(each) for each in whole])[place]
+            point[name] = [*kinds, *kinds, *map(Fraction, whole)][place]
         yield point
-
-
-def _quotient(over: Any, under: Any) -> Any:
-    if isinstance(over, Fraction) and isinstance(under, Fraction):
-        return over / under
-    return floating(over) / floating(under)
 
 
 class _Evaluation:
@@ -205,21 +188,14 @@ class _Evaluation:
     def _add(self, *terms: Any) -> Any:
         if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
             raise Undefined("a matrix and a number")
-        total = terms[0]
-        for term in terms[1:]:
-            exact = isinstance(total, Fraction) and isinstance(term, Fraction)
-            total = _short(total + term) if exact else floating(total) + floating(term)
+        total = functools.reduce(_exactly(operator.add), terms)
         if not isinstance(total, Fraction | mpmath.matrix):
             sizes = [abs(floating(term)) for term in terms]
             self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
         return total
 
     def _mul(self, *factors: Any) -> Any:
-        product = factors[0]
-        for factor in factors[1:]:
-            exact = isinstance(product, Fraction) and isinstance(factor, Fraction)
-            product = _short(product * factor) if exact else floating(product) * floating(factor)
-        return product
+        return functools.reduce(_exactly(operator.mul), factors)
 
     def _pow(self, base: Any, power: Any) -> Any:
         if isinstance(base, mpmath.matrix):
@@ -234,11 +210,8 @@ class _Evaluation:
                 return mpmath.mpf(0)
             raise Undefined("too large")
         if isinstance(power, Fraction) and power.denominator == 1:
-            small = (
-                isinstance(base, Fraction)
-                and abs(power) * max(base.numerator.bit_length(), base.denominator.bit_length()) < _LARGEST_BITS
-            )
-            return base**power.numerator if small else mpmath.power(floating(base), power.numerator)
+            is_short = isinstance(base, Fraction) and abs(power) * _bits(base) < _LARGEST_BITS
+            return base**power.numerator if is_short else mpmath.power(floating(base), power.numerator)
         if base.real < 0 and not self.is_complex:
             if not isinstance(power, Fraction) or power.denominator % 2 == 0:
                 raise Undefined
@@ -252,7 +225,7 @@ class _Evaluation:
             if name in EXACT and all(isinstance(value, Fraction) for value in values):
                 return EXACT[name](*values)
             value = FUNCTIONS[name](*map(floating, values))
-            return value if self.is_complex else _real(value)
+            return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
         return self._opaque(name, values)
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
@@ -308,23 +281,26 @@ class _Evaluation:
             return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
 
 
-def _is_of_unknowns(node: Any, name: str) -> bool:
+def _is_of_unknowns(body: Node, name: str) -> bool:
     """True if an expression has unknown functions, or names with the variable as index, such as a_k."""
-    if not isinstance(node, Node):
-        return isinstance(node, tuple) and any(_is_of_unknowns(each, name) for each in node)
-    if node.kind == "name":
-        return name in node.args[0].partition("_")[2]
-    return (node.kind == "call" and node.args[0] not in FUNCTIONS) or _is_of_unknowns(node.args, name)
-
-
-def _short(value: Fraction) -> Any:
-    """The exact value, or a rounded value if exact computation with so many digits would take seconds."""
-    return (
-        value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _LARGEST_BITS else floating(value)
+    return any(
+        name in node.args[0].partition("_")[2] if node.kind == "name" else node.args[0] not in FUNCTIONS
+        for node in walk(body)
+        if node.kind in ("name", "call")
     )
 
 
-def _real(value: Any) -> Any:
-    if isinstance(value, mpmath.mpc):
-        raise Undefined
-    return value
+def _exactly(operation: Callable) -> Callable:
+    """An operation on two values: exact on fractions, but rounded if exact results would be too long to be fast."""
+
+    def apply(a: Any, b: Any) -> Any:
+        if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
+            return operation(floating(a), floating(b))
+        value = operation(a, b)
+        return value if _bits(value) < _LARGEST_BITS else floating(value)
+
+    return apply
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
