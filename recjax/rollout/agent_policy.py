@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from recjax.hub.chat_rendering import ChatRenderer
+from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded
 from recjax.models.sampling import Sampling
@@ -69,7 +69,6 @@ class AgentPolicy:
         self,
         live: LiveEngine,
         policy: Policy,
-        chats: ChatRenderer,
         sampling: Sampling,
         limits: Limits,
         key: Callable[[int], UInt32[np.ndarray, " words"]],
@@ -79,13 +78,12 @@ class AgentPolicy:
         """Stores the engine and everything that sampling needs.
 
         Args:
-            chats: renderer of messages.
             key: function from a turn's number, from 0, to its key data.
             at_work: callback that gets True when the agent starts to wait for the policy, False when it has a reply.
             template: variables that the problem gives the chat template, including `tools`.
         """
         self._template = template
-        self._live, self._policy, self._chats, self._sampling = live, policy, chats, sampling
+        self._live, self._policy, self._sampling = live, policy, sampling
         self._limits, self._key, self._at_work, self._asked = limits, key, at_work, 0
         self.trajectory, self.last_text = Trajectory(policy.tokenizer), ""
         self.rewards: dict[int, float] = {}  # by turn
@@ -114,7 +112,7 @@ class AgentPolicy:
             TurnsSpent: the agent has had all its replies.
         """
         variables = [{**self._template, **chat_template_kwargs}]
-        text = self._chats.render([messages], tools, variables)[0]
+        (text,) = render_chats(self._policy.tokenizer, [messages], TURN_SECONDS, tools=tools, variables=variables)
         return await self.complete(text, max_tokens=max_tokens, stop=stop, rendered=True)
 
     async def complete(

@@ -13,7 +13,6 @@ from jaxtyping import PRNGKeyArray, UInt32
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
 from recjax.experience.trajectories import thoughts_opening
-from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
@@ -25,20 +24,19 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.custom import SCORE
+from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.processes import finished
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
-CHAT_SECONDS = 10.0  # limit for the chat template at each turn
 _LAST = 2**32 - 1
 
 
 class Agents:
-    """The agent that a run uses, with its tools and its chat template; a context that holds their processes.
+    """The agent that a run uses, with its tools; a context that holds their processes.
 
     An agent that raises, hangs or returns nonsense does not affect other agents. An agent that blocks, by computing or
     sleeping without `await`, holds up all agents, and recjax cannot end it.
@@ -61,7 +59,7 @@ class Agents:
         functions = {name: named("task.tools", name) for name in task.tools}
         self._config, self.last_failure = config, ""
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
-        self._agent, self._chats = load_agent(task, self._tools), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
+        self._agent = load_agent(task, self._tools)
 
     def __enter__(self) -> "Agents":
         """Returns itself; processes start when they are first needed."""
@@ -69,7 +67,6 @@ class Agents:
 
     def __exit__(self, *exception: object) -> None:
         """Ends the processes."""
-        self._chats.__exit__(*exception)
         if self._tools:
             self._tools.__exit__(*exception)
 
@@ -134,9 +131,7 @@ class Agents:
                 def key_of(turn: int) -> np.ndarray:
                     return keys[turn][place]
 
-                return AgentPolicy(
-                    live, policy, self._chats, sampling, limits, key_of, at_work, problems[place].template
-                )
+                return AgentPolicy(live, policy, sampling, limits, key_of, at_work, problems[place].template)
 
             trials = [
                 Trial(self._agent, problem, functools.partial(policy_of, place), task.agent_seconds)

@@ -1,17 +1,15 @@
 """Functions that a model may call, run in worker processes: a crash or a hang fails only its own call."""
 
 import asyncio
-import contextlib
 import inspect
-import itertools
-import pickle
-import threading
-from concurrent.futures import Future
+import json
+import pkgutil
 from typing import Any
 
-from transformers.utils import get_json_schema
+from recjax.tasks.grading.event_loop import finished
+from recjax.workers import CallFailed, Workers
 
-from recjax.tasks.grading import processes
+MOST_CHARACTERS = 20_000  # longer results are cut
 
 
 class Tools:
@@ -35,10 +33,12 @@ class Tools:
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"task.tools: two tools are called {repeated[0]!r}; the model tells them by name")
+            raise ValueError(
+                f"task.tools: two tools have the name {repeated[0]!r}, and the model tells tools apart by their names;"
+                " rename one"
+            )
         self._functions = dict(zip(names, functions.items(), strict=True))
-        self._limits, self._server = (workers, seconds), None
-        self._numbers, self._calls = itertools.count(), {}
+        self._workers = Workers(workers, seconds)
 
     def __enter__(self) -> "Tools":
         """Returns itself; the first call starts the processes."""
@@ -46,67 +46,45 @@ class Tools:
 
     def __exit__(self, *exception: object) -> None:
         """Ends the worker processes, even during a call."""
-        if self._server:
-            processes.end(self._server)
-            self._server = None
+        self._workers.__exit__()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Returns a call's result as text: strings unchanged, other values as JSON; or "error: " and the problem."""
         if name not in self._functions:
             return f"error: there is no tool {name!r}; there are {', '.join(self._functions)}"
-        place, function = self._functions[name]
+        import_name, function = self._functions[name]
         try:
             inspect.signature(function).bind(**arguments)
-        except TypeError as error:
-            return f"error: {error}"
-        try:
-            return await asyncio.wrap_future(self._asked(place, arguments))
-        except RuntimeError as error:
+            return await asyncio.wrap_future(self._workers.call(_called, import_name, arguments))
+        except (TypeError, CallFailed, RuntimeError) as error:
             return f"error: {error}"
 
-    def _asked(self, place: str, arguments: dict[str, Any]) -> "Future[Any]":
-        if self._server is None:
-            self._start()
-        number, future = next(self._numbers), Future()
-        self._calls[number] = future
+
+def _called(import_name: str, arguments: dict[str, Any]) -> str:
+    """Runs in a worker: calls a tool and returns its result as text."""
+    result = finished(pkgutil.resolve_name(import_name)(**arguments))
+    if not isinstance(result, str):
         try:
-            pickle.dump((number, place, arguments), self._server.stdin)
-            self._server.stdin.flush()
-        except OSError:
-            self._calls.pop(number, None)
-            raise RuntimeError("the process of the tools has ended by itself") from None
-        return future
-
-    def _start(self) -> None:
-        self._server = processes.start("recjax.tasks.grading.tool_server", *self._limits)
-        threading.Thread(target=self._read, args=(self._server.stdout,), name="tools", daemon=True).start()
-
-    def _read(self, stream: Any) -> None:
-        """Hands results to waiting calls, in a thread."""
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
-            while True:
-                number, outcome = pickle.load(stream)
-                future = self._calls.pop(number)
-                if future.set_running_or_notify_cancel():
-                    future.set_result(outcome)
-        for number in list(self._calls):
-            future = self._calls.pop(number)
-            if future.set_running_or_notify_cancel():
-                future.set_exception(RuntimeError("the process of the tools has ended by itself"))
+            result = json.dumps(result, default=str)
+        except (TypeError, ValueError, RecursionError):  # unsupported keys, or circular references
+            result = str(result)
+    return str.encode(result, "utf-8", "replace").decode()[:MOST_CHARACTERS]  # a plain string without lone surrogates
 
 
 def _schema(name: str, function: Any) -> dict[str, Any]:
     if any(
-        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, function.__call__)
+        inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) for call in (function, function.__call__)
     ):
         raise ValueError(f"task.tools: {name} yields; write a function, or async def, that returns its result once")
     schema = getattr(function, "schema", None)
     if schema is None:
+        from transformers.utils import get_json_schema  # not at module level: workers import this file
+
         try:
             schema = get_json_schema(function)
         except Exception as error:
             remedy = "give it type hints and a docstring with Args, or an attribute schema"
-            raise ValueError(f"task.tools: {name}: no schema comes of it ({error}); {remedy}") from error
+            raise ValueError(f"task.tools: recjax cannot derive a schema from {name} ({error}); {remedy}") from error
     if not isinstance(schema.get("function", {}).get("name"), str):
         form = '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
         raise ValueError(f"task.tools: {name}: its schema is {schema!r:.200}; write it as {form}")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recjax.hub.chat_rendering import ChatRenderer
+from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.serving import asked as bodies
 from recjax.serving.asked import Asked
@@ -60,7 +60,6 @@ class Answering:
     def __init__(
         self,
         sampler: Sampler,
-        chats: ChatRenderer,
         recorder: Recorder | None,
         numbers: Numbers,
         name: str,
@@ -74,7 +73,7 @@ class Answering:
             versions: versions of the policy.
         """
         self.sampler, self.recorder, self.name, self.versions = sampler, recorder, name, versions
-        self._chats, self._rendering, self._numbers = chats, asyncio.Lock(), numbers
+        self._rendering, self._numbers = asyncio.Lock(), numbers
 
     async def job(self, kind: str, body: Any, session: str | None) -> Job:
         """Checks a request and prepares its prompts.
@@ -122,8 +121,9 @@ class Answering:
                 for prompt in asked.prompts
             ]
         messages = [as_written(message, session) for message in asked.messages]
+        given = {"tools": asked.tools, "variables": [asked.template]}
         async with self._rendering:
-            (text,) = await asyncio.to_thread(self._chats.render, [messages], asked.tools, [asked.template])
+            (text,) = await asyncio.to_thread(render_chats, tokenizer, [messages], TURN_SECONDS, **given)
         says_it_all = not (asked.tools or asked.template) and all(
             message.keys() == {"role", "content"} for message in messages
         )

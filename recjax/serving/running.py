@@ -9,7 +9,6 @@ from typing import Any
 
 import uvicorn
 
-from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import Policy
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -22,7 +21,6 @@ from recjax.serving.recorder import Recorder, Recording
 from recjax.serving.sampler import Limits, Sampler
 from recjax.serving.versions import Versions
 
-CHAT_SECONDS = 10.0  # limit for the chat template at each request
 PREFIX_TIME = 64  # length in tokens to which shorter prompts are padded
 # Event-loop passes before a round, enough for stop strings to free slots. Replies are written during the round.
 PASSES = 2
@@ -62,7 +60,7 @@ def made(serving: Serving, when_ready: str) -> Server:
     recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
     engine = Engine(policy.decoder, policy.stop_ids, slots=limits.slots, prefix_time=PREFIX_TIME)
     engine.replace_weights(serving.weights.params, serving.weights.version)
-    live, chats = LiveEngine(engine, PASSES), ChatRenderer(policy.tokenizer, CHAT_SECONDS)
+    live = LiveEngine(engine, PASSES)
     versions = Versions(live, serving.weights, serving.newer)
     sampler = Sampler(live, policy, limits, serving.seed)
     numbers = Numbers(
@@ -82,15 +80,11 @@ def made(serving: Serving, when_ready: str) -> Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        with chats:
-            # Forks the template's process before connections exist. Models without a template raise ValueError here.
-            with contextlib.suppress(ValueError):
-                chats.render([[{"role": "user", "content": "hello"}]])
-            async with live, recorder or contextlib.nullcontext(), versions:
-                print(when_ready)
-                yield
+        async with live, recorder or contextlib.nullcontext(), versions:
+            print(when_ready)
+            yield
 
-    answering = Answering(sampler, chats, recorder, numbers, serving.name, versions)
+    answering = Answering(sampler, recorder, numbers, serving.name, versions)
     return Server(answering, numbers, serving.guarded, lifespan)
 
 

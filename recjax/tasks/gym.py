@@ -1,6 +1,6 @@
 """Tasks from the generators of the package reasoning_gym (`pip install recjax[reasoning_gym]`).
 
-Data: the generator `task.reasoning_gym.name` makes the problems with its `options`, in a separate process with fixed
+Data: the generator `task.reasoning_gym.name` makes the problems with its `options`, in a worker process with fixed
 hashes, because some generators iterate over sets. A seed always gives the same problems. Questions are distinct, so
 train and held-out problems never overlap.
 Prompt: `template` with the question, as the user's message after the system prompt below; solved examples are earlier
@@ -13,19 +13,14 @@ Reward: `reasoning_gym`, with the parts accuracy (1 if the package's scorer give
 tag it is the whole completion, because a model imitates plain examples.
 """
 
-import contextlib
-import json
 import logging
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
 from recjax.tasks.grading.gym_package import check_gym, generator
 from recjax.tasks.problems import Problem, chat
+from recjax.workers import CallFailed, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +67,14 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
     questions, not rare ones.
     """
     different: dict[str, dict[str, Any]] = {}
-    for entry in _in_a_process(config.name, config.options, count, seed):
+    with Workers(1, seconds=None, memory=None) as workers:
+        try:
+            entries = workers.call(_make, config.name, dict(config.options), count, seed).result()
+        except CallFailed as error:
+            raise ValueError(f"task.reasoning_gym: the generator {config.name} failed: {error}") from None
+    for entry in entries:
         different.setdefault(entry["question"], entry)
     return list(different.values())
-
-
-def _in_a_process(*order: Any) -> list[dict[str, Any]]:
-    """Runs `_make` in a new process with fixed hashes and returns its result."""
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "recjax.tasks.gym", json.dumps(order)]
-    done = subprocess.run(command, env=environment, capture_output=True)
-    if done.returncode:
-        raise ValueError(f"task.reasoning_gym: the generator failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-    return pickle.loads(done.stdout)
 
 
 def _make(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
@@ -117,9 +107,3 @@ def _prompt(
         return "".join(f"{text} {answer}\n" for text, answer in shown) + question
     turns = [turn for text, answer in shown for turn in (text, f"<answer>{answer}</answer>")]
     return chat(system_prompt, *turns, question)
-
-
-if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):  # keep a generator's prints out of the pickled result
-        made = _make(*json.loads(sys.argv[1]))
-    sys.stdout.buffer.write(pickle.dumps(made))

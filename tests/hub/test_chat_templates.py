@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.experience.foreign import Columns
 from recjax.experience.prepared import prepared_rows
-from recjax.hub.chat_rendering import ChatRenderer, render_chats, set_template_kwargs, turn_end
+from recjax.hub.chat_rendering import render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids
@@ -72,9 +72,9 @@ def test_each_chat_has_its_own_variables_before_those_of_the_tokenizer():
     own = [{}, {"enable_thinking": True}, {"effort": None}]
     expected = ["hi:<think></think>low", "hi:low", "hi:<think></think>"]
     assert render_chats(tokenizer, [chat] * 3, variables=own) == expected
-    with ChatRenderer(tokenizer) as renderer:
-        assert renderer.render([chat], [{"name": "g"}], [{"tools": [{"name": "f"}]}]) == ["<g>hi:<think></think>low"]
-        assert renderer.render([chat]) == ["hi:<think></think>low"]
+    own = [{"tools": [{"name": "f"}]}]
+    assert render_chats(tokenizer, [chat], tools=[{"name": "g"}], variables=own) == ["<g>hi:<think></think>low"]
+    assert render_chats(tokenizer, [chat]) == ["hi:<think></think>low"]
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused():

@@ -16,7 +16,6 @@ from recjax.config import load_config
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
 from recjax.experience.trajectories import pad_trajectories
-from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -100,17 +99,16 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     post = tokenizers.processors.TemplateProcessing(single="~ $A", special_tokens=begin)
     tokenizer.backend_tokenizer.post_processor = post
     chat = [{"role": "user", "content": "hi"}]
-    with ChatRenderer(tokenizer) as chats:
-        key = np.zeros(2, np.uint32)
-        asker = AgentPolicy(live, policy, chats, Sampling(), Limits(5, 90, 9), lambda turn: key, lambda waits: None)
-        reply = asyncio.run(asker.chat(chat))
-        asyncio.run(asker.chat([*chat, reply.message, *chat]))
-        asyncio.run(asker.complete("hi"))
-        asyncio.run(asker.complete("[user:ho[assistant:", rendered=True))
-        tokenizer.add_tokens(["<extra>"])
-        for ask in (asker.chat([{"role": "user", "content": "<extra>"}]), asker.complete("<extra>")):
-            with pytest.raises(ValueError, match="the prompt: token '<extra>' has id .* has an embedding of 97 tokens"):
-                asyncio.run(ask)
+    key = np.zeros(2, np.uint32)
+    asker = AgentPolicy(live, policy, Sampling(), Limits(5, 90, 9), lambda turn: key, lambda waits: None)
+    reply = asyncio.run(asker.chat(chat))
+    asyncio.run(asker.chat([*chat, reply.message, *chat]))
+    asyncio.run(asker.complete("hi"))
+    asyncio.run(asker.complete("[user:ho[assistant:", rendered=True))
+    tokenizer.add_tokens(["<extra>"])
+    for ask in (asker.chat([{"role": "user", "content": "<extra>"}]), asker.complete("<extra>")):
+        with pytest.raises(ValueError, match="the prompt: token '<extra>' has id .* has an embedding of 97 tokens"):
+            asyncio.run(ask)
     rendered = tokenizer.apply_chat_template(chat, return_dict=False)
     assert live.asked[0] == rendered and rendered[0] != tokenizer.bos_token_id
     assert live.asked[1][: len(rendered)] == rendered and tokenizer.bos_token_id not in live.asked[1]

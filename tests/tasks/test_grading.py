@@ -91,8 +91,9 @@ def test_workers_see_columns_and_no_jax(faulty):
     assert scores.rewards.tolist() == [1, 1, 0]
 
 
-def test_graders_and_the_server_import_no_jax():
-    modules = ", ".join(f"recjax.tasks.grading.{name}" for name in ("server", "math_answers", "tool_calls"))
+def test_graders_and_workers_import_no_jax():
+    modules = "recjax.workers, recjax.tasks.grading.graders"
+    modules += ", recjax.tasks.grading.math_answers, recjax.tasks.grading.tool_calls"
     check = f"import sys, {modules}; assert not {{'jax', 'jaxlib', 'numpy'}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
@@ -114,7 +115,7 @@ def test_leaving_ends_every_process_at_once_even_while_one_hangs(faulty):
     with pytest.raises(KeyboardInterrupt):
         with Grading(CONFIG, load_reward("faulty")) as grading:
             assert submitted(grading, ["a"]).result().rewards == [1]
-            group = grading._server.pid
+            group = grading._workers._program.pid
             assert alive(group)
             submitted(grading, ["spin"] * 100)
             raise KeyboardInterrupt
@@ -128,7 +129,7 @@ def test_a_killed_training_process_leaves_nothing_behind():
         "with Grading(CONFIG, load_reward('faulty')) as grading:\n"
         "    submitted(grading, ['a']).result()\n"
         "    submitted(grading, ['spin'] * 100)\n"
-        "    print(grading._server.pid, flush=True)\n"
+        "    print(grading._workers._program.pid, flush=True)\n"
         "    time.sleep(1000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -141,8 +142,9 @@ def test_a_killed_training_process_leaves_nothing_behind():
 
 def test_a_grading_process_that_dies_is_an_error_and_not_a_hang(faulty):
     with Grading(CONFIG, load_reward("faulty")) as grading:
-        os.killpg(grading._server.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="grading process ended"):
+        assert submitted(grading, ["a"]).result().rewards == [1]
+        os.killpg(grading._workers._program.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="worker processes ended by themselves"):
             submitted(grading, ["a"]).result(timeout=30)
 
 
@@ -451,7 +453,7 @@ def test_a_reward_that_cannot_be_imported_is_named(name):
 
 def test_functions_in_this_process_start_no_other():
     with Grading(CONFIG, custom(shares)) as grading:
-        assert submitted(grading, ["abcd"]).result().rewards == [1] and grading._server is None
+        assert submitted(grading, ["abcd"]).result().rewards == [1] and grading._workers is None
 
 
 def test_votes_are_read_in_worker_processes_under_their_limits():

@@ -1,12 +1,14 @@
 """reasoning_gym's generators: every one, the same in every process, split without overlap, scored by the package."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from recjax.config import ReasoningGymTask
 from recjax.tasks.grading.gym_package import check_gym
-from recjax.tasks.gym import SYSTEM_PROMPT, _make, gym_problems
+from recjax.tasks.gym import SYSTEM_PROMPT, gym_problems
+from recjax.workers import Workers
 
 gym = pytest.importorskip("reasoning_gym")
 
@@ -22,7 +24,7 @@ def task(name="chain_sum", **changes):
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Generators run here, which saves the start of a process."""
-    monkeypatch.setattr("recjax.tasks.gym._in_a_process", _make)
+    monkeypatch.setattr(Workers, "call", lambda self, function, *args: SimpleNamespace(result=lambda: function(*args)))
 
 
 def test_problems_are_the_same_every_time_and_none_comes_twice():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from recjax.tasks.grading.processes import finished
+from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts, described
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,9 @@
 Functions are given by name and not imported here, because they run in worker processes that import only them.
 """
 
-from typing import NamedTuple
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class Grader(NamedTuple):
@@ -18,10 +20,12 @@ class Grader(NamedTuple):
     parse: str
 
 
-class Failure(NamedTuple):
-    """The reason why a completion has no result: timeout, crash, error or too_long."""
-
-    reason: str
+def graded(function: str, *row: Any) -> dict[str, float] | str | None:
+    """Runs in a worker: calls `grade` or `parse` of a Grader; returns plain values."""
+    result = pkgutil.resolve_name(function)(*row)
+    if isinstance(result, Mapping):
+        return {str(name): float(value) for name, value in result.items()}
+    return None if result is None else str(result)
 
 
 _MATH, _TOOLS, _GYM = "recjax.tasks.grading.math_answers", "recjax.tasks.grading.tool_calls", "recjax.tasks.grading.gym"

@@ -1,8 +1,6 @@
 """Grading in parallel with training: turns batches into futures of scores; built-in rewards run in worker processes."""
 
 import itertools
-import pickle
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -10,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
-from recjax.tasks.grading import processes
 from recjax.tasks.grading.custom import Row, custom_parts
-from recjax.tasks.grading.graders import GRADERS, Failure
+from recjax.tasks.grading.graders import GRADERS, graded
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
+from recjax.workers import CallFailed, Workers
 
 # Reasons why a completion has no grade; no_reward: the user's function returned None.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
@@ -59,21 +57,22 @@ class Grading:
         """Starts no processes; `__enter__` does."""
         self._config, self.reward = config, reward
         self._thread: ThreadPoolExecutor | None = None
-        self._server: subprocess.Popen | None = None
+        self._workers: Workers | None = None
         self._names: list[str] | None = None  # names of the parts in the first result of a user's function
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
         if self.reward.per_row:
-            function, limits = GRADERS[self.reward.name].grade, self._config.grading
-            self._server = processes.start("recjax.tasks.grading.server", function, limits.workers, limits.seconds)
+            module, limits = GRADERS[self.reward.name].grade.partition(":")[0], self._config.grading
+            self._workers = Workers(limits.workers, limits.seconds, module)
+            self._workers.call(str)  # starts the imports
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Kills the worker processes, even while they work; a running call of a user's function finishes by itself."""
-        if self._server:
-            processes.end(self._server)
+        if self._workers:
+            self._workers.__exit__()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, asked: Sequence[Answered]) -> "Future[Scores]":
@@ -82,7 +81,7 @@ class Grading:
 
     def _scores(self, asked: Sequence[Answered]) -> Scores:
         rows, lengths = [row[:4] for row in asked], np.array([row.length for row in asked])
-        parts, failures = self._graded(asked) if self._server else self._custom(rows)
+        parts, failures = self._graded(asked) if self._workers else self._custom(rows)
         longest, overlong = self._config.rollout.max_completion_tokens, self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
         if overlong is not None:
@@ -90,7 +89,7 @@ class Grading:
         weights = self.reward.weights
         check_parts(self.reward.name, weights, parts)
         rewards = sum(weights.get(part, 1.0) * values for part, values in parts.items())
-        if self._server:
+        if self._workers:
             rewards = np.where(failures > 0, 0.0, rewards)
         self._check_bounded(rewards, parts, rows, failures == 0)
         success = parts["accuracy"] >= 1 if "accuracy" in parts else rewards >= self._config.task.success
@@ -137,10 +136,8 @@ class Grading:
             # A completion that ends inside its thoughts has no answer.
             texts = [(whole, after_thoughts(whole)) for whole in itertools.starmap(whole_reply, said)]
             return [None if whole.strip() and not text.strip() else text.strip() for whole, text in texts]
-        outcomes = self._thread.submit(
-            self._called, GRADERS[self.reward.name].parse, [(text,) for text in completions], openings
-        ).result()
-        return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+        rows = [(text,) for text in completions]
+        return [answer for _, answer in self._called(GRADERS[self.reward.name].parse, rows, openings)]
 
     def _graded(self, asked: Sequence[Answered]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Parts of each row, and the failure of its grading, from the worker processes."""
@@ -148,29 +145,33 @@ class Grading:
         openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in asked]
         rows = [(row.completion, row.answer, dict(row.columns)) for row in asked]
         outcomes = self._called(grader.grade, rows, openings)
-        failed = [isinstance(outcome, Failure) for outcome in outcomes]
         parts = {
-            name: np.array([0.0 if bad else row[name] for bad, row in zip(failed, outcomes, strict=True)])
+            name: np.array([0.0 if values is None else values[name] for _, values in outcomes])
             for name in grader.weights
         }
-        reasons = [row.reason if bad else FAILURES[0] for bad, row in zip(failed, outcomes, strict=True)]
-        return parts, np.array([FAILURES.index(reason) for reason in reasons], np.int32)
+        return parts, np.array([FAILURES.index(failure) for failure, _ in outcomes], np.int32)
 
-    def _called(self, function: str, rows: Sequence[tuple], openings: Sequence[str]) -> list[Any]:
-        """Calls a function for every row in the worker processes; the first value of a row is a completion."""
+    def _called(self, function: str, rows: Sequence[tuple], openings: Sequence[str]) -> list[tuple[str, Any]]:
+        """Calls a function for every row in the worker processes; the first value of a row is a completion.
+
+        Returns:
+            The failure and the result of each row; the result of a failure is None.
+        """
         limit = self._config.grading.max_characters
-        replies = [
-            (whole_reply(opening, row[0]), *row[1:])
-            for row, opening in zip(rows, openings, strict=True)
+        calls = [
+            self._workers.call(graded, function, whole_reply(opening, row[0]), *row[1:])
             if len(row[0]) <= limit
+            else None
+            for row, opening in zip(rows, openings, strict=True)
         ]
-        try:
-            pickle.dump((function, replies), self._server.stdin)
-            self._server.stdin.flush()
-            outcomes = iter(pickle.load(self._server.stdout))
-        except (EOFError, OSError) as error:
-            raise RuntimeError("the grading process ended by itself; standard error says why") from error
-        return [next(outcomes) if len(row[0]) <= limit else Failure("too_long") for row in rows]
+        return [("too_long", None) if call is None else _outcome(call) for call in calls]
+
+
+def _outcome(call: Future) -> tuple[str, Any]:
+    try:
+        return FAILURES[0], call.result()
+    except CallFailed as error:
+        return error.reason, None
 
 
 def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:

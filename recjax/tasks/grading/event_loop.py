@@ -1,0 +1,68 @@
+"""One event loop for the coroutines of users' code: agents, rewards and tools."""
+
+import asyncio
+import atexit
+import contextlib
+import inspect
+import threading
+from concurrent import futures
+from typing import Any
+
+_END_SECONDS = 1.0  # time that canceled coroutines have to end
+_loop: asyncio.AbstractEventLoop | None = None
+_starting = threading.Lock()
+
+
+def finished(result: Any) -> Any:
+    """Returns a result unchanged; runs an awaitable to its end in the process's single event loop first.
+
+    A thread runs the loop as long as the process lives. A client, lock or semaphore in a user's module works with only
+    one loop, so agents, rewards and tools share this loop, in training and in evaluations.
+    """
+    if not inspect.isawaitable(result):
+        return result
+    outcome: futures.Future = futures.Future()
+
+    async def run() -> None:
+        try:
+            outcome.set_result(await result)
+        except BaseException as error:  # includes SystemExit, which would end the loop
+            outcome.set_exception(error)
+
+    task = asyncio.run_coroutine_threadsafe(run(), _event_loop())
+    try:
+        return outcome.result()
+    finally:
+        if not outcome.done():  # Ctrl-C in the waiting thread
+            task.cancel()
+            futures.wait([outcome], _END_SECONDS)
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_run_forever, args=(_loop,), name="event loop", daemon=True).start()
+            atexit.register(_cancel_all, _loop)
+    return _loop
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    while True:
+        # A task that raises SystemExit stops the loop; all other tasks continue.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    async def cancel() -> None:
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task._log_destroy_pending = False  # some tasks do not end when canceled
+                task.cancel()
+            await asyncio.wait(others, timeout=_END_SECONDS)
+
+    task = asyncio.run_coroutine_threadsafe(cancel(), loop)
+    futures.wait([task], 2 * _END_SECONDS)
