@@ -11,8 +11,8 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import Shape, Sizes
+from recjax.files import write_manifest
 from recjax.hub.export import export_model, write_base
-from recjax.manifest import write_manifest
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 

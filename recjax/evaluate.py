@@ -11,7 +11,6 @@ Several processes evaluate together if each gets the same command; see docs/devi
 
 import contextlib
 import dataclasses
-import os
 import re
 import shutil
 from pathlib import Path
@@ -30,6 +29,7 @@ from recjax.config_loading import load_config
 from recjax.config_yaml import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, progress_bar
 from recjax.experience.trajectories import thoughts_opening
+from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
@@ -43,7 +43,6 @@ from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
 from recjax.training.trained import Subject, fingerprint, subject
-from recjax.whole_files import json_text, partial_of, write_whole, writing
 
 FLAGS = flags.FLAGS
 
@@ -206,10 +205,10 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
                     thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions
                 ]
                 rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
-                _write_whole(rows, files[done.first])
+                _write_table(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():
-        _write_whole(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
+        _write_table(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
 
 
 def _read(file: Path) -> pd.DataFrame:
@@ -219,11 +218,9 @@ def _read(file: Path) -> pd.DataFrame:
         raise ValueError(f"{file} is damaged ({error}); delete it, and the same command makes it again") from error
 
 
-def _write_whole(rows: pd.DataFrame, file: Path) -> None:
-    """Writes a Parquet file, which appears complete or not at all."""
-    partial = file.with_suffix(".partial")
-    rows.to_parquet(partial, index=False, compression="zstd")
-    os.replace(partial, file)
+def _write_table(rows: pd.DataFrame, path: Path) -> None:
+    with whole_file(path) as file:
+        rows.to_parquet(file, index=False, compression="zstd")
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:

@@ -14,10 +14,10 @@ from typing import Any
 from absl import app, flags
 
 from recjax.console import command
+from recjax.files import write_whole
 from recjax.plots.sample_page import sample_page
 from recjax.training.kept_samples import folder_of
 from recjax.training.trained import run_config
-from recjax.whole_files import write_whole
 
 FLAGS = flags.FLAGS
 

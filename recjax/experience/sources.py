@@ -19,12 +19,12 @@ from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
 from recjax.experience.prepared import SMALL, prepared_rows
 from recjax.experience.stored_groups import StoredGroups, groups_in, is_missing
+from recjax.files import writing
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
-from recjax.whole_files import writing
 
 _LONG = 50  # batches of log-probs above which a progress bar is shown
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))

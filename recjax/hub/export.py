@@ -1,11 +1,9 @@
 """Writes models as Hugging Face folders with config and tokenizer, and adapters as files that PEFT reads."""
 
-import contextlib
 import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,12 +15,11 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
+from recjax.files import whole_folder
 from recjax.hub.families import FIELDS, SILU
 from recjax.hub.weights import MODULES, read_config, tensor_names
-from recjax.manifest import write_manifest
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
-from recjax.whole_files import writing
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -73,7 +70,7 @@ def export_model(
     check_output(output)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
-    with appearing_whole(Path(output)) as partial:
+    with whole_folder(Path(output)) as partial:
         for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
             if file.is_file() and file.name != "config.json":
                 copy = partial / file.relative_to(base)
@@ -89,27 +86,6 @@ def export_model(
         for name, content in beside.items():
             (partial / name).write_bytes(content)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
-
-
-@contextlib.contextmanager
-def appearing_whole(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which becomes `folder`, with a manifest, at the end; an error removes it.
-
-    Raises:
-        ValueError: the folder cannot be written.
-    """
-    folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    try:
-        yield partial
-        write_manifest(partial)
-        with writing(folder):
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_base(

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from recjax import manifest
+from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import check_fields, decoder_config
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
@@ -83,12 +83,12 @@ def _check_unchanged(folder: Path) -> None:
     Raises:
         ValueError: a file has changed since recjax wrote it.
     """
-    if (folder / manifest.NAME).is_file():
+    if (folder / MANIFEST).is_file():
         try:
-            manifest.check_manifest(folder)
+            check_manifest(folder)
         except ValueError as error:
             raise ValueError(
-                f"{error}; write the folder again, or, if it was changed on purpose, delete {folder / manifest.NAME}"
+                f"{error}; write the folder again, or, if it was changed on purpose, delete {folder / MANIFEST}"
             ) from error
 
 

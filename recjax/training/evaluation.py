@@ -15,6 +15,7 @@ from recjax.config import Config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
+from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
@@ -24,7 +25,6 @@ from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grad
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
-from recjax.whole_files import json_text, write_whole, writing
 
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 logger = logging.getLogger(__name__)

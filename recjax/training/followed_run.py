@@ -8,8 +8,8 @@ import logging
 import time
 from pathlib import Path
 
+from recjax.files import MANIFEST
 from recjax.hub.policy import Policy
-from recjax.manifest import NAME
 from recjax.rollout.requests import Weights
 from recjax.training.checkpoint import check_whole, progress, steps_of
 from recjax.training.run_folder import check_config_file
@@ -90,7 +90,7 @@ class FollowedRun:
         found = []
         for step in reversed(steps_of(self._folder)):
             try:
-                status = (self._folder / str(step) / NAME).stat()
+                status = (self._folder / str(step) / MANIFEST).stat()
             except OSError:
                 continue
             found.append((step, status.st_ino, status.st_mtime_ns))

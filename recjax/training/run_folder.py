@@ -16,11 +16,11 @@ from recjax import hosts
 from recjax.config import KEYS, Config
 from recjax.config_loading import to_yaml, unknown_keys
 from recjax.config_yaml import read_yaml_file
+from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
 from recjax.training.environment import record_start, starts
-from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
 

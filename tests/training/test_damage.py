@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import recjax
-from recjax import manifest
+from recjax import files
 from recjax.config_loading import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
@@ -80,7 +80,7 @@ DAMAGES = {
     "a truncated file": lambda step: largest(step).write_bytes(largest(step).read_bytes()[:-7]),
     "an emptied folder": empty,
     "a deleted array": lambda step: shutil.rmtree(step / "state"),
-    "no manifest": lambda step: (step / manifest.NAME).unlink(),
+    "no manifest": lambda step: (step / files.MANIFEST).unlink(),
     "a flipped word": lambda step: flip(step / "progress" / "metadata"),
 }
 
@@ -97,7 +97,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing
     assert without_times(train(config)) == without_times(made[1])
     lines = [line for line in said if "checkpoint of step 4" in line and "damaged/4" in line]
     assert len(lines) == 1 and "the run goes back to that of step 2" in lines[0]
-    assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / manifest.NAME).is_file()
+    assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / files.MANIFEST).is_file()
 
 
 def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run):
@@ -259,7 +259,7 @@ def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run, monk
         return update(*args, **named)
 
     monkeypatch.setattr(learner, "update", deletes)
-    with pytest.raises(ValueError, match="was deleted while the run was going on"):
+    with pytest.raises(ValueError, match="was deleted during the run"):
         train(config)
     assert not folder.exists()
 
@@ -271,7 +271,7 @@ def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as without_room:
-        without_room.setattr(manifest, "write_whole", full)
+        without_room.setattr(files, "write_whole", full)
         with pytest.raises(ValueError, match="checkpoints: the checkpoint of step 6 cannot be written .*No space left"):
             train(config)
     assert without_times(train(config)) == without_times(made[1])
