@@ -42,7 +42,7 @@ from recjax.training.evaluation import answered, sample_rows, warn_of_ungraded
 from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
-from recjax.training.trained import Subject, fingerprint, subject
+from recjax.training.trained import OpenedPolicy, fingerprint, open_policy
 
 FLAGS = flags.FLAGS
 
@@ -83,16 +83,16 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     and noise, and equal weights from two places give equal numbers.
 
     Args:
-        checkpoint: name of the checkpoint; see `recjax.training.trained.subject`.
+        checkpoint: name of the checkpoint; see `recjax.training.trained.open_policy`.
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
     Raises:
         ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
-    task, evaluated, label = load_task(config), subject(checkpoint, config), task_label(config.task)
+    task, evaluated, label = load_task(config), open_policy(checkpoint, config), task_label(config.task)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
     if begun := _begun_on(folder, evaluated, config):
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, chat_date=begun))
-        evaluated = subject(checkpoint, config)
+        evaluated = open_policy(checkpoint, config)
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
@@ -112,7 +112,7 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     return folder, numbers
 
 
-def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
+def _begun_on(folder: Path, evaluated: OpenedPolicy, config: Config) -> str | None:
     """The date in the prompts of an interrupted evaluation; None if the prompts of the resumed one need no change.
 
     The prompts of a run keep that run's date, and a config may set a date.
@@ -131,7 +131,7 @@ def task_label(task: TaskConfig) -> str:
     return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
 
 
-def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
+def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = (
         "prompts_per_step",
@@ -184,7 +184,7 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
         write_whole(stored, write_yaml(decides))
 
 
-def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
+def sample_rounds(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task, folder: Path) -> None:
     """Samples the missing rounds, one file per round, and merges all rounds into samples.parquet."""
     size, count = config.rollout.prompts_per_step, len(prompts.texts)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}

@@ -24,7 +24,7 @@ from recjax.hub.model_card import model_card
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
 from recjax.training.environment import starts
-from recjax.training.trained import run_adapters, run_config, run_params
+from recjax.training.trained import open_checkpoint, run_adapters, run_config
 
 FLAGS = flags.FLAGS
 _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
@@ -62,8 +62,7 @@ def export(
     if model:
         export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
         return model
-    config = run_config(Path(run))
-    step, policy, params = run_params(Path(run), config, step)
+    _, policy, params, step, config = open_checkpoint(Path(run), step)
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
         if config.model.path:

@@ -16,7 +16,7 @@ from recjax.export import export
 from recjax.train import show_result
 from recjax.training import learner, loop, run_folder
 from recjax.training.metrics import MetricsWriter, read_metrics
-from recjax.training.trained import run_config, run_params
+from recjax.training.trained import open_checkpoint, run_config
 from tests.training.tiny_run import TINY, train, without_times
 
 OPTIONS = ["training.checkpoint_every=2", "evaluation.every=0", "evaluation.problems=5", "training.keep_checkpoints=4"]
@@ -108,7 +108,7 @@ def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run
         train(config)
     assert not (folder / "damaged").exists() and not (folder / "running.json").exists()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
-        run_params(folder, run_config(folder))
+        open_checkpoint(folder)
 
 
 def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
