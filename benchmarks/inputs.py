@@ -96,7 +96,7 @@ def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
     """
     if not (source / "config.json").is_file():
         raise ValueError(
-            f"{source} holds no config.json; `python -m recjax.hub.smollm2 --output {source}` makes the model, or"
+            f"{source} holds no config.json; `python -m experiments.smollm2 --output {source}` makes the model, or"
             " link its folder there"
         )
     folder.mkdir()

