@@ -8,8 +8,7 @@ import pytest
 
 from recjax.config_loading import load_config
 from recjax.hub import policy
-from recjax.planning.dry_run import dry_run, show
-from recjax.planning.memory import count
+from recjax.planning.dry_run import count, dry_run, show
 from tests.hub.test_published import PUBLISHED
 
 ROOT = Path(__file__).parents[2] / "experiments"

@@ -15,9 +15,9 @@ from recjax.experience.batch import sampled_shape
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
-from recjax.planning.devices import ACCELERATORS
-from recjax.planning.dry_run import compact, dry_run, first_steps, print_dry_run, show
-from recjax.planning.memory import batch_arrays, count
+from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show
+from recjax.planning.programs import batch_arrays
+from recjax.planning.targets import ACCELERATORS
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
@@ -281,4 +281,4 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
         and "t4-16" in rest
         and sorted([*fits.split(", "), *rest.split(", ")]) == sorted(ACCELERATORS)
     )
-    assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is not known" in capsys.readouterr().err
+    assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is unknown" in capsys.readouterr().err
