@@ -90,7 +90,12 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     """
     task, evaluated, label = load_task(config), open_policy(checkpoint, config), task_label(config.task)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
-    if begun := _begun_on(folder, evaluated, config):
+    # An interrupted evaluation keeps the date of its prompts, unless a run or the config sets one.
+    own_date, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
+    begun = None
+    if own_date and not (evaluated.run or config.model.chat_date) and stored.is_file():
+        begun = (read_yaml_file(stored) or {}).get(CHAT_DATE)
+    if begun and begun != own_date:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, chat_date=begun))
         evaluated = open_policy(checkpoint, config)
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
@@ -110,18 +115,6 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     write_whole(folder / "results.json", json_text(numbers, indent=2) + "\n")
     draw_evaluation(rows, numbers, f"{evaluated.name} on {label}", folder / "evaluation.png")
     return folder, numbers
-
-
-def _begun_on(folder: Path, evaluated: OpenedPolicy, config: Config) -> str | None:
-    """The date in the prompts of an interrupted evaluation; None if the prompts of the resumed one need no change.
-
-    The prompts of a run keep that run's date, and a config may set a date.
-    """
-    ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
-    if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
-        return None
-    theirs = (read_yaml_file(stored) or {}).get(CHAT_DATE)
-    return theirs if theirs != ours else None
 
 
 def task_label(task: TaskConfig) -> str:

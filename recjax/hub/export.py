@@ -155,7 +155,12 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
-    tensors = _named_views(config, params)
+    leaves, table, tensors = flatten(jax.device_get(params)), tensor_names(config), {}
+    if leaves.keys() != table.keys():
+        raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
+    for path, names in table.items():  # views of the parameters in Hugging Face layout
+        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        tensors |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.size * jnp.dtype(dtype).itemsize,
@@ -166,31 +171,15 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
         for file, names in split.filename_to_tensors.items():
             shard = {}
             for name in names:
-                shard[name] = _converted(name, tensors[name], dtype)
+                with np.errstate(over="ignore"):
+                    shard[name] = tensors[name].astype(jnp.dtype(dtype), order="C")
+                if not np.isfinite(shard[name]).all():
+                    raise ValueError(f"tensor {name!r} has values beyond {dtype}; export as bfloat16 or float32")
                 bar.update()
             write_tensors(folder / file, shard)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
-    """Maps Hugging Face names to tensors in Hugging Face layout, which are views of the parameters."""
-    leaves, table, views = flatten(jax.device_get(params)), tensor_names(config), {}
-    if leaves.keys() != table.keys():
-        raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    for path, names in table.items():
-        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
-        views |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
-    return views
-
-
-def _converted(name: str, tensor: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        converted = tensor.astype(jnp.dtype(dtype), order="C")
-    if not np.isfinite(converted).all():
-        raise ValueError(f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32")
-    return converted
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:

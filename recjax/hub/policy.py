@@ -155,10 +155,11 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
         ValueError: the kernel does not run on the device or does not support the model; the message says why.
     """
     device = jax.devices()[0] if device is None else device
+    is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
     needs = {
         "plain": [],
         "cudnn": [
-            (_has_cudnn_attention(device), "an NVIDIA GPU of compute capability 8.0 or more"),
+            (is_nvidia and float(device.compute_capability) >= 8.0, "an NVIDIA GPU of compute capability 8.0 or more"),
             (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
             (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
             (config.attention_cap is None, "a model without a bound on attention scores"),
@@ -170,12 +171,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
         return next(kernel for kernel in ("cudnn", "splash", "plain") if not missing[kernel])
     if missing[name]:
         raise ValueError(
-            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind}, in {dtype},"
-            f" with heads of {config.head_dim}. Set it to plain, or to auto for what there is"
+            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind} with {dtype}"
+            f" and heads of {config.head_dim}. Set it to plain, or to auto"
         )
     return name
-
-
-def _has_cudnn_attention(device: jax.Device) -> bool:
-    nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
-    return nvidia and float(device.compute_capability) >= 8.0
