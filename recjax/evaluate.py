@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         folder, numbers = evaluate(config, checkpoint, FLAGS.output)
     if hosts.is_first():
-        show(numbers)
+        show_results(numbers)
         print(f"folder: {folder}")
 
 
@@ -70,9 +70,9 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]
     if len(checkpoints) > 1:
-        raise ValueError(f"checkpoint is given {len(checkpoints)} times; give one")
+        raise ValueError(f"found {len(checkpoints)} values of checkpoint=; give one")
     if any(text.startswith("output=") for text in overrides):
-        raise ValueError("output=… is the folder of a training run; name an evaluation's with --output FOLDER")
+        raise ValueError("output=… names a training run's folder; name the evaluation's folder with --output FOLDER")
     return (checkpoints[0] if checkpoints else None), overrides
 
 
@@ -166,11 +166,11 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     if known:
         theirs = read_yaml_file(stored)
         if not isinstance(theirs, dict):
-            raise ValueError(f"{stored} is damaged (it holds no keys and values); name another folder with --output")
+            raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
         if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif found:
-        raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
+        raise ValueError(f"{folder} holds other files than an evaluation's; name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _read(file: Path) -> pd.DataFrame:
     try:
         return pd.read_parquet(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete it, and the same command makes it again") from error
+        raise ValueError(f"{file} is damaged ({error}); delete it and run the same command again") from error
 
 
 def _write_table(rows: pd.DataFrame, path: Path) -> None:
@@ -228,7 +228,7 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     return sum((str(problem.prompt), problem.answer) in known for problem in problems)
 
 
-def show(numbers: dict[str, Any]) -> None:
+def show_results(numbers: dict[str, Any]) -> None:
     """Prints every metric with its interval, accuracy by difficulty, and the accuracy of the best constant answer."""
 
     def cells(estimate: dict) -> tuple[str, str]:
@@ -249,12 +249,12 @@ def show(numbers: dict[str, Any]) -> None:
     constant = numbers["constant_answer"]
     print(f"always answering {constant['answer']!r:.60} would be right on {constant['share']:.3f} of the problems")
     if numbers.get("seen_in_training"):
-        print(f"warning: this run trains on {numbers['seen_in_training']} of these problems")
+        print(f"warning: the run was trained on {numbers['seen_in_training']} of these problems")
 
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("config", None, "YAML file of a training run; its task and settings are used.", required=True)
+    flags.DEFINE_string("config", None, "YAML file of a training run, for its task and settings.", required=True)
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
     define_process_flags()
     app.run(main)

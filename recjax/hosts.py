@@ -52,8 +52,8 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
         if (coordinator, processes, process_id) == (None, None, None):
             return
         raise ValueError(
-            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three,"
-            " or none where the environment is a TPU pod's, SLURM's, Open MPI's or a Kubernetes job's"
+            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three;"
+            " or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job"
         ) from error
     logger.info("process %d of %d", jax.process_index(), jax.process_count())
 

@@ -102,7 +102,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
     for run, model, step, reason in [
         (None, None, None, "exactly one of --run .* and --model .*; found neither"),
         (unstarted, "model", None, "exactly one of .*; found both"),
-        (None, "model", 3, "--step 3 is not read with --model"),
+        (None, "model", 3, "--step 3 applies only to --run"),
         (str(tmp_path / "nowhere"), None, None, "nowhere' holds no config.yaml; name the output folder"),
         (unstarted, None, None, "run' holds no checkpoint yet"),
         (None, str(tmp_path / "nowhere"), None, "is no local folder"),

@@ -41,7 +41,7 @@ def check_output(output: str | Path) -> None:
     """
     output = Path(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {str(output)!r} is not empty; name a new folder, or remove what is there")
+        raise ValueError(f"--output {str(output)!r} is not empty; name a new folder, or empty it")
 
 
 def export_model(
@@ -119,7 +119,7 @@ def write_base(
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
     if read_config(folder) != config:
-        raise ValueError(f"{config} is no plain Llama decoder, so Llama's config.json does not describe it")
+        raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 
 
 def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:

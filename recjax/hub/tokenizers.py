@@ -117,7 +117,7 @@ def _check_readable(folder: Path) -> None:
     package, install = ("tiktoken", "tiktoken") if is_tiktoken else ("sentencepiece", '"recjax[sentencepiece]"')
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"{folder} holds its tokenizer as tokenizer.model alone, and the package {package} that reads it is not"
+            f"{folder} holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not"
             f" installed; pip install {install}, or put the model's tokenizer.json there"
         )
 

@@ -264,7 +264,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(_weight_map(index).values()))]
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{index} names the shard {file.name}, which is not there; fetch the missing file")
+            raise ValueError(f"{index} names the shard {file.name}, which is missing; fetch the file")
     return files
 
 

@@ -21,7 +21,7 @@ from recjax.models.decoder import REMAT
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.trainable import combine
 from recjax.planning import programs
-from recjax.planning.programs import CAST, Model, batch_arrays, held, sampled_from, to_compute_with
+from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions
 from recjax.planning.targets import ACCELERATORS, GIB, accelerator
 from recjax.rollout import capacity
@@ -61,11 +61,11 @@ def dry_run(config: Config) -> DryRun:
     Raises:
         ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
     """
-    result = DryRun(*programs.resolve(config))
+    result = DryRun(*programs.resolve_shapes(config))
     model, prompt_tokens, notes = result.model, result.prompt_tokens, result.notes
     if model:
-        memory = [Item("always", name, part.formula, _bytes(part.tree)) for name, part in held(config, model).items()]
-        memory = [item for item in memory if item.bytes]
+        arrays = resident_arrays(config, model).items()
+        memory = [Item("always", name, part.formula, size) for name, part in arrays if (size := _bytes(part.tree))]
         if prompt_tokens:
             update, activations = update_items(config, model, prompt_tokens)
             memory += sampling_items(config, model, prompt_tokens) + update
@@ -162,7 +162,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
-    parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
+    parts, shape = resident_arrays(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts and completions, and log-probs of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
     saved = [parts[name].tree for name in ("trained parameters", "optimizer's state")]
@@ -202,7 +202,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
             dtype = "bfloat16" if accelerator(device).has_bfloat16 else "float32"
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
         result = dry_run(config)
-        show(config, result)
+        show_dry_run(config, result)
         if phases := _in_phases(result.memory):
             _show_devices(config, max(phases.values()), device)
         print("to run it there:", shlex.join(["python", "-m", "recjax.train", "--config", path, *overrides]))
@@ -237,7 +237,7 @@ def _show_devices(config: Config, needed: int, device: str | None) -> None:
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
 
 
-def show(config: Config, result: DryRun) -> None:
+def show_dry_run(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = plain_console(soft_wrap=True, highlight=False)
     print_line, rollout, steps = console.print, config.rollout, config.training.steps

@@ -96,7 +96,7 @@ class Program(NamedTuple):
     refusal: str | None = None
 
 
-def resolve(config: Config) -> tuple[Model | None, Task | None, int | None, list[str]]:
+def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | None, list[str]]:
     """The model's shapes, the task, the length of prompts, and notes on what is unknown.
 
     Raises:
@@ -144,7 +144,7 @@ def resolve(config: Config) -> tuple[Model | None, Task | None, int | None, list
     return model, task, prompt_tokens, notes
 
 
-def held(config: Config, model: Model) -> dict[str, Held]:
+def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
     parts = {
@@ -170,8 +170,8 @@ def keeps_copy(config: Config) -> bool:
 
 
 def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
-    """Name and shapes of the sampler's weights: a part of `held`, or the trained weights in the compute dtype."""
-    parts = held(config, model)
+    """Name and shapes of the sampler's weights: a part of `resident_arrays`, or a cast of the trained ones."""
+    parts = resident_arrays(config, model)
     for name in (COPY, START) if config.regime.offline else (COPY,):
         if name in parts:
             return name, parts[name].tree
@@ -209,7 +209,7 @@ def plan(config: Config, target: Target) -> Plan:
     require(not config.follows, "experience.follow", config.follows, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
-    model, _, prompt_tokens, notes = resolve(config)
+    model, _, prompt_tokens, notes = resolve_shapes(config)
     if model is None or prompt_tokens is None:
         raise ValueError("; ".join([*notes, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
     decoder = model.decoder
@@ -217,7 +217,7 @@ def plan(config: Config, target: Target) -> Plan:
     model = model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in held(config, model).items()}
+    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in resident_arrays(config, model).items()}
     name, weights = sampled_from(config, model)
     sampler = {name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)

@@ -391,7 +391,7 @@ def test_shard_errors(tmp_path):
     with pytest.raises(ValueError, match=f"first '{KEY}'"):
         load_pretrained(tmp_path)
     second.unlink()
-    with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is not there"):
+    with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is missing"):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match="index.json is no safetensors index"):
