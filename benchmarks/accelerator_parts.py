@@ -16,6 +16,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from recjax.planning.ahead import plan
+from recjax.planning.topology import load_target
 from rich.console import Console
 
 from benchmarks.accelerator_measures import (
@@ -52,8 +54,6 @@ from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
-from recjax.planning.ahead import plan
-from recjax.planning.topology import load_target
 from recjax.training.layout import packed_batch
 from recjax.training.packing import TILE, RowShape, pack, row_shape
 from recjax.training.scoring import batch_logprobs

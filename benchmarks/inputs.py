@@ -11,8 +11,8 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import Shape, Sizes
+from recjax.files import write_manifest
 from recjax.hub.export import export_model, write_base
-from recjax.manifest import write_manifest
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 
@@ -96,7 +96,7 @@ def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
     """
     if not (source / "config.json").is_file():
         raise ValueError(
-            f"{source} holds no config.json; `python -m recjax.hub.smollm2 --output {source}` makes the model, or"
+            f"{source} holds no config.json; `python -m experiments.smollm2 --output {source}` makes the model, or"
             " link its folder there"
         )
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The cache folders that runs share: base policies, compiled programs, and large stores as tokens."""
+"""Cache folders that all runs share: base policies, compiled programs, and large stores as tokens."""
 
 import functools
 import logging
@@ -22,12 +22,12 @@ def keep_compiled_programs() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    _close_gaps_after_compiling()
-    logger.info("compiled programs are kept in %s", jax.config.jax_compilation_cache_dir or "no place")
+    close_gaps_after_compiling()
+    logger.info("folder of compiled programs: %s", jax.config.jax_compilation_cache_dir or "none")
 
 
 @functools.cache
-def _close_gaps_after_compiling() -> None:
+def close_gaps_after_compiling() -> None:
     """Registers a listener that closes the gaps which compiling a large program leaves on the heap, once a process."""
 
     def compiled(event: str, seconds: float, **_: str | int) -> None:

@@ -10,7 +10,6 @@ Several processes evaluate together if each gets the same command; see docs/devi
 """
 
 import contextlib
-import os
 import re
 import shutil
 from pathlib import Path
@@ -28,6 +27,7 @@ from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, progress_bar
 from recjax.experience.trajectories import thoughts_opening
+from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
@@ -40,8 +40,7 @@ from recjax.training.evaluation import answered, sample_rows, warn_of_ungraded
 from recjax.training.mesh import make_mesh
 from recjax.training.run import without_long_prompts
 from recjax.training.run_folder import differences
-from recjax.training.trained import Subject, fingerprint, subject
-from recjax.whole_files import json_text, partial_of, write_whole, writing
+from recjax.training.trained import OpenedPolicy, fingerprint, open_policy
 
 FLAGS = flags.FLAGS
 
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> None:
     with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         folder, numbers = evaluate(config, checkpoint, FLAGS.output)
     if hosts.is_first():
-        show(numbers)
+        show_results(numbers)
         print(f"folder: {folder}")
 
 
@@ -69,9 +68,9 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]
     if len(checkpoints) > 1:
-        raise ValueError(f"checkpoint is given {len(checkpoints)} times; give one")
+        raise ValueError(f"found {len(checkpoints)} values of checkpoint=; give one")
     if any(text.startswith("output=") for text in overrides):
-        raise ValueError("output=… is the folder of a training run; name an evaluation's with --output FOLDER")
+        raise ValueError("output=… names a training run's folder; name the evaluation's folder with --output FOLDER")
     return (checkpoints[0] if checkpoints else None), overrides
 
 
@@ -82,16 +81,21 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     and noise, and equal weights from two places give equal numbers.
 
     Args:
-        checkpoint: name of the checkpoint; see `recjax.training.trained.subject`.
+        checkpoint: name of the checkpoint; see `recjax.training.trained.open_policy`.
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
     Raises:
         ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
-    task, evaluated, label = load_task(config), subject(checkpoint, config), task_label(config.task)
+    task, evaluated, label = load_task(config), open_policy(checkpoint, config), task_label(config.task)
     folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
-    if begun := _begun_on(folder, evaluated, config):
+    # An interrupted evaluation keeps the date of its prompts, unless a run or the config sets one.
+    own_date, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
+    begun = None
+    if own_date and not (evaluated.run or config.model.chat_date) and stored.is_file():
+        begun = (read_yaml_file(stored) or {}).get(CHAT_DATE)
+    if begun and begun != own_date:
         config = config.model_copy(update={"model": config.model.model_copy(update={"chat_date": begun})})
-        evaluated = subject(checkpoint, config)
+        evaluated = open_policy(checkpoint, config)
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit, vocabulary = config.rollout.max_prompt_tokens, evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
@@ -111,18 +115,6 @@ def evaluate(config: Config, checkpoint: str | None, output: str | None) -> tupl
     return folder, numbers
 
 
-def _begun_on(folder: Path, evaluated: Subject, config: Config) -> str | None:
-    """The date in the prompts of an interrupted evaluation; None if the prompts of the resumed one need no change.
-
-    The prompts of a run keep that run's date, and a config may set a date.
-    """
-    ours, stored = evaluated.policy.tokenizer.init_kwargs.get(CHAT_DATE), folder / "config.yaml"
-    if ours is None or evaluated.run or config.model.chat_date or not stored.is_file():
-        return None
-    theirs = (read_yaml_file(stored) or {}).get(CHAT_DATE)
-    return theirs if theirs != ours else None
-
-
 def task_label(task: TaskConfig) -> str:
     """A name for the task, its file's name or its generator's name."""
     if task.file:
@@ -130,7 +122,7 @@ def task_label(task: TaskConfig) -> str:
     return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
 
 
-def what_decides(config: Config, evaluated: Subject) -> dict[str, Any]:
+def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
     rollout = (
         "prompts_per_step",
@@ -172,18 +164,18 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     if known:
         theirs = read_yaml_file(stored)
         if not isinstance(theirs, dict):
-            raise ValueError(f"{stored} is damaged (it holds no keys and values); name another folder with --output")
+            raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
         if changed := differences(decides, theirs, {"model"}):
             raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
     elif found:
-        raise ValueError(f"{folder} holds something that is not an evaluation; name another folder with --output")
+        raise ValueError(f"{folder} holds other files than an evaluation's; name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(stored, write_yaml(decides))
 
 
-def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Task, folder: Path) -> None:
+def sample_rounds(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task: Task, folder: Path) -> None:
     """Samples the missing rounds, one file per round, and merges all rounds into samples.parquet."""
     size, count = config.rollout.prompts_per_step, len(prompts.texts)
     files = {first: folder / "rounds" / f"{first:06d}.parquet" for first in range(0, count, size)}
@@ -204,24 +196,22 @@ def sample_rounds(config: Config, evaluated: Subject, prompts: Prompts, task: Ta
                     thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions
                 ]
                 rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
-                _write_whole(rows, files[done.first])
+                _write_table(rows, files[done.first])
             bar.update(len(done.groups))
     if hosts.is_first():
-        _write_whole(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
+        _write_table(pd.concat(map(_read, files.values()), ignore_index=True), folder / "samples.parquet")
 
 
 def _read(file: Path) -> pd.DataFrame:
     try:
         return pd.read_parquet(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete it, and the same command makes it again") from error
+        raise ValueError(f"{file} is damaged ({error}); delete it and run the same command again") from error
 
 
-def _write_whole(rows: pd.DataFrame, file: Path) -> None:
-    """Writes a Parquet file, which appears complete or not at all."""
-    partial = file.with_suffix(".partial")
-    rows.to_parquet(partial, index=False, compression="zstd")
-    os.replace(partial, file)
+def _write_table(rows: pd.DataFrame, path: Path) -> None:
+    with whole_file(path) as file:
+        rows.to_parquet(file, index=False, compression="zstd")
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
@@ -236,7 +226,7 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     return sum((str(problem.prompt), problem.answer) in known for problem in problems)
 
 
-def show(numbers: dict[str, Any]) -> None:
+def show_results(numbers: dict[str, Any]) -> None:
     """Prints every metric with its interval, accuracy by difficulty, and the accuracy of the best constant answer."""
 
     def cells(estimate: dict) -> tuple[str, str]:
@@ -257,12 +247,12 @@ def show(numbers: dict[str, Any]) -> None:
     constant = numbers["constant_answer"]
     print(f"always answering {constant['answer']!r:.60} would be right on {constant['share']:.3f} of the problems")
     if numbers.get("seen_in_training"):
-        print(f"warning: this run trains on {numbers['seen_in_training']} of these problems")
+        print(f"warning: the run was trained on {numbers['seen_in_training']} of these problems")
 
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("config", None, "YAML file of a training run; its task and settings are used.", required=True)
+    flags.DEFINE_string("config", None, "YAML file of a training run, for its task and settings.", required=True)
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
     define_process_flags()
     app.run(main)

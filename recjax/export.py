@@ -24,7 +24,7 @@ from recjax.hub.model_card import model_card
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
 from recjax.training.environment import starts
-from recjax.training.trained import run_adapters, run_config, run_params
+from recjax.training.trained import open_checkpoint, run_adapters, run_config
 
 FLAGS = flags.FLAGS
 _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
@@ -34,7 +34,7 @@ _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its li
 def main(argv: list[str]) -> None:
     """Exports the model and prints a description of it."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; give --run or --model, and --output")
+        raise ValueError(f"unknown argument {argv[1]!r}; give --run or --model, and --output")
     source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
     print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
     if FLAGS.push:
@@ -53,17 +53,16 @@ def export(
         found = "both" if run else "neither"
         raise ValueError(f"give exactly one of --run (a training run) and --model (a model folder); found {found}")
     if model and step is not None:
-        raise ValueError(f"--step {step} is not read with --model, which has no checkpoints; remove it")
+        raise ValueError(f"--step {step} applies only to --run; remove it, or give --run")
     check_output(output)
     if adapters:
         if model or dtype != "float32":
-            raise ValueError("--adapters takes --run, and keeps float32; remove --model and --dtype")
+            raise ValueError("--adapters needs --run and float32; remove --model and --dtype")
         return f"adapters of {run} after step {export_adapters(Path(run), Path(output), step)}"
     if model:
         export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
         return model
-    config = run_config(Path(run))
-    step, policy, params = run_params(Path(run), config, step)
+    _, policy, params, step, config = open_checkpoint(Path(run), step)
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
         if config.model.path:
@@ -80,8 +79,8 @@ def export_adapters(run: Path, output: Path, step: int | None) -> int:
     config = run_config(run)
     if not (config.model.lora and config.model.path):
         raise ValueError(
-            f"--adapters: {str(run)!r} did not train adapters (model.lora) beside a model that is kept somewhere"
-            " (model.path); leave --adapters out, which exports the whole model"
+            f"--adapters: {str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub"
+            " (model.path); remove --adapters to export the whole model"
         )
     step, decoder_config, params = run_adapters(run, config, step)
     output.mkdir(parents=True, exist_ok=True)
@@ -121,8 +120,8 @@ def push(folder: str, repository: str, public: bool = False) -> str:
         api.upload_folder(repo_id=repository, folder_path=folder)
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise ValueError(
-            f"--push {repository!r}: {str(error).strip()[:500]}; {folder} is written, so log in with"
-            " `hf auth login` and push it with `hf upload`, or export anew"
+            f"--push {repository!r}: {str(error).strip()[:500]}; {folder} is complete, so log in with"
+            " `hf auth login` and upload the folder with `hf upload`"
         ) from error
     return str(address)
 
@@ -130,11 +129,11 @@ def push(folder: str, repository: str, public: bool = False) -> str:
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not.")
-    flags.DEFINE_string("model", None, "Hugging Face folder or hub name to write anew.")
-    flags.DEFINE_string("output", None, "Folder to write; new or empty.", required=True)
-    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
-    flags.DEFINE_bool("adapters", False, "Write the run's adapters alone, as PEFT reads them.")
+    flags.DEFINE_string("model", None, "Hugging Face folder or hub name to rewrite instead of a run.")
+    flags.DEFINE_string("output", None, "Folder to write: new or empty.", required=True)
+    flags.DEFINE_integer("step", None, "Step of the checkpoint; default: the newest.")
+    flags.DEFINE_bool("adapters", False, "Write only the run's adapters, in PEFT's format.")
     flags.DEFINE_string("push", None, "Hub repository, OWNER/NAME, to upload the folder to; private unless --public.")
-    flags.DEFINE_bool("public", False, "With --push: a new repository is for everybody.")
-    flags.DEFINE_enum("dtype", "float32", DTYPES, "Of the weights; float32 keeps them exactly, the others round.")
+    flags.DEFINE_bool("public", False, "With --push: a new repository is public.")
+    flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of the weights; float32 is exact, the others round.")
     app.run(main)

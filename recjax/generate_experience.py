@@ -37,7 +37,6 @@ from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
 from recjax.models.placement import put_params
-from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.collecting import Grades, with_grades
 from recjax.rollout.remote import Address, Answer, RemoteEngine, read_key
 from recjax.tasks.grading.pool import Answered, Grading
@@ -48,7 +47,7 @@ from recjax.training.mesh import make_mesh
 from recjax.training.metrics import PhaseSeconds, progress_bar
 from recjax.training.rounds import sample_batch
 from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
-from recjax.training.trained import run_config, run_params
+from recjax.training.trained import for_sampling, open_checkpoint, run_config
 
 FLAGS = flags.FLAGS
 
@@ -220,13 +219,13 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
         (sampler, params), version = prepare(config), 0
     else:
         # The run's config determines the policy, the command's config the prompts.
-        version, policy, params = run_params(Path(run), run_config(Path(run)), step)
+        _, policy, params, version, _ = open_checkpoint(Path(run), step)
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
         task = without_long_prompts(load_task(config), policy.tokenizer, config.rollout)
         train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
         sampler = Run(config, policy, train, train, Grading(config, task.reward), None, PhaseSeconds())
         params = put_params(params)
-    return sampler, in_compute_dtype(sampler.policy.decoder, params, copy=False), version
+    return sampler, for_sampling(sampler.policy, params), version
 
 
 def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str | None]:

@@ -26,23 +26,27 @@ def prepare_host_memory() -> None:
     On CPUs, XLA allocates its temporary arrays in every call. By default glibc gets large arrays from the kernel and
     returns them each time, and the kernel fills every page with zeros again: a large part of an update's time. Only an
     environment variable changes this for all of glibc, so the command restarts itself once with that variable. Settings
-    already in GLIBC_TUNABLES stay. Without glibc, or in a process that is not a recjax command, the function does
-    not do anything.
+    already in GLIBC_TUNABLES stay. The function does nothing without glibc, and in notebooks and tests.
     """
-    given = os.environ.get("GLIBC_TUNABLES", "")
-    tunables = with_tunables(given)
-    if tunables == given or not _has_glibc() or not _is_command():
+    given, spec = os.environ.get("GLIBC_TUNABLES", ""), getattr(sys.modules["__main__"], "__spec__", None)
+    is_command = spec is not None and spec.name.split(".")[0] in ("recjax", "benchmarks")
+    if with_tunables(given) == given or not is_command or not has_glibc():
         return
-    os.environ["GLIBC_TUNABLES"] = tunables
+    os.environ["GLIBC_TUNABLES"] = with_tunables(given)
     with contextlib.suppress(OSError):
         os.execv(sys.executable, sys.orig_argv)
     os.environ["GLIBC_TUNABLES"] = given
 
 
 def with_tunables(given: str) -> str:
-    """The value of GLIBC_TUNABLES with our settings added to `given`."""
-    ours = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in given]
-    return ":".join(filter(None, [given, *ours]))
+    """The value of GLIBC_TUNABLES with recjax's settings added to `given`."""
+    added = [f"{name}={value}" for name, value in TUNABLES.items() if f"{name}=" not in given]
+    return ":".join(filter(None, [given, *added]))
+
+
+def has_glibc() -> bool:
+    """True with glibc 2.33 or later."""
+    return hasattr(ctypes.CDLL(None), "mallinfo2")
 
 
 def close_gaps() -> int:
@@ -50,18 +54,16 @@ def close_gaps() -> int:
 
     Compilation leaves tens of thousands of gaps of many sizes, and glibc searches them at every allocation: some models
     sample a quarter slower in a process that compiled. A closed gap only uses address space. Huge pages would fill the
-    gaps with memory again, so the kernel makes no more of them between the first gap and the last. The function needs
-    glibc 2.33 and the settings of `prepare_host_memory`, and otherwise does not do anything.
+    gaps with memory again, so the kernel makes no more of them between the first gap and the last. The function does
+    nothing without the settings of `prepare_host_memory`.
 
     Returns:
         Number of closed gaps.
     """
     given = os.environ.get("GLIBC_TUNABLES", "")
-    if given != with_tunables(given) or not _has_glibc():
+    if given != with_tunables(given) or not has_glibc():
         return 0
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return 0
     libc.mallinfo2.restype, libc.sbrk.restype, libc.malloc.restype = _HeapInfo, ctypes.c_size_t, ctypes.c_size_t
     top, taken, size = libc.sbrk(0) - libc.mallinfo2().keepcost, [], 1 << 30
     while size >= LEAST_GAP:
@@ -84,16 +86,3 @@ class _HeapInfo(ctypes.Structure):
     """Result of mallinfo2; `keepcost` is the number of free bytes at the end of the heap."""
 
     _fields_ = (("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t))
-
-
-def _has_glibc() -> bool:
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION").startswith("glibc")
-    except (AttributeError, ValueError, OSError):
-        return False
-
-
-def _is_command() -> bool:
-    """True if `python -m` started this process with a recjax or benchmark module, not a notebook or a test."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.split(".")[0] in ("recjax", "benchmarks")

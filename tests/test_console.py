@@ -45,7 +45,7 @@ def printed_lines(folder, *arguments):
 @pytest.mark.slow
 def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path):
     lines = printed_lines(tmp_path)
-    assert lines[0].startswith("compiled programs are kept in ")
+    assert lines[0].startswith("folder of compiled programs: ")
     assert any(line.startswith("evaluating the initial policy: ") and line.endswith(" …") for line in lines)
     (last,) = [line for line in lines if line.startswith("rec_one_side_nois: step 4/4, ")]
     assert "reward=" in last and "accuracy=" in last
@@ -162,7 +162,7 @@ def test_verbosity_shows_what_libraries_log(tmp_path):
     lines = printed_lines(tmp_path, "--verbosity=0")
     said = [line for line in lines if "speaks" in line]
     assert len(said) == 2 and "absl's library" in said[0] and all("chatty.py:" in line for line in said)
-    assert len([line for line in lines if "compiled programs are kept in " in line]) == 1
+    assert len([line for line in lines if "folder of compiled programs: " in line]) == 1
 
 
 class Stream(io.StringIO):

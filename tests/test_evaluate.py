@@ -135,7 +135,7 @@ def test_another_evaluations_folder_is_refused(finished, tmp_path):
     evaluate(config("optimizer.learning_rate=1.0", "training.steps=9"), str(folder / "run"), str(tmp_path / "out"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="thesis holds something that is not an evaluation"):
+    with pytest.raises(ValueError, match="thesis holds other files than an evaluation's"):
         evaluate(config(), str(folder / "run"), str(tmp_path / "thesis"))
 
 
@@ -147,8 +147,8 @@ def test_checkpoints_that_are_not_there_are_refused(finished, tmp_path):
         (folder / "run" / "checkpoints" / "7", "step 7: .* holds the steps 1, 2; name one of them"),
         (tmp_path / "started", "holds no checkpoint yet"),
         (tmp_path / "nowhere" / "checkpoints" / "3", "holds no config.yaml"),
-        (tmp_path / "empty", "no run's folder and no model's: .* holds no config.json"),
-        (tmp_path / "nowhere", "no run's folder and no model's: .* is no local folder"),
+        (tmp_path / "empty", "is neither a run's folder nor a model: .* holds no config.json"),
+        (tmp_path / "nowhere", "is neither a run's folder nor a model: .* is no local folder"),
     ]:
         with pytest.raises(ValueError, match=reason):
             evaluate(config(), str(checkpoint), str(tmp_path / "out"))

@@ -1,6 +1,7 @@
 """The export command: a run, whatever part of it was trained, answers in transformers as it does here."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from recjax import serve
-from recjax.config import load_config
+from recjax.config import load_config, to_yaml
 from recjax.export import export, push
 from recjax.hub.model_card import model_card
 from recjax.models.logprobs import Sampling
@@ -19,7 +20,7 @@ from recjax.models.trainable import combine, flatten, split
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.training import checkpoint
 from recjax.training.run import prepare
-from recjax.training.trained import run_config, run_params
+from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
 from tests.hub.test_families import forward
 from tests.training.tiny_run import TINY, train
@@ -76,8 +77,8 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
 
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
     run, config, prepared, _ = finished
-    (_, _, older), (_, policy, newer) = run_params(run, config, 1), run_params(run, config)
-    assert policy.decoder.config.lora is None
+    older, (_, policy, newer, version, _) = open_checkpoint(run, 1).params, open_checkpoint(run)
+    assert version == 2 and policy.decoder.config.lora is None
     moved = {path for path, leaf in flatten(newer).items() if not np.array_equal(leaf, flatten(older)[path])}
     attention = {f"layers/{name}/kernel" for name in ("query", "key", "value", "output")}
     if config.model.lora:
@@ -101,7 +102,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
     for run, model, step, reason in [
         (None, None, None, "exactly one of --run .* and --model .*; found neither"),
         (unstarted, "model", None, "exactly one of .*; found both"),
-        (None, "model", 3, "--step 3 is not read with --model"),
+        (None, "model", 3, "--step 3 applies only to --run"),
         (str(tmp_path / "nowhere"), None, None, "nowhere' holds no config.yaml; name the output folder"),
         (unstarted, None, None, "run' holds no checkpoint yet"),
         (None, str(tmp_path / "nowhere"), None, "is no local folder"),
@@ -118,11 +119,13 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
     run, config, *_ = finished
     with pytest.raises(ValueError, match="step 7: .* holds the steps 1, 2; name one of them"):
         export(str(run), None, str(tmp_path / "out"), 7, "float32")
+    shutil.copytree(run, tmp_path / "changed")
     changed = load_config(run / "config.yaml", ['task.arithmetic.template="{a} {op} {b} ="'])
+    (tmp_path / "changed" / "config.yaml").write_text(to_yaml(changed))
     with pytest.raises(
         ValueError, match="config.yaml is not that of the run's checkpoints .*task.arithmetic.template.*put it back"
     ):
-        run_params(run, changed)
+        open_checkpoint(tmp_path / "changed")
 
 
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
@@ -147,14 +150,15 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
     export(str(tmp_path / "run"), None, str(tmp_path / "after"), None, "float32")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after")]
     assert weights[0] == weights[1]
-    assert serve.load(str(tmp_path / "run"), None, None, None).weights.version == 1
-    assert serve.load(None, None, None, str(tmp_path / "run")).weights.version == 1
+    for run, followed in ((str(tmp_path / "run"), None), (None, str(tmp_path / "run"))):
+        _, _, weights, _ = serve.load(run, None, None, followed)
+        assert weights.version == 1
 
 
 @pytest.mark.parametrize("finished", TRAINED, indirect=True)
 def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
-    run_params(finished[0], run_config(finished[0]))
+    open_checkpoint(finished[0])
 
 
 @pytest.mark.parametrize("finished", ["all"], indirect=True)

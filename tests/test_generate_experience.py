@@ -18,7 +18,7 @@ from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.run import prepare
-from recjax.training.trained import run_params
+from recjax.training.trained import open_checkpoint
 from tests.experience.rows import same
 from tests.training.tiny_run import TINY, train
 
@@ -145,7 +145,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
         generate(config, tmp_path / "s", 1, str(tmp_path / "run"), step, "run")
         rows = [row for row in store.read(tmp_path / "s") if row.policy_version == version]
         assert len(rows) == 16
-        _, policy, params = run_params(tmp_path / "run", config, version)
+        _, policy, params, *_ = open_checkpoint(tmp_path / "run", version)
         row = max(rows, key=lambda row: len(row.completion_tokens))
         logprobs = recomputed(policy, jax.tree.map(jnp.asarray, params), row, Sampling())
         np.testing.assert_allclose(logprobs, row.behavior_logprobs, atol=1e-5)

@@ -27,11 +27,14 @@ def test_a_command_begins_anew_once(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("none.yaml") == 1
     starts = sum(line.endswith(" recjax.host_memory") for line in ended.stderr.splitlines())
-    assert starts == 1 + host_memory._has_glibc()
+    assert starts == 1 + host_memory.has_glibc()
 
 
-def test_a_test_is_no_command():
-    assert not host_memory._is_command()
+def test_a_test_is_no_command(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr(host_memory.os, "execv", lambda *_: pytest.fail("a test began again"))
+    host_memory.prepare_host_memory()
+    assert "GLIBC_TUNABLES" not in os.environ
 
 
 GAPS = """
@@ -62,7 +65,7 @@ print(without_huge_pages(pieces[10_001]), without_huge_pages(libc.malloc(ctypes.
 """
 
 
-@pytest.mark.skipif(not host_memory._has_glibc(), reason="of glibc alone")
+@pytest.mark.skipif(not host_memory.has_glibc(), reason="of glibc alone")
 @pytest.mark.parametrize("prepared", [True, False])
 def test_gaps_are_taken_and_their_pages_given_back(prepared):
     given = with_tunables("") if prepared else ""
@@ -88,7 +91,7 @@ def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
     closed = []
     monkeypatch.setattr(cache, "close_gaps", lambda: closed.append(1))
     for _ in range(2):
-        cache._close_gaps_after_compiling()
+        cache.close_gaps_after_compiling()
     for event, seconds in [("backend_compile", 0.7), ("backend_compile", 0.3), ("jaxpr_trace", 0.7)]:
         jax.monitoring.record_event_duration_secs(f"/jax/core/compile/{event}_duration", seconds)
     assert closed == [1]

@@ -19,7 +19,7 @@ from absl import app, flags
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config, RegimeConfig
 from recjax.console import command, progress_bar
-from recjax.whole_files import write_whole
+from recjax.files import write_whole
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent

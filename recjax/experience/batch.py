@@ -3,11 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import Config, TaskConfig
 from recjax.experience.group import Completion, Grade, Group
+from recjax.hub.policy import Policy
+from recjax.models.logprobs import completion_logprobs
+from recjax.models.placement import on_host, put_rows
+from recjax.models.sampling import Sampling
+
+_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
@@ -161,6 +168,20 @@ def _fill(
     filled = np.zeros((len(rows), room), tokens.dtype)
     filled[mask[rows]] = np.concatenate([[], *found])
     tokens[rows] = filled
+
+
+def score(
+    policy: Policy, params: dict, batch: Batch, sampling: Sampling, chunk: int
+) -> Float[np.ndarray, "batch time"]:
+    """Log-probs of a batch's tokens under the parameters, on the host; undefined at padding.
+
+    Args:
+        params: all parameters of the policy.
+        sampling: the distribution that sampled the tokens.
+        chunk: token positions whose logits exist at the same time.
+    """
+    arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens))
+    return on_host(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
 
 
 def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:

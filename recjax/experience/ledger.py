@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recjax.manifest import read_sealed, size_and_digest, sync_folder, write_sealed
+from recjax.files import read_sealed, size_and_digest, sync_folder, write_sealed
 
 NAME = ".manifest.json"
 

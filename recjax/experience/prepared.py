@@ -18,7 +18,6 @@ import pyarrow.ipc
 import tokenizers
 import transformers
 import xxhash
-from filelock import FileLock
 
 from recjax import __version__, hosts
 from recjax.cache import cache_folder
@@ -26,10 +25,9 @@ from recjax.console import progress_bar
 from recjax.experience import ledger
 from recjax.experience.store import SCHEMA, VERSION, existing_parts, read_part, to_rows
 from recjax.experience.tokenize import tokenized, tokenizer_name
+from recjax.files import check_manifest, locked_file, size_and_digest, whole_file, write_manifest, writing
 from recjax.hub.chat_rendering import turn_end
 from recjax.hub.policy import Policy
-from recjax.manifest import check_manifest, size_and_digest, write_manifest
-from recjax.whole_files import whole_file, writing
 
 SMALL = 2**24  # largest size of a store's parts, in bytes, for making the table in memory at every start
 _TOGETHER = 4096  # rows converted to Python objects at a time
@@ -138,7 +136,7 @@ def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
         folder.mkdir(parents=True, exist_ok=True)
     state = _state(parts, made_by)
     # If several processes open the same store, one prepares it and the rest wait.
-    with FileLock(f"{folder}.lock"):
+    with locked_file(Path(f"{folder}.lock")):
         if not _is_current(folder, state):
             logger.info(
                 "%s: reading and checking %d parts, for this start and later ones, into %s", store, len(parts), folder

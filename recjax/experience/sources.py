@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,19 +14,16 @@ from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
-from recjax.experience.batch import Shape, pad
+from recjax.experience.batch import Shape, pad, score
 from recjax.experience.group import Completion, Group
 from recjax.experience.prepared import SMALL, prepared_rows
 from recjax.experience.stored_groups import StoredGroups, groups_in, is_missing
+from recjax.files import writing
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import completion_logprobs
-from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
-from recjax.whole_files import writing
 
 _LONG = 50  # batches of log-probs above which a progress bar is shown
-_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
 def load_groups(folder: str | Path, policy: Policy) -> StoredGroups:
@@ -103,9 +99,7 @@ def with_logprobs(
     filled = {}
     for start in range(0, len(lacking), shape.prompts):
         part = lacking[start : start + shape.prompts]
-        batch = pad(part, shape)
-        arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask))
-        logprobs = on_host(_logprobs(policy.decoder, params, *arrays, sampling=sampling, chunk=chunk)[0])
+        logprobs = score(policy, params, pad(part, shape), sampling, chunk)
         for place, group in enumerate(part):
             rows = []
             for number, row in enumerate(group.completions, start=place * shape.group):

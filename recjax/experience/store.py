@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock
 
 from recjax.experience import ledger
 from recjax.experience.store_checks import check_rows, check_schema
-from recjax.manifest import size_and_digest, sync_folder
+from recjax.files import locked_file, size_and_digest, sync_folder, writing
 from recjax.models.sampling import Sampling
-from recjax.whole_files import writing
 
 VERSION = "4"
 # Columns that each older version lacks.
@@ -213,7 +211,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     lock = Path(folder) / ".lock"
     if lock.exists() and not lock.is_file():
         raise ValueError(f"{lock} is no file, and a store's lock is one; remove it, or name another folder")
-    with FileLock(lock):
+    with locked_file(lock):
         # Every writer holds the lock, so these files are from killed writers.
         for unfinished in Path(folder).glob(".part-*"):
             unfinished.unlink()

@@ -1,11 +1,9 @@
 """Writes models as Hugging Face folders with config and tokenizer, and adapters as files that PEFT reads."""
 
-import contextlib
 import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,12 +15,11 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
+from recjax.files import whole_folder
 from recjax.hub.families import FIELDS, SILU
 from recjax.hub.weights import MODULES, read_config, tensor_names
-from recjax.manifest import write_manifest
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
-from recjax.whole_files import writing
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -44,7 +41,7 @@ def check_output(output: str | Path) -> None:
     """
     output = Path(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {str(output)!r} is not empty; name a new folder, or remove what is there")
+        raise ValueError(f"--output {str(output)!r} is not empty; name a new folder, or empty it")
 
 
 def export_model(
@@ -73,7 +70,7 @@ def export_model(
     check_output(output)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
-    with appearing_whole(Path(output)) as partial:
+    with whole_folder(Path(output)) as partial:
         for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
             if file.is_file() and file.name != "config.json":
                 copy = partial / file.relative_to(base)
@@ -89,27 +86,6 @@ def export_model(
         for name, content in beside.items():
             (partial / name).write_bytes(content)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
-
-
-@contextlib.contextmanager
-def appearing_whole(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which becomes `folder`, with a manifest, at the end; an error removes it.
-
-    Raises:
-        ValueError: the folder cannot be written.
-    """
-    folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    try:
-        yield partial
-        write_manifest(partial)
-        with writing(folder):
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_base(
@@ -143,7 +119,7 @@ def write_base(
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
     if read_config(folder) != config:
-        raise ValueError(f"{config} is no plain Llama decoder, so Llama's config.json does not describe it")
+        raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 
 
 def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str) -> None:
@@ -179,7 +155,12 @@ def write_adapters(folder: Path, config: DecoderConfig, params: dict, base: str)
 
 
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
-    tensors = _named_views(config, params)
+    leaves, table, tensors = flatten(jax.device_get(params)), tensor_names(config), {}
+    if leaves.keys() != table.keys():
+        raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
+    for path, names in table.items():  # views of the parameters in Hugging Face layout
+        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        tensors |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.size * jnp.dtype(dtype).itemsize,
@@ -190,31 +171,15 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
         for file, names in split.filename_to_tensors.items():
             shard = {}
             for name in names:
-                shard[name] = _converted(name, tensors[name], dtype)
+                with np.errstate(over="ignore"):
+                    shard[name] = tensors[name].astype(jnp.dtype(dtype), order="C")
+                if not np.isfinite(shard[name]).all():
+                    raise ValueError(f"tensor {name!r} has values beyond {dtype}; export as bfloat16 or float32")
                 bar.update()
             write_tensors(folder / file, shard)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)
-
-
-def _named_views(config: DecoderConfig, params: dict) -> dict[str, np.ndarray]:
-    """Maps Hugging Face names to tensors in Hugging Face layout, which are views of the parameters."""
-    leaves, table, views = flatten(jax.device_get(params)), tensor_names(config), {}
-    if leaves.keys() != table.keys():
-        raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    for path, names in table.items():
-        parts = leaves[path] if path.startswith("layers/") else [leaves[path]]
-        views |= {name: part.T if path.endswith("/kernel") else part for name, part in zip(names, parts, strict=True)}
-    return views
-
-
-def _converted(name: str, tensor: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        converted = tensor.astype(jnp.dtype(dtype), order="C")
-    if not np.isfinite(converted).all():
-        raise ValueError(f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32")
-    return converted
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:

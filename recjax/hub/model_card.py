@@ -58,8 +58,8 @@ def model_card(
         f"![Training]({figure})" if figure else "",
         "| setting | value |\n|---|---|\n" + "\n".join(f"| {key} | `{value}` |" for key, value in _settings(config)),
         f"Made with {version}{commit}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
-        f" `{config.task.reward_name()}`. What the model says beyond this task was not tested.",
-        f"The license is the base model's{'' if data.license else ', which was not found beside it'}." if path else "",
+        f" `{config.task.reward_name()}`. The model was not tested on other tasks.",
+        f"The license is the base model's{'' if data.license else ', which is not in its folder'}." if path else "",
         _PAPER,
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part.strip() for part in parts if part) + "\n"

@@ -72,7 +72,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
     if min(stop_ids) >= decoder_config.vocab_size:
         logger.warning(
-            "%s: no completion ends before its limit, as the embedding has %d tokens and the ids that end one are %s",
+            "%s: no completion ends before its limit, because the embedding has %d tokens and the stop ids are %s",
             config.model.path,
             decoder_config.vocab_size,
             stop_ids,
@@ -109,8 +109,8 @@ def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Teacher 
     if theirs != tokenizer.get_vocab():
         differing = len(theirs.items() ^ tokenizer.get_vocab().items())
         raise ValueError(
-            f"model.teacher = {config.model.teacher!r}: its tokenizer is not the policy's, {differing} entries of the"
-            " vocabularies differ; a teacher gives log-probs of the policy's own tokens, so take one of the same family"
+            f"model.teacher = {config.model.teacher!r}: its tokenizer differs from the policy's in {differing} entries;"
+            " a teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
         )
     decoder_config, params = load_pretrained(config.model.teacher)
     decoder = teacher_decoder(config).clone(config=decoder_config)
@@ -124,15 +124,15 @@ def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """The compute dtype for `model.dtype` on this machine's devices; on a CPU, logs whether bfloat16 is fast."""
+    """The compute dtype for `model.dtype` on this machine's devices; logs on a CPU if bfloat16 is fast."""
     if jax.default_backend() != "cpu":
         return jnp.dtype("bfloat16" if name == "auto" else name)
     fast = cpu_has_bfloat16()
     if name == "auto":
-        says = "has bfloat16 instructions, and may be faster in it" if fast else "has no bfloat16 instructions"
-        logger.info("model.dtype = auto: float32, as on any CPU; this one %s", says)
+        bfloat16 = "has bfloat16 instructions; model.dtype=bfloat16 may be faster" if fast else "lacks bfloat16"
+        logger.info("model.dtype = auto: float32, the default on CPUs; this CPU %s", bfloat16)
     if name == "bfloat16" and not fast:
-        logger.warning("model.dtype = bfloat16: this CPU has no instructions for it; float32 is faster")
+        logger.warning("model.dtype = bfloat16: this CPU lacks bfloat16 instructions; float32 is faster")
     return jnp.dtype("float32" if name == "auto" else name)
 
 
@@ -154,10 +154,11 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
         ValueError: the kernel does not run on the device or does not support the model; the message says why.
     """
     device = jax.devices()[0] if device is None else device
+    is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
     needs = {
         "plain": [],
         "cudnn": [
-            (_has_cudnn_attention(device), "an NVIDIA GPU of compute capability 8.0 or more"),
+            (is_nvidia and float(device.compute_capability) >= 8.0, "an NVIDIA GPU of compute capability 8.0 or more"),
             (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
             (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
             (config.attention_cap is None, "a model without a bound on attention scores"),
@@ -169,12 +170,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
         return next(kernel for kernel in ("cudnn", "splash", "plain") if not missing[kernel])
     if missing[name]:
         raise ValueError(
-            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind}, in {dtype},"
-            f" with heads of {config.head_dim}. Set it to plain, or to auto for what there is"
+            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind} with {dtype}"
+            f" and heads of {config.head_dim}. Set it to plain, or to auto"
         )
     return name
-
-
-def _has_cudnn_attention(device: jax.Device) -> bool:
-    nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
-    return nvidia and float(device.compute_capability) >= 8.0

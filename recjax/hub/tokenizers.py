@@ -41,7 +41,7 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         raise ValueError(
             f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it "
             f"({str(error).splitlines()[0]}); give a local folder with config.json, model.safetensors and "
-            "tokenizer.json (`python -m recjax.hub.smollm2 --output FOLDER` makes one without the hub)"
+            "tokenizer.json"
         ) from error
 
 
@@ -117,7 +117,7 @@ def _check_readable(folder: Path) -> None:
     package, install = ("tiktoken", "tiktoken") if is_tiktoken else ("sentencepiece", '"recjax[sentencepiece]"')
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"{folder} holds its tokenizer as tokenizer.model alone, and the package {package} that reads it is not"
+            f"{folder} holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not"
             f" installed; pip install {install}, or put the model's tokenizer.json there"
         )
 

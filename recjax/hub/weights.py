@@ -16,7 +16,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from recjax import manifest
+from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import check_fields, decoder_config
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_no_code, model_folder
 from recjax.models.decoder import abstract_params
@@ -26,6 +26,7 @@ from recjax.models.trainable import flatten, unflatten
 
 logger = logging.getLogger(__name__)
 
+_warn_once = functools.cache(logger.warning)
 MOST_LAYERS = 1000
 _COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
 
@@ -68,28 +69,17 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
             the config.
     """
     folder = model_folder(path, (*TOKENIZER_FILES, "model*.safetensors"))
-    _check_unchanged(folder)
-    if adapters := sorted(file.name for file in folder.glob("adapter_model.*")):
-        logger.warning(
-            "%s: %s is not read; merge the adapter into the weights to have it in the model", folder, adapters[0]
-        )
-    config = read_config(folder)
-    return config, read_params(folder, config)
-
-
-def _check_unchanged(folder: Path) -> None:
-    """Compares a folder that recjax wrote with its manifest; folders from elsewhere have no manifest.
-
-    Raises:
-        ValueError: a file has changed since recjax wrote it.
-    """
-    if (folder / manifest.NAME).is_file():
+    if (folder / MANIFEST).is_file():  # recjax wrote the folder
         try:
-            manifest.check_manifest(folder)
+            check_manifest(folder)
         except ValueError as error:
             raise ValueError(
-                f"{error}; write the folder again, or, if it was changed on purpose, delete {folder / manifest.NAME}"
+                f"{error}; write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
             ) from error
+    if adapters := sorted(file.name for file in folder.glob("adapter_model.*")):
+        logger.warning("%s: recjax ignores %s; merge the adapter into the weights to use it", folder, adapters[0])
+    config = read_config(folder)
+    return config, read_params(folder, config)
 
 
 def pretrained_config(path: str | Path) -> DecoderConfig:
@@ -125,11 +115,20 @@ def read_config(folder: Path) -> DecoderConfig:
     try:
         check_fields(written)
         _check_layers(folder, written)
-        config = decoder_config(_with_defaults(folder))
+        try:
+            fields = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        except Exception as error:
+            # transformers raises many exception types: missing fields, wrong types, failed validation.
+            raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
+        config = decoder_config(fields)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if config.tie_embeddings and _has_own_head(folder):
-        _warn_of_own_head(folder)
+        _warn_once(
+            "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."
+            " Set tie_word_embeddings to false",
+            folder,
+        )
         return dataclasses.replace(config, tie_embeddings=False)
     return config
 
@@ -159,23 +158,6 @@ def _has_own_head(folder: Path) -> bool:
         return False
 
 
-@functools.cache
-def _warn_of_own_head(folder: Path) -> None:
-    logger.warning(
-        "%s: config.json says tie_word_embeddings, but lm_head.weight has other values than the embedding; both are"
-        " kept, and config.json should say false",
-        folder,
-    )
-
-
-def _with_defaults(folder: Path) -> dict:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-    except Exception as error:
-        # transformers raises many exception types: missing fields, wrong types, failed validation.
-        raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
-
-
 def _check_layers(folder: Path, written: dict) -> None:
     """Refuses a number of layers that differs from the weights, before recjax allocates anything by it."""
     layers = written.get("num_hidden_layers")
@@ -198,22 +180,17 @@ def _check_layers(folder: Path, written: dict) -> None:
 
 
 def _opened(file: Path):
-    _check_inside(file)
-    try:
-        return safe_open(file, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
-
-
-def _check_inside(file: Path) -> None:
-    """Refuses a link to a file outside the folder; links within the hub's cache are allowed."""
     folder = file.parent.resolve()
-    place = folder.parent.parent if folder.parent.name == "snapshots" else folder
-    if not file.resolve().is_relative_to(place):
+    root = folder.parent.parent if folder.parent.name == "snapshots" else folder  # links within the hub's cache
+    if not file.resolve().is_relative_to(root):
         raise ValueError(
             f"{file} is a link to {file.resolve()}, outside of its folder; put the file itself there, or name the"
             " folder that has it"
         )
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
@@ -287,7 +264,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(set(_weight_map(index).values()))]
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{index} names the shard {file.name}, which is not there; fetch the missing file")
+            raise ValueError(f"{index} names the shard {file.name}, which is missing; fetch the file")
     return files
 
 
@@ -335,15 +312,9 @@ def _read(file: Path, opened, name: str, shape: tuple[int, ...]) -> np.ndarray:
             f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
         )
     values = opened.get_tensor(name)
-    if not _all_finite(values):
-        raise ValueError(f"{file}: tensor {name!r} has NaN or infinite values; fetch the file again")
-    return values
-
-
-def _all_finite(values: np.ndarray) -> bool:
-    """True if no value is NaN or infinite; checks the exponent bits because bfloat16 is slow to convert."""
-    if values.size == 0:
-        return True
+    # The exponent bits, because bfloat16 is slow to convert.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
-    return int((bits & bits.dtype.type(exponent)).max()) < exponent
+    if values.size and int((bits & bits.dtype.type(exponent)).max()) >= exponent:
+        raise ValueError(f"{file}: tensor {name!r} has NaN or infinite values; fetch the file again")
+    return values

@@ -159,8 +159,17 @@ class Decoder(nn.Module):
         for part in parts:
             if place is None:
                 sources.append((part.mask, part.positions))
+            masks = [attention_mask(part.mask, mask) for mask, _ in sources]
+            if place is None:  # the last source is the part itself
+                if prefixes is not None:
+                    masks[-1] |= attention_mask(prefixes, part.mask)
+                masks[-1] &= jnp.tril(jnp.ones((part.ids.shape[1],) * 2, bool))
+            distances = []
+            if windows is not None:
+                distances = [jnp.subtract(*pairs(part.positions, positions)) for _, positions in sources]
             its_turns = self.turns(part.positions) if turns is None else turns
-            looking.append(_looking(part, its_turns, sources, place is None, prefixes, windows is not None))
+            ids = part.mask if prefixes is None else None
+            looking.append(Part(part.positions, its_turns, masks, distances, ids))
         per_layer = PerLayer(None if frequencies.ndim == 1 else frequencies, windows)
 
         block = Block
@@ -187,25 +196,6 @@ class Decoder(nn.Module):
             scanned = layers(config, self.dtype, self.attention, name="layers")
             hidden, keys_values = scanned(embedded, keys_values, per_layer, looking, place)
         return cut(RMSNorm(config, self.dtype, name="norm")(hidden), shapes), keys_values
-
-
-def _looking(
-    part: Tokens, turns: tuple | None, sources: list, own: bool, prefixes: Array | None, windowed: bool
-) -> Part:
-    """The attention masks and distances of a part.
-
-    Args:
-        turns: rotary turns, if all layers share them; None otherwise.
-        sources: masks and positions of the tokens to attend to; if `own`, the last are the part's own.
-        windowed: whether layers have windows.
-    """
-    masks = [attention_mask(part.mask, theirs) for theirs, _ in sources]
-    if own:
-        if prefixes is not None:
-            masks[-1] |= attention_mask(prefixes, part.mask)
-        masks[-1] &= jnp.tril(jnp.ones((part.ids.shape[1],) * 2, bool))
-    distances = [jnp.subtract(*pairs(part.positions, theirs)) for _, theirs in sources] if windowed else []
-    return Part(part.positions, turns, masks, distances, part.mask if prefixes is None else None)
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

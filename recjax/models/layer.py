@@ -113,8 +113,21 @@ class Block(nn.Module):
         for part, query, key, value in zip(parts, queries, keys, values, strict=True):
             turns = part.turns if layer.frequencies is None else turns_of(part.positions, layer.frequencies)
             own = rotate(key, turns), value
-            places.append(own if place is None else _written(places.pop(), own, place))
-            mixed.append(self._attended(rotate(query, turns), places, layer.windows, part))
+            if place is not None:
+                own = tuple(
+                    jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), place, 2)
+                    for old, x in zip(places.pop(), own, strict=True)
+                )
+            places.append(own)
+            masks = part.masks
+            if layer.windows is not None:
+                near = [distance < layer.windows for distance in part.distances]
+                masks = [mask & is_near for mask, is_near in zip(masks, near, strict=True)]
+            segments = [(*pair, mask) for pair, mask in zip(places, masks, strict=True)]
+            scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+            # In a layer with a window, ids alone do not determine the mask.
+            alone = {"ids": part.ids if layer.windows is None else None, "kernel": self.attention}
+            mixed.append(attend(rotate(query, turns), segments, scale, config.attention_cap, **alone))
         mixed = dense(constrain(joined(mixed, shapes), rows, "tensor"), config.hidden_size, "output")
         hidden += norm(name="attention_post_norm")(mixed) if config.post_norms else mixed
 
@@ -124,25 +137,6 @@ class Block(nn.Module):
         mixed = dense(gated, config.hidden_size, "down")
         hidden += norm(name="mlp_post_norm")(mixed) if config.post_norms else mixed
         return constrain(hidden, rows, units), places[-1]
-
-    def _attended(self, queries: Array, places: list, window: Array | np.int32 | None, part: Part) -> Array:
-        config, masks = self.config, part.masks
-        if window is not None:
-            masks = [mask & (distance < window) for mask, distance in zip(masks, part.distances, strict=True)]
-        segments = [(*pair, mask) for pair, mask in zip(places, masks, strict=True)]
-        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        # In a layer with a window, ids alone do not determine the mask.
-        alone = {"ids": part.ids if window is None else None, "kernel": self.attention}
-        return attend(queries, segments, scale, config.attention_cap, **alone)
-
-
-def _written(held: tuple[Array, Array], new: tuple[Array, Array], place: Array) -> tuple[Array, Array]:
-    """Keys and values, overwritten with new ones from index `place`."""
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), place, 2)
-        for old, x in zip(held, new, strict=True)
-    )
-    return keys, values
 
 
 def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:

@@ -16,7 +16,7 @@ from recjax.models.placement import constrain_params
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter path is an adapter's."""
+    """True for the path of an adapter's parameter."""
     return "_lora_" in path
 
 
@@ -55,21 +55,16 @@ def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
         ValueError: a pattern of `freeze` that no path matches, or no parameter left to train.
     """
     leaves = flatten(params)
-    frozen = {path for path in leaves if not is_adapter(path)} if config.lora else _matching(leaves, config.freeze)
+    frozen = {path for path in leaves if config.lora and not is_adapter(path)}
+    for pattern in [] if config.lora else config.freeze:
+        matching = {path for path in leaves if re.search(pattern, path)}
+        if not matching:
+            raise ValueError(f"model.freeze: {pattern!r} is in none of the paths {', '.join(leaves)}")
+        frozen |= matching
     if len(frozen) == len(leaves):
         raise ValueError(f"model.freeze = {config.freeze!r} leaves nothing to train; freeze less")
     kept = leaves.keys() - frozen
     return tuple(unflatten({path: leaf for path, leaf in leaves.items() if path in part}) for part in (kept, frozen))
-
-
-def _matching(leaves: dict[str, Any], patterns: list[str]) -> set[str]:
-    found = set()
-    for pattern in patterns:
-        matching = {path for path in leaves if re.search(pattern, path)}
-        if not matching:
-            raise ValueError(f"model.freeze: {pattern!r} is in none of the paths {', '.join(leaves)}")
-        found |= matching
-    return found
 
 
 def combine(first: dict, second: dict) -> dict:

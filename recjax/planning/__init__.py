@@ -1,1 +1,1 @@
-"""Answers to "does it fit?" before training: memory formulas, costs of programs, topologies, remedies."""
+"""Answers to "does it fit?" before training: memory, programs and their costs, topologies."""

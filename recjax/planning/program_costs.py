@@ -69,22 +69,19 @@ def _called(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> Iter
     """The computations that an instruction runs, and the number of times."""
     if " async-done(" in line or " async-update(" in line:
         return
-    line = line.split(", metadata=")[0] + line[line.find(", backend_config=") :] if ", metadata=" in line else line
-    trips = _trips(line, bodies, unknown_trips) if " while(" in line else 1
+    line, trips = re.sub(r", metadata=.*?(?=, backend_config=|$)", "", line), 1
+    if " while(" in line:
+        # TPU programs do not state the number: a scan's condition compares its counter, from zero, with a constant.
+        condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
+        root = next(instruction for instruction in condition if instruction.lstrip().startswith("ROOT"))
+        bounds = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition))
+        is_scan = " compare(" in root and "direction=LT" in root and len(bounds) == 1
+        stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+        trips = int(stated[1]) if stated else int(bounds[0]) if is_scan else unknown_trips
     for _, names in _CALLED.findall(line):
         for name in names.strip("{}").split(","):
             if name.strip(" %") in bodies:
                 yield name.strip(" %"), trips
-
-
-def _trips(line: str, bodies: dict[str, list[str]], unknown_trips: int) -> int:
-    if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
-        return int(stated[1])
-    # TPU programs do not state the number: a scan's condition compares its counter, from zero, with a constant.
-    condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
-    root = next(instruction for instruction in condition if instruction.lstrip().startswith("ROOT"))
-    bounds = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition))
-    return int(bounds[0]) if " compare(" in root and "direction=LT" in root and len(bounds) == 1 else unknown_trips
 
 
 def _collectives_of(name: str, lines: list[str]) -> Iterator[tuple[str, int, str]]:
@@ -93,7 +90,12 @@ def _collectives_of(name: str, lines: list[str]) -> Iterator[tuple[str, int, str
         if not (match := _COLLECTIVE.search(line)):
             continue
         shape, kind, started = match.groups()
-        size = sum(_bytes(*array) for array in _ARRAY.findall(shape))
+        size = 0
+        for dtype, dimensions in _ARRAY.findall(shape):
+            if dimensions or dtype != "u32":  # the scalars of an asynchronous permute are not data
+                digits = re.search(r"\d+", dtype)  # none in pred, which takes a byte
+                bits = int(digits[0]) if digits else 8
+                size += math.prod(int(length) for length in dimensions.split(",") if length) * bits // 8
         if kind == "collective-permute":
             sent = size // 2 if started else size
         elif (group := _group_size(line)) < 2:
@@ -108,15 +110,6 @@ def _collectives_of(name: str, lines: list[str]) -> Iterator[tuple[str, int, str
             sent = size * (group - 1) // group * (2 if kind == "all-reduce" else 1)
         channel = re.search(r"channel_id=(\d+)", line)
         yield kind, sent, channel[1] if channel else ""
-
-
-def _bytes(dtype: str, dimensions: str) -> int:
-    # The scalars of an asynchronous permute are not data.
-    if not dimensions and dtype == "u32":
-        return 0
-    digits = re.search(r"\d+", dtype)
-    bits = int(digits[0]) if digits else 8  # pred
-    return math.prod(int(length) for length in dimensions.split(",") if length) * bits // 8
 
 
 def _group_size(line: str) -> int:

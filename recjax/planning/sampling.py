@@ -11,7 +11,6 @@ from recjax.config import Config
 from recjax.models.decoder import Decoder
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
-from recjax.planning.memory import most_completions
 from recjax.rollout import capacity, decoding, keys_values
 from recjax.rollout.sampling_mesh import abstract_weights, grouped
 
@@ -52,6 +51,11 @@ class SamplingPlan(NamedTuple):
     moved: int
 
 
+def most_completions(config: Config) -> int:
+    """Number of completions of a prompt that are sampled together: the larger of training's and evaluation's."""
+    return max(config.rollout.group_size, config.evaluation.samples)
+
+
 def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int, free: int) -> SamplingPlan:
     """The plan for the larger of training's and evaluation's batches.
 
@@ -62,8 +66,7 @@ def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int
     weights, on = abstract_weights(decoder), grouped(decoder, mesh, free)
     here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
     same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
-    moved = 0 if same else bytes_on_device(there)
-    asked, group = config.rollout.slots, most_completions(config)
+    moved, asked, group = 0 if same else bytes_on_device(there), config.rollout.slots, most_completions(config)
     with jax.set_mesh(on):
         prompts = capacity.filled_up(config.rollout.prompts_per_step)
         rows = prompts * group
@@ -78,14 +81,9 @@ def sampling_of(config: Config, decoder: Decoder, mesh: Mesh, prompt_tokens: int
 def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
     """Bytes of the key-value cache on one device, for completions of the largest length."""
     copies = plan.prompts + (0 if plan.slots == plan.rows else plan.slots)
+    sizes = {"prompts": copies, "prompt_tokens": plan.prompt_tokens, "rows": plan.slots}
     with jax.set_mesh(plan.mesh):
-        return capacity.cache_bytes(
-            decoder,
-            prompts=copies,
-            prompt_tokens=plan.prompt_tokens,
-            rows=plan.slots,
-            completion_tokens=config.rollout.max_completion_tokens,
-        )
+        return capacity.cache_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
 
 
 def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
@@ -96,22 +94,18 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
     """
     weights, found, home = combine(trained, frozen), [], 0
     if plan.moved:
-        home, placed = bytes_on_device(weights), laid_out_by_rules(plan.mesh, weights)
-        found, weights = _sent(weights, placed), placed
+        # The weights move one array after another, from the run's mesh to the sampling mesh.
+        placed, home = laid_out_by_rules(plan.mesh, weights), bytes_on_device(weights)
+        there = home
+        for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
+            if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
+                sent = mover(wanted.sharding).trace(leaf)
+                found.append(Executable(sent, leaf.sharding.mesh, 1, 1, there - bytes_on_device(leaf)))
+                there += bytes_on_device(wanted)
+        weights = placed
     with jax.set_mesh(plan.mesh):
         sampled = [_prefill(config, decoder, plan, weights), *_rounds(config, decoder, plan, weights)]
     return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
-
-
-def _sent(weights: dict, placed: dict) -> list[Executable]:
-    """The transfer of the weights, one array after another, from the run's mesh to the sampling mesh."""
-    found, there = [], bytes_on_device(weights)
-    for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
-        if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-            beside = there - bytes_on_device(leaf)
-            found.append(Executable(mover(wanted.sharding).trace(leaf), leaf.sharding.mesh, 1, 1, beside))
-            there += bytes_on_device(wanted)
-    return found
 
 
 def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> Executable:
@@ -124,22 +118,24 @@ def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict
         return cache, decoding.first_tokens(scores, of, keys, sampling=sampling, chunk=plan.slots)
 
     prompts, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
-    traced = jax.jit(begun).trace(weights, prompts, mask, _keys(plan.rows))
-    return Executable(traced, plan.mesh, 1, 1, 0)
+    return Executable(jax.jit(begun).trace(weights, prompts, mask, _keys(plan.rows)), plan.mesh, 1, 1, 0)
 
 
 def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
     """The last growth of the cache, its transfer to half the slots, and a round of tokens in all slots."""
+
+    def cache(rows: int, time: int) -> tuple:
+        shape = (decoder.config.num_layers, rows, decoder.config.num_kv_heads, time, decoder.config.head_dim)
+        return (laid_out(plan.mesh, shape, decoder.dtype, None, ROWS, "tensor"),) * 2
+
     longest, shares = config.rollout.max_completion_tokens, plan.slots == plan.rows
     time, lengths = capacity.round_time(longest), capacity.cache_lengths(longest)
-    copies = plan.prompts if shares else plan.slots
-    prompts = _cache(decoder, plan.mesh, copies, plan.prompt_tokens)
-    waiting = 0 if shares else bytes_on_device(_cache(decoder, plan.mesh, plan.prompts, plan.prompt_tokens))
-    later = [_cache(decoder, plan.mesh, plan.slots, length) for length in lengths]
-    beside, found = bytes_on_device((prompts, weights)) + waiting, []
+    prompts = cache(plan.prompts if shares else plan.slots, plan.prompt_tokens)
+    waiting = 0 if shares else bytes_on_device(cache(plan.prompts, plan.prompt_tokens))
+    later, found = [cache(plan.slots, length) for length in lengths], []
     if len(lengths) > 1:
         grown = keys_values.resized.trace(later[-2], time=lengths[-1])
-        found.append(Executable(grown, plan.mesh, 1, 1, beside))
+        found.append(Executable(grown, plan.mesh, 1, 1, bytes_on_device((prompts, weights)) + waiting))
     sizes = capacity.slot_numbers(plan.slots)
     if len(sizes) > 1:
         kept = jax.ShapeDtypeStruct((sizes[-2],), jnp.int32)
@@ -159,13 +155,6 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
     )
     rounds = -(-(longest - 1) // time) * -(-plan.rows // plan.slots)
     return [*found, Executable(decoded, plan.mesh, rounds, time, waiting)]
-
-
-def _cache(decoder: Decoder, mesh: Mesh, rows: int, time: int) -> tuple:
-    """Sharded shapes of keys and values."""
-    config = decoder.config
-    shape = (config.num_layers, rows, config.num_kv_heads, time, config.head_dim)
-    return (laid_out(mesh, shape, decoder.dtype, None, ROWS, "tensor"),) * 2
 
 
 def _keys(rows: int) -> jax.ShapeDtypeStruct:

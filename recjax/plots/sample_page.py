@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from recjax.whole_files import json_text
+from recjax.files import json_text
 
 
 def sample_page(name: str, about: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recjax.manifest import digest, sync_folder
-from recjax.whole_files import write_whole
+from recjax.files import digest, sync_folder, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from transformers import PreTrainedTokenizerBase
 
 from recjax.experience import store
 from recjax.experience.feedback import give_rewards
+from recjax.files import locked_file
 from recjax.models.sampling import Sampling
 from recjax.serving.book import Book
 from recjax.serving.journal import Journal
@@ -67,10 +68,9 @@ class Recorder:
         self._failures: dict[str, str] = {}  # tasks whose last attempt failed, with the reasons
         self.refused: dict[str, str] = {}  # reasons why the store refuses late rewards, by row
         store.part_files(options.folder)  # raises an error if it is a file
-        options.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(options.folder / ".served.lock", thread_local=False)
+        self._lock = contextlib.ExitStack()
         try:
-            self._lock.acquire(timeout=0)
+            self._lock.enter_context(locked_file(options.folder / ".served.lock", seconds=0))
         except Timeout:
             message = f"{options.folder}: another server records there; name another folder with --record"
             raise ValueError(message) from None
@@ -96,7 +96,7 @@ class Recorder:
             await self._ticking
         await self.flush(0.0)
         await self._journal.close()
-        self._lock.release()
+        self._lock.close()
 
     @property
     def trouble(self) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from recjax import hosts, manifest
+from recjax import files, hosts
 from recjax.experience import store
 from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
@@ -72,7 +72,7 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
             manager.save(state.step, args=ocp.args.Composite(**items), force=True)
             manager.wait_until_finished()
         if hosts.is_first():
-            manifest.write_manifest(folder / str(state.step))
+            files.write_manifest(folder / str(state.step))
     except Exception as error:
         # Tensorstore raises its own exception types, for example for a full disk.
         raise ValueError(
@@ -155,10 +155,10 @@ def check_whole(folder: Path, step: int) -> None:
         ValueError: a file is damaged or missing, or the manifest is missing.
     """
     place = folder / str(step)
-    if not (place / manifest.NAME).exists() and progress(folder, step).get("layout", 1) < LAYOUT:
+    if not (place / files.MANIFEST).exists() and progress(folder, step).get("layout", 1) < LAYOUT:
         logger.warning("%s is of an earlier recjax, without checksums: damage in it would not be noticed", place)
         return
-    manifest.check_manifest(place)
+    files.check_manifest(place)
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:

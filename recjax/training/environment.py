@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 import recjax
-from recjax.whole_files import write_whole
+from recjax.files import write_whole
 
 NAME = "environment.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")

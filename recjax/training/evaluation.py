@@ -12,21 +12,18 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from recjax.config import Config
-from recjax.experience.batch import Shape, pad
+from recjax.experience.batch import Shape, pad, score
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
+from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
-from recjax.models.logprobs import completion_logprobs
-from recjax.models.placement import on_host, put_rows
 from recjax.rollout.agent_trials import MISTAKES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
 from recjax.tasks.grading.pool import FAILURES, Grading
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
-from recjax.whole_files import json_text, write_whole, writing
 
-_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 logger = logging.getLogger(__name__)
 
 
@@ -192,15 +189,9 @@ def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) 
     else:
         lengths = done.prompts.tokens.shape[1], rollout.max_completion_tokens
         batch = pad(done.groups, Shape(rollout.prompts_per_step, settings.samples, *lengths))
-    logprobs, _ = _logprobs(
-        policy.decoder,
-        params,
-        *put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens)),
-        sampling=settings.sampling(),
-        chunk=config.model.logprob_chunk,
-    )
+    logprobs = score(policy, params, batch, settings.sampling(), config.model.logprob_chunk)
     mask = batch.completion_mask
-    return float((batch.behavior_logprobs - on_host(logprobs))[mask].sum()), int(mask.sum())
+    return float((batch.behavior_logprobs - logprobs)[mask].sum()), int(mask.sum())
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:

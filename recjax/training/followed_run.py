@@ -8,8 +8,8 @@ import logging
 import time
 from pathlib import Path
 
+from recjax.files import MANIFEST
 from recjax.hub.policy import Policy
-from recjax.manifest import NAME
 from recjax.rollout.requests import Weights
 from recjax.training.checkpoint import check_whole, progress, steps_of
 from recjax.training.run_folder import check_config_file
@@ -29,14 +29,14 @@ class FollowedRun:
     def __init__(self, run: Path):
         """Reads no files yet; the folder need not exist."""
         self._run, self._folder = run, run / "checkpoints"
-        self._config, self._reader = None, None
+        self._config, self._policy, self._read_params = None, None, None
         self._taken: Stamp | None = None
         self._refused: set[Stamp] = set()
 
     @property
     def policy(self) -> Policy:
         """The trained policy without adapters; available after `first`."""
-        return self._reader.policy
+        return self._policy
 
     def first(self) -> Weights:
         """Waits for the newest weights, and logs that it waits.
@@ -45,26 +45,24 @@ class FollowedRun:
             ValueError: the config of the run cannot be used.
         """
         said = time.monotonic() - LINE_SECONDS
-        while (weights := self._first()) is None:
+        while (weights := self.newer()) is None:
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
                 logger.info("waits for the first checkpoint of %s", self._run)
             time.sleep(FIRST_SECONDS)
         return weights
 
-    def _first(self) -> Weights | None:
-        # A run with a checkpoint has already written its config and the result of its warm start.
-        if self._reader is None and self._stamps():
-            self._config = run_config(self._run)
-            self._reader = checkpoint_reader(self._run, self._config)
-        return self.newer() if self._reader else None
-
     def newer(self) -> Weights | None:
         """The newest whole weights, on the host; None without a whole checkpoint, or if it was the last one returned.
 
         If the run resumes from an older checkpoint because the newest one was damaged, this returns the older one.
         """
-        for stamp in self._stamps():
+        stamps = self._stamps()
+        # A run with a checkpoint has already written its config and the result of its warm start.
+        if self._policy is None and stamps:
+            self._config = run_config(self._run)
+            self._policy, self._read_params = checkpoint_reader(self._run, self._config)
+        for stamp in stamps:
             if stamp == self._taken:
                 return None
             if stamp in self._refused:
@@ -74,7 +72,7 @@ class FollowedRun:
                 check_whole(self._folder, step)
                 said = progress(self._folder, step)
                 check_config_file(self._run, self._config, said)
-                weights = Weights(self._reader.params(step), step, said.get("totals", {}).get("run"))
+                weights = Weights(self._read_params(step), step, said.get("totals", {}).get("run"))
             except Exception as error:  # Orbax raises its own exception types
                 if stamp not in self._stamps():
                     continue  # the run deleted it during the read
@@ -90,7 +88,7 @@ class FollowedRun:
         found = []
         for step in reversed(steps_of(self._folder)):
             try:
-                status = (self._folder / str(step) / NAME).stat()
+                status = (self._folder / str(step) / MANIFEST).stat()
             except OSError:
                 continue
             found.append((step, status.st_ino, status.st_mtime_ns))

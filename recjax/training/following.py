@@ -6,16 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Container
 
-import jax
 import numpy as np
 
 from recjax.experience import queue as queues
-from recjax.experience.batch import Batch
+from recjax.experience.batch import Batch, score
 from recjax.experience.following import UNUSABLE, Candidate, Found
 from recjax.experience.group import Group, token_staleness
 from recjax.experience.queue import Queue
-from recjax.models.logprobs import completion_logprobs
-from recjax.models.placement import on_host, put_rows
 from recjax.models.trainable import combine
 from recjax.training.run import Run, State
 
@@ -23,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5  # interval between reads of the store while a step waits
 LINE_SECONDS = 10.0  # interval between log lines while a step waits
-
-_logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
 def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
@@ -123,9 +118,7 @@ def with_missing_logprobs(run: Run, state: State, batch: Batch) -> Batch:
     lacking = np.isnan(batch.behavior_logprobs)
     if missing == "error" or not lacking.any():
         return batch
-    arrays = put_rows((batch.prompts, batch.prompt_mask, batch.completions, batch.real_tokens))
-    options = {"sampling": run.config.rollout.sampling(), "chunk": run.config.model.logprob_chunk}
-    everything = combine(state.trained.params, run.frozen)
-    now = on_host(_logprobs(run.policy.decoder, everything, *arrays, **options)[0])
+    params = combine(state.trained.params, run.frozen)
+    now = score(run.policy, params, batch, run.config.rollout.sampling(), run.config.model.logprob_chunk)
     # Rounding can make the log-prob of a token with probability 1 slightly positive.
     return batch._replace(behavior_logprobs=np.where(lacking, np.minimum(now, 0.0), batch.behavior_logprobs))

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.config import SamplesConfig
 from recjax.experience.group import Completion, Group
+from recjax.files import json_text, write_whole, writing
 from recjax.hub.tokenizers import token_texts
 from recjax.tasks.problems import question_of
 from recjax.training.update import Learned
-from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
 

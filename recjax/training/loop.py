@@ -22,6 +22,7 @@ from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
 from recjax.experience.trajectories import pad_trajectories
+from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.models.placement import on_host, row_shards
 from recjax.plots.training import draw_experience, draw_training
@@ -39,7 +40,6 @@ from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
 from recjax.training.update import Learned
-from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
 _SAMPLED = "sampling the first batch, for which the sampler is compiled"

@@ -19,10 +19,9 @@ from tqdm import tqdm
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.experience.batch import FOREIGN, Batch
-from recjax.manifest import digest
+from recjax.files import digest, json_text, write_whole, writing
 from recjax.training.tensorboard_events import TensorBoardEvents
 from recjax.training.tracking import Tracking
-from recjax.whole_files import json_text, write_whole, writing
 
 Written = list  # size in bytes and checksum of a file's content
 

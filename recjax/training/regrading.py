@@ -13,12 +13,12 @@ from recjax.experience.group import Grade, Group
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
 from recjax.experience.trajectories import thoughts_opening
+from recjax.files import whole_file
 from recjax.rollout.collecting import Grades
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import progress_bar
 from recjax.training.run import Run
-from recjax.whole_files import whole_file
 
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by prompt tokens
 

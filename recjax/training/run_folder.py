@@ -14,11 +14,11 @@ from flax.traverse_util import flatten_dict
 from recjax import hosts
 from recjax.config import KEYS, Config, to_yaml, unknown_keys
 from recjax.config.yaml_values import read_yaml_file
+from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
 from recjax.training.environment import record_start, starts
-from recjax.whole_files import partial_of, write_whole, writing
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recjax import hosts
-from recjax.whole_files import writing
+from recjax.files import writing
 
 NAME = "running.json"
 BEAT_SECONDS = 10.0  # interval between signs of life
@@ -55,14 +55,14 @@ class RunLock:
             is_ours = self._path.stat().st_ino == os.fstat(self._descriptor).st_ino
         except OSError as error:
             raise ValueError(
-                f"output = {output!r}: the folder, or {NAME} in it, was deleted while the run was going on"
-                f" ({error.strerror}); nothing more is written there. The same command goes on from what is left"
+                f"output = {output!r}: the folder, or {NAME} in it, was deleted during the run ({error.strerror}); the"
+                " run ends and writes nothing more. The same command continues from the remaining files"
             ) from error
         found = _read(self._descriptor)
         if not is_ours or found != self._holder:
             raise ValueError(
-                f"output = {output!r}: another process has taken the folder over ({found or 'it does not say who'});"
-                " this one ends, and what the other one does is not touched"
+                f"output = {output!r}: another process has taken over the folder ({found or 'it left no name'}); this"
+                " process ends and leaves the files of the other process alone"
             )
 
 
@@ -83,19 +83,31 @@ def held(output: Path) -> Iterator[RunLock]:
         except ValueError as error:
             refused = error
     if hosts.any_says(refused is not None):
-        raise refused or ValueError(f"output = {str(output)!r}: process 0 was refused the folder and says why")
+        raise refused or ValueError(f"output = {str(output)!r}: see the log of process 0")
     if lock._descriptor is None:
         yield lock
         return
     ended = threading.Event()
-    beats = threading.Thread(target=_beat, args=(lock._descriptor, ended), name="sign of life", daemon=True)
+
+    def show_life() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(lock._descriptor)
+
+    beats = threading.Thread(target=show_life, name="sign of life", daemon=True)
     beats.start()
     try:
         yield lock
     finally:
         ended.set()
         beats.join()
-        _release(lock, made)
+        with contextlib.suppress(OSError, ValueError):
+            lock.check()
+            lock._path.unlink()
+        os.close(lock._descriptor)
+        if made:
+            with contextlib.suppress(OSError):  # the folder has a run
+                output.rmdir()
 
 
 def _taken(output: Path) -> RunLock:
@@ -115,10 +127,10 @@ def _taken(output: Path) -> RunLock:
         if _is_alive(found, locked, output, descriptor):
             raise ValueError(
                 f"output = {str(output)!r} is in use: {found or 'another process'} is writing a run there; wait for it,"
-                f" stop it, or give another output=…. If it is dead for certain, delete {path}"
+                f" stop it, or give another output=…. If you are sure that it is dead, delete {path}"
             )
         if found:
-            logger.info("%s was left by %s, which is dead; it is taken over", path, found)
+            logger.info("%s: took over the lock of %s, which has died", path, found)
         holder = Holder(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
         with writing(path):
             os.ftruncate(descriptor, 0)
@@ -151,12 +163,10 @@ def _is_alive(holder: Holder | None, locked: bool | None, output: Path, descript
         # Both times come from the file system, so this host's clock does not matter.
         with tempfile.TemporaryFile(dir=output) as now:
             return os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime < STALE_SECONDS
-    return locked is None and holder.pid != os.getpid() and _runs(holder.pid)
-
-
-def _runs(pid: int) -> bool:
+    if locked or holder.pid == os.getpid():
+        return False
     try:
-        os.kill(pid, 0)
+        os.kill(holder.pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -171,19 +181,3 @@ def _read(descriptor: int) -> Holder | None:
         return Holder(str(found["host"]), int(found["pid"]), str(found["since"]))
     except (ValueError, KeyError, TypeError, OSError):
         return None
-
-
-def _beat(descriptor: int, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(descriptor)
-
-
-def _release(lock: RunLock, made: bool) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        lock.check()
-        lock._path.unlink()
-    os.close(lock._descriptor)
-    if made:
-        with contextlib.suppress(OSError):  # the folder has a run
-            lock._path.parent.rmdir()

@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import text
 
-from recjax.whole_files import writing
+from recjax.files import writing
 
 FLUSH_SECONDS = 30.0
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from recjax import hosts
 from recjax.config import Config
-from recjax.whole_files import write_whole
+from recjax.files import write_whole
 
 logger = logging.getLogger(__name__)
 

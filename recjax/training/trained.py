@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,58 +27,71 @@ from recjax.tasks.problems import Task
 from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
 from recjax.training.environment import starts
 from recjax.training.mesh import check_fits
-from recjax.training.run import characters, initial_policy, prepare, prompts_of, untrained
+from recjax.training.run import characters, initial_policy, prompts_of
 from recjax.training.run_folder import check_config_file
 
 logger = logging.getLogger(__name__)
 
 
-class Subject(NamedTuple):
-    """A policy to evaluate: its name, its parameters in compute dtype, and the config of its run, if any."""
+class OpenedPolicy(NamedTuple):
+    """A policy with its parameters.
+
+    name: short name, for results.
+    version: optimizer steps that made the parameters.
+    run: config of the run that trained the policy; None for a model that no run trained.
+    """
 
     name: str
     policy: Policy
     params: dict
-    run: Config | None
+    version: int = 0
+    run: Config | None = None
 
 
-def subject(checkpoint: str | None, config: Config) -> Subject:
-    """Loads the policy of a checkpoint, with the stop strings and chat template variables of `config`.
+def open_policy(source: str | Path | None, config: Config) -> OpenedPolicy:
+    """Opens a policy on the devices of the current mesh, in the compute dtype.
 
     Args:
-        checkpoint: run folder (its newest checkpoint), a checkpoints/STEP folder in it, or a Hugging Face folder or
-            hub name; None or "base": the initial policy of `config`, after its warm start.
-        config: settings of the evaluation; describes the model only in the last case.
+        source: run folder (its newest checkpoint), a checkpoints/STEP folder in it, or a Hugging Face folder or hub
+            name; None or "base": the initial policy of `config`, after its warm start.
+        config: stop strings and chat template variables of the policy. It describes the model only without a source.
     Raises:
-        ValueError: the checkpoint or model does not exist.
+        ValueError: the checkpoint or model does not exist, or does not fit the mesh.
     """
-    bare, theirs = config.model.model_copy(update={"lora": None, "freeze": []}), None
-    folder = Path(checkpoint or "base")
-    of_step = folder.parent.name == "checkpoints" and folder.name.isdecimal()
-    run, step = (folder.parents[1], int(folder.name)) if of_step else (folder, None)
-    if checkpoint in (None, "base"):
-        prepared, params = prepare(untrained(config.model_copy(update={"model": bare})))
-        policy = prepared.policy
+    folder = Path(source or "base")
+    is_step = folder.parent.name == "checkpoints" and folder.name.isdecimal()
+    run, step = (folder.parents[1], int(folder.name)) if is_step else (folder, None)
+    bare = config.model.model_copy(update={"lora": None, "freeze": []})  # adapters change nothing before training
+    if source in (None, "base"):
+        policy, params = _initial(config.model_copy(update={"model": bare}))
         name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
-    elif of_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
-        theirs = run_config(run)
-        step, policy, params = run_params(run, theirs, step)
-        params = put_params(params)
-        stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, theirs.model.path)
-        name, policy = f"{run.resolve().name}-{step}", policy._replace(stop_ids=stop_ids)
+        opened = OpenedPolicy(name, policy, params)
+    elif is_step or (run / "config.yaml").is_file() or (run / "checkpoints").is_dir():
+        opened = open_checkpoint(run, step)
+        policy = opened.policy
         if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
             policy.tokenizer.init_kwargs[CHAT_DATE] = config.model.chat_date
         set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
+        stop_ids = stop_token_ids(policy.tokenizer, config.rollout.stop, opened.run.model.path)
+        opened = opened._replace(policy=policy._replace(stop_ids=stop_ids), params=put_params(opened.params))
     else:
-        name, described = folder.name, bare.model_copy(update={"path": checkpoint, "decoder": None})
+        model = config.model_copy(update={"model": bare.model_copy(update={"path": str(source), "decoder": None})})
         try:
-            alone = config.model_copy(update={"model": described})
-            policy = policy_alone(alone, "")
-            params = load_params(alone, policy.decoder.config)
+            policy = policy_alone(model, "")
+            opened = OpenedPolicy(folder.name, policy, load_params(model, policy.decoder.config))
         except ValueError as error:
-            raise ValueError(f"checkpoint={checkpoint}: no run's folder and no model's: {error}") from error
+            raise ValueError(f"{source} is neither a run's folder nor a model: {error}") from error
+    return opened._replace(params=for_sampling(opened.policy, opened.params))
+
+
+def for_sampling(policy: Policy, params: dict) -> dict:
+    """Converts parameters on the devices to the compute dtype.
+
+    Raises:
+        ValueError: the current mesh does not fit the model.
+    """
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
-    return Subject(name, policy, in_compute_dtype(policy.decoder, params, copy=False), theirs)
+    return in_compute_dtype(policy.decoder, params, copy=False)
 
 
 def fingerprint(params: dict) -> str:
@@ -121,75 +135,59 @@ def _made_by(run: Path) -> str:
     return f"; the run was made with recjax {made}, this is {__version__}" if made not in (None, __version__) else ""
 
 
-def run_params(run: Path, config: Config, step: int | None = None) -> tuple[int, Policy, dict]:
-    """Loads a checkpoint of a run: its step, its policy and all parameters.
+def open_checkpoint(run: Path, step: int | None = None) -> OpenedPolicy:
+    """Opens a checkpoint of a run: the policy without adapters, and float32 parameters as NumPy arrays on the host.
 
     Args:
-        config: config of the run.
         step: step of the checkpoint; None: the newest.
-    Returns:
-        The step, the policy without adapters, and float32 parameters as NumPy arrays on the host.
     Raises:
         ValueError: the checkpoint does not exist, or the model or task of the config has changed.
     """
+    config = run_config(run)
     step = _whole_step(run, config, step)
-    reader = checkpoint_reader(run, config)
-    return step, reader.policy, reader.params(step)
+    policy, read_params = checkpoint_reader(run, config)
+    return OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, config)
 
 
-class CheckpointReader(NamedTuple):
-    """Reads the parameters of a run's checkpoints; the parts that all checkpoints share are prepared once.
+def checkpoint_reader(run: Path, config: Config) -> tuple[Policy, Callable[[int], dict]]:
+    """The policy of a run without adapters, and a function that reads its parameters at a step.
 
-    run: folder of the run.
-    policy: policy without adapters.
-    like: shapes of the trained parameters, which the checkpoints hold.
-    constant: parameters that the run did not train.
-    adapted: decoder config with adapters; None without adapters.
-    """
-
-    run: Path
-    policy: Policy
-    like: dict
-    constant: dict
-    adapted: DecoderConfig | None
-
-    def params(self, step: int) -> dict:
-        """All parameters at a step in float32, with adapters merged, as NumPy arrays on the host.
-
-        Raises:
-            ValueError: the checkpoint has other shapes than the model.
-            Exception: Orbax raises its own types for missing files.
-        """
-        params = combine(_restored(self.run, step, self.like), self.constant)
-        return merged(self.adapted, params) if self.adapted else params
-
-
-def checkpoint_reader(run: Path, config: Config) -> CheckpointReader:
-    """A reader for the checkpoints of a run.
-
-    Checkpoints lack the parameters that the run did not train; the reader makes them again in the same way. It reads
-    the problems only if the built-in tokenizer or a warm start depends on them, and never the reward.
+    The function returns all parameters in float32, with adapters merged, as NumPy arrays on the host. Checkpoints lack
+    the parameters that the run did not train; these are made again, once, in the same way. The problems are read only
+    if the built-in tokenizer or a warm start depends on them, and the reward never.
 
     Args:
         config: config of the run.
     Raises:
-        ValueError: the model of the config, or the problems that it depends on, cannot be read.
+        ValueError: the model of the config, or the problems that it depends on, cannot be read. The function raises it
+            if the checkpoint has other shapes than the model, and types of Orbax for missing files.
     """
-    lora, adapted_config = config.model.lora, None
-    partial = lora is not None or bool(config.model.freeze)
-    warm = partial and config.warm_start is not None
-    train, evaluation = load_problems(config) if config.model.decoder or warm else ([], [])
-    policy = policy_alone(config, characters([*train, *evaluation]))
-    like, constant = abstract_params(policy.decoder.config), {}
-    if partial:
-        prompts = prompts_of(config, policy, Task(train, evaluation, None))[0] if warm else None
-        policy, params = initial_policy(config, policy, prompts)
-        like, constant = split(on_host(params), config.model)
-    if lora:
-        adapted_config = policy.decoder.config
-        plain = dataclasses.replace(adapted_config, lora=None)
-        policy = policy._replace(decoder=policy.decoder.clone(config=plain))
-    return CheckpointReader(run, policy, like, constant, adapted_config)
+    lora = config.model.lora
+    if lora is None and not config.model.freeze:
+        policy, constant = _without_params(config, config.model.decoder is not None)[0], {}
+        trained = abstract_params(policy.decoder.config)
+    else:
+        policy, params = _initial(config)
+        trained, constant = split(on_host(params), config.model)
+    decoder_config = policy.decoder.config
+    plain = policy._replace(decoder=policy.decoder.clone(config=dataclasses.replace(decoder_config, lora=None)))
+
+    def read_params(step: int) -> dict:
+        params = combine(_restored(run, step, trained), constant)
+        return merged(decoder_config, params) if lora else params
+
+    return plain, read_params
+
+
+def _initial(config: Config) -> tuple[Policy, dict]:
+    """The policy of a config before its first step, with its adapters, and all of its parameters in float32."""
+    policy, task = _without_params(config, bool(config.model.decoder or config.warm_start))
+    return initial_policy(config, policy, prompts_of(config, policy, task)[0] if config.warm_start else None)
+
+
+def _without_params(config: Config, reads_problems: bool) -> tuple[Policy, Task]:
+    train, evaluation = load_problems(config) if reads_problems else ([], [])
+    return policy_alone(config, characters([*train, *evaluation])), Task(train, evaluation, None)
 
 
 def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[int, DecoderConfig, dict]:

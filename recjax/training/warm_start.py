@@ -13,21 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from filelock import FileLock
 
 from recjax import __version__
 from recjax.cache import cache_folder
 from recjax.config import Config, WarmStartConfig
+from recjax.files import check_manifest, locked_file, write_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after
-from recjax.manifest import check_manifest, write_manifest
 from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
 from recjax.training.metrics import progress_bar
-from recjax.whole_files import writing
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +50,8 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     depends_on |= {"problems": len(prompts.texts), "version": __version__, "backend": jax.default_backend()}
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder("warm_start") / digest
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
     # If several runs need the same base policy at once, one run makes it while the other runs wait.
-    with FileLock(f"{folder}.lock"), ocp.StandardCheckpointer() as checkpointer:
+    with locked_file(Path(f"{folder}.lock")), ocp.StandardCheckpointer() as checkpointer:
         if _is_whole(folder):
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))

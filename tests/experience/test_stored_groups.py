@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_written_leaves_none(place, tmp_path, monkeypatch)
         return with_tokens(*given)
 
     monkeypatch.setattr(prepared, "_with_tokens", stops)
-    with pytest.raises(ValueError, match=r"rows.arrow cannot be written \(No space left on device\); make room"):
+    with pytest.raises(ValueError, match=r"rows.arrow cannot be written \(No space left on device\); free disk space"):
         load_groups(tmp_path / "store", POLICY)
     assert not list((tmp_path / "cache").rglob("*arrow*"))
     monkeypatch.setattr(prepared, "_with_tokens", with_tokens)

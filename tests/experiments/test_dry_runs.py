@@ -8,8 +8,7 @@ import pytest
 
 from recjax.config import load_config
 from recjax.hub import policy
-from recjax.planning.dry_run import dry_run, show
-from recjax.planning.memory import count
+from recjax.planning.dry_run import count, dry_run, show_dry_run
 from tests.hub.test_published import PUBLISHED
 
 ROOT = Path(__file__).parents[2] / "experiments"
@@ -53,7 +52,7 @@ def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
         tokens = config.rollout.max_prompt_tokens or 256
         config = load_config(path, [f"model.path={tmp_path}", f"rollout.max_prompt_tokens={tokens}"])
     result = dry_run(config)
-    show(config, result)
+    show_dry_run(config, result)
     printed = capsys.readouterr().out
 
     if shape and not config.model.lora:

@@ -82,5 +82,5 @@ def test_what_has_no_adapters_of_its_own_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="did not train adapters"):
         export(str(tmp_path / "run"), None, str(tmp_path / "out"), None, "float32", adapters=True)
     for model, dtype in ((str(folder / "base"), "float32"), (None, "bfloat16")):
-        with pytest.raises(ValueError, match="--adapters takes --run|exactly one"):
+        with pytest.raises(ValueError, match="--adapters needs --run|exactly one"):
             export(None if model else str(folder / "run"), model, str(tmp_path / "out"), None, dtype, adapters=True)

@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from experiments.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.experience.foreign import Columns
 from recjax.experience.prepared import prepared_rows
 from recjax.hub.chat_rendering import render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
-from recjax.hub.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids
 from recjax.import_experience import import_files
 from recjax.models.decoder import Decoder, abstract_params

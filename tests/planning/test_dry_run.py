@@ -14,9 +14,9 @@ from recjax.experience.batch import sampled_shape
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split
-from recjax.planning.devices import ACCELERATORS
-from recjax.planning.dry_run import compact, dry_run, first_steps, print_dry_run, show
-from recjax.planning.memory import batch_arrays, count
+from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show_dry_run
+from recjax.planning.programs import batch_arrays
+from recjax.planning.targets import ACCELERATORS
 from recjax.training.run import prepare
 from recjax.training.update import TrainState, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
@@ -68,7 +68,7 @@ def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path
     found = memory(result)
     assert found["trained parameters"] == 4 * PUBLISHED[name][0]
     assert 2 * PUBLISHED[name][0] <= found["sampler's copy"] <= 2.01 * PUBLISHED[name][0]  # norms stay float32
-    show(config, result)
+    show_dry_run(config, result)
     printed = capsys.readouterr().out
     assert f"parameters {PUBLISHED[name][0]:,}" in printed and "weight: exp_advantage" in printed
     assert not (tmp_path / "run").exists()
@@ -78,7 +78,7 @@ def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path
     config = tiny(*published(tmp_path / "model", "Qwen2.5-1.5B-Instruct"))
     result = dry_run(config)
     assert result.prompt_tokens is None and {item.phase for item in result.memory} == {"always"}
-    show(config, result)
+    show_dry_run(config, result)
     printed = capsys.readouterr().out
     assert "holds no tokenizer" in printed and "set rollout.max_prompt_tokens" in printed
     assert "54 problems to train on" in printed and "in all" not in printed
@@ -92,7 +92,7 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
     config = tiny("model.decoder=null", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "regime.sync_interval=3")
     result = dry_run(config)
     assert result.model is None and len(result.notes) == 1
-    show(config, result)
+    show_dry_run(config, result)
     printed = capsys.readouterr().out
     assert "not known: model 'Qwen/Qwen2.5-1.5B-Instruct' is no local folder" in printed
     assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of 16 completions" in printed
@@ -280,4 +280,4 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
         and "t4-16" in rest
         and sorted([*fits.split(", "), *rest.split(", ")]) == sorted(ACCELERATORS)
     )
-    assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is not known" in capsys.readouterr().err
+    assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is unknown" in capsys.readouterr().err

@@ -5,9 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from recjax.planning.devices import ACCELERATORS
-from recjax.planning.gpus import COUNTS, GPUS, has_compiler
-from recjax.planning.topology import CHIPS, GIB, larger_slices, load_target
+from recjax.planning.targets import ACCELERATORS, CHIPS, COUNTS, GIB, GPUS, has_gpu_compiler, larger_slices, load_target
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -26,7 +24,7 @@ def test_host_is_the_devices_here_and_an_equal_share_of_the_memory():
 )
 def test_an_unknown_topology_is_refused_with_those_that_are_known(name):
     with pytest.raises(
-        ValueError, match=r"--topology .* not known; give host, .*v5e: 1x1 2x2.*v4: 1x1x1.*h100-80 .*1 2 4 8"
+        ValueError, match=r"--topology .* unknown; give host, .*v5e: 1x1 2x2.*v4: 1x1x1.*h100-80 .*1 2 4 8"
     ):
         load_target(name)
 
@@ -37,7 +35,7 @@ def test_without_libtpu_the_remedy_is_named():
         load_target("v5e:4x4")
 
 
-@pytest.mark.skipif(has_compiler(), reason="JAX's CUDA plugin is installed")
+@pytest.mark.skipif(has_gpu_compiler(), reason="JAX's CUDA plugin is installed")
 def test_without_the_cuda_plugin_the_remedy_is_named():
     with pytest.raises(ValueError, match=r"h100:8: JAX's CUDA plugin.*needs no GPU: pip install -e \"\.\[cuda\]\""):
         load_target("h100:8")
@@ -47,7 +45,7 @@ def test_every_gpu_has_a_data_sheet():
     assert [*GPUS] == [name for name in ACCELERATORS if not name.startswith("v")]
 
 
-@pytest.mark.skipif(not has_compiler(), reason='needs JAX\'s CUDA plugin, of pip install -e ".[cuda]"; no GPU')
+@pytest.mark.skipif(not has_gpu_compiler(), reason='needs JAX\'s CUDA plugin, of pip install -e ".[cuda]"; no GPU')
 def test_programs_are_compiled_for_gpus_that_are_not_here():
     for kind in GPUS:
         for count in COUNTS:

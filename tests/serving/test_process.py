@@ -20,7 +20,7 @@ from recjax.experience import store
 from recjax.experience.sources import load_groups, with_logprobs
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
-from recjax.training.trained import run_config, run_params
+from recjax.training.trained import open_checkpoint
 from tests.batch_shapes import shape_of
 from tests.training.tiny_run import TINY, train
 
@@ -180,7 +180,7 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
     config = load_config(run[1], ["rollout.temperature=0.7", "rollout.prompts_per_step=4"])
     with running("--run", run[0], "--norecording") as client:
         assert generate_remotely(config, tmp_path, 2, Address(str(client.base_url)), None) == 2
-    version, policy, params = run_params(run[0], run_config(run[0]))
+    _, policy, params, version, _ = open_checkpoint(run[0])
     groups = load_groups(tmp_path, policy)
     assert version == 2 and len(groups) == 8 and {one.source for one in groups[0].completions} == {"tiny"}
     unknown = [

@@ -9,13 +9,13 @@ import jax
 import pytest
 
 import recjax
-from recjax import manifest
+from recjax import files
 from recjax.config import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
 from recjax.training import learner, loop, run_folder
 from recjax.training.metrics import MetricsWriter, read_metrics
-from recjax.training.trained import run_config, run_params
+from recjax.training.trained import open_checkpoint, run_config
 from tests.training.tiny_run import TINY, train, without_times
 
 OPTIONS = ["training.checkpoint_every=2", "evaluation.every=0", "evaluation.problems=5", "training.keep_checkpoints=4"]
@@ -79,7 +79,7 @@ DAMAGES = {
     "a truncated file": lambda step: largest(step).write_bytes(largest(step).read_bytes()[:-7]),
     "an emptied folder": empty,
     "a deleted array": lambda step: shutil.rmtree(step / "state"),
-    "no manifest": lambda step: (step / manifest.NAME).unlink(),
+    "no manifest": lambda step: (step / files.MANIFEST).unlink(),
     "a flipped word": lambda step: flip(step / "progress" / "metadata"),
 }
 
@@ -96,7 +96,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing
     assert without_times(train(config)) == without_times(made[1])
     lines = [line for line in said if "checkpoint of step 4" in line and "damaged/4" in line]
     assert len(lines) == 1 and "the run goes back to that of step 2" in lines[0]
-    assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / manifest.NAME).is_file()
+    assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / files.MANIFEST).is_file()
 
 
 def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run):
@@ -107,7 +107,7 @@ def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run
         train(config)
     assert not (folder / "damaged").exists() and not (folder / "running.json").exists()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
-        run_params(folder, run_config(folder))
+        open_checkpoint(folder)
 
 
 def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
@@ -258,7 +258,7 @@ def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run, monk
         return update(*args, **named)
 
     monkeypatch.setattr(learner, "update", deletes)
-    with pytest.raises(ValueError, match="was deleted while the run was going on"):
+    with pytest.raises(ValueError, match="was deleted during the run"):
         train(config)
     assert not folder.exists()
 
@@ -270,7 +270,7 @@ def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as without_room:
-        without_room.setattr(manifest, "write_whole", full)
+        without_room.setattr(files, "write_whole", full)
         with pytest.raises(ValueError, match="checkpoints: the checkpoint of step 6 cannot be written .*No space left"):
             train(config)
     assert without_times(train(config)) == without_times(made[1])

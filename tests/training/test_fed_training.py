@@ -9,7 +9,7 @@ import pytest
 from recjax.config import load_config
 from recjax.experience import store
 from recjax.generate_experience import generate
-from recjax.planning.dry_run import dry_run, show
+from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop, rounds
 from recjax.training.run import prepare
 from tests.training.tiny_run import TINY, train, train_until_killed, without_times
@@ -175,7 +175,7 @@ def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny
 
 def test_a_dry_run_says_what_only_the_run_will_know(tiny, expert, capsys):
     config = tiny("run", "experience.replay.max_reuse=2")
-    show(config, dry_run(config))
+    show_dry_run(config, dry_run(config))
     assert "not known: staleness" in capsys.readouterr().out
     config = tiny("run", f"experience.mix.store={expert}", "experience.missing_logprobs=current")
     assert dry_run(config).staleness == [0] * 7

@@ -32,7 +32,7 @@ from recjax.tasks.loading import load_task
 from recjax.training.followed_run import FollowedRun
 from recjax.training.run import prepare
 from recjax.training.run_folder import check_run_folder, with_chat_date
-from recjax.training.trained import subject
+from recjax.training.trained import open_policy
 from tests.training.tiny_run import train, train_until_killed
 
 CONFIG = """
@@ -97,7 +97,7 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
     train(config)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["chat_date"] == FIRST
     recorded = store.read(tmp_path / "run" / "experience")
-    run = subject(str(tmp_path / "run"), config)
+    run = open_policy(str(tmp_path / "run"), config)
     assert len(recorded) == 12 and days(recorded, run.policy.tokenizer) == {FIRST}
     assert run.policy.tokenizer.init_kwargs["chat_date"] == FIRST
     followed = FollowedRun(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
     samples = pd.read_parquet(tmp_path / "evaluation" / "samples.parquet")
     assert {text[:10] for text in samples["prompt"]} == {FIRST}
     set_day = config.model_copy(update={"model": config.model.model_copy(update={"chat_date": THIRD})})
-    assert subject(str(tmp_path / "run"), set_day).policy.tokenizer.init_kwargs["chat_date"] == THIRD
+    assert open_policy(str(tmp_path / "run"), set_day).policy.tokenizer.init_kwargs["chat_date"] == THIRD
     with pytest.raises(ValueError, match=f"another config .*chat_date: '{FIRST}' there, '{THIRD}' now"):
         check_run_folder(set_day, overwrite=False)
     assert with_chat_date(config, overwrite=True).model.chat_date == SECOND, "a run that begins again has its own day"

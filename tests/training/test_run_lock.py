@@ -102,13 +102,13 @@ def test_a_holder_notices_what_becomes_of_its_folder(tmp_path):
     with held(tmp_path) as lock:
         lock.check()
         left_by(tmp_path, "elsewhere", 7, seconds_ago=0)
-        with pytest.raises(ValueError, match="taken the folder over .process 7 on host elsewhere"):
+        with pytest.raises(ValueError, match="taken over the folder .process 7 on host elsewhere"):
             lock.check()
     assert (tmp_path / NAME).exists()  # of the other one
     (tmp_path / NAME).unlink()
     with held(tmp_path) as lock:
         (tmp_path / NAME).unlink()
-        with pytest.raises(ValueError, match="was deleted while the run was going on"):
+        with pytest.raises(ValueError, match="was deleted during the run"):
             lock.check()
 
 

