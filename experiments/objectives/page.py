@@ -142,7 +142,7 @@ def axis_section(axis: str) -> str:
             f"`{option}`" + ("" if parameter.default is parameter.empty else f" {parameter.default}")
             for option, parameter in readable_options(function).items()
         ]
-        said = inspect.getdoc(function).splitlines()[0].replace("|", "\\|")
+        said = inspect.getdoc(function).splitlines()[0].replace("|", "\\|") if function else "Off."
         lines.append(f"| `{name}` | {said} | {', '.join(options)} |")
     if axis in READABLE:
         lines.append(f"\nYour own may read {', '.join(f'`{name}`' for name in READABLE[axis])}.")

@@ -55,15 +55,8 @@ def base(function: Callable) -> Callable:
 
 
 @functools.cache
-def _optional(function: Callable) -> frozenset[str]:
-    """Names of parameters that may be None, because their default is None."""
-    parameters = inspect.signature(base(function)).parameters.values()
-    return frozenset(one.name for one in parameters if one.default is None)
-
-
-@functools.cache
-def names_read(function: Callable) -> tuple[str, ...]:
-    """Names of a function's positional parameters.
+def names_read(function: Callable | None) -> tuple[str, ...]:
+    """Names of a function's positional parameters; an axis that is off reads none.
 
     Examples:
         >>> def bounded(ratio, advantages, *, cap=3.0): ...
@@ -71,11 +64,13 @@ def names_read(function: Callable) -> tuple[str, ...]:
         >>> names_read(bounded)
         ('ratio', 'advantages')
     """
+    if function is None:
+        return ()
     parameters = inspect.signature(base(function)).parameters.values()
     return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
 
 
-def is_of_whole_batch(function: Callable) -> bool:
+def is_of_whole_batch(function: Callable | None) -> bool:
     """True if the function reads a value that only the whole batch has.
 
     Examples:
@@ -100,7 +95,8 @@ def call(function: Callable, values: Mapping[str, Any]) -> Any:
         3.0
     """
     for name in names_read(function):
-        if values.get(name) is None and name not in _optional(function):
+        # A parameter with the default None may be None.
+        if values.get(name) is None and inspect.signature(base(function)).parameters[name].default is not None:
             title = getattr(base(function), "__name__", repr(function))
             raise ValueError(f"{name} = None: {title} reads it; pass it, or choose another function for this axis")
     return function(*(values.get(name) for name in names_read(function)))

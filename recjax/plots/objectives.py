@@ -30,7 +30,7 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     behavior = jnp.full((len(RATIOS), 1), np.log(BEHAVIOR))
     logprobs, mask = behavior + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behavior.shape, bool)
     advantages, kept = jnp.full(len(RATIOS), advantage), mask[:, 0]
-    weights = algorithm.row_weight(advantages, kept)
+    weights = algorithm.row_weight(advantages, kept) if algorithm.row_weight else kept.astype(float)
     ids = jnp.arange(len(RATIOS))
     rows = losses.RowTerms(advantages, weights, kept, advantages, ids, ~kept, proximal_logprobs=logprobs)
     gradient = jax.grad(lambda x: losses.token_loss(algorithm, x, behavior, rows, mask).sum())(logprobs)
