@@ -83,14 +83,6 @@ def _end(message: str) -> NoReturn:
     sys.exit(f"error: {message}")
 
 
-def _unraisable(raised: "sys.UnraisableHookArgs") -> None:
-    """Hook for errors that Python cannot raise; logs an error in a library's thread only at DEBUG level."""
-    if threading.current_thread() is threading.main_thread():
-        sys.__unraisablehook__(raised)
-    else:
-        logging.getLogger("recjax").debug("in a library's thread: %r", raised.exc_value)
-
-
 def configure_logging() -> None:
     """Shows the package's messages as plain lines on standard error.
 
@@ -102,7 +94,15 @@ def configure_logging() -> None:
     package.handlers[:] = [_OwnMessages()]
     package.setLevel(min(logging.INFO, logging.getLogger().level))
     package.propagate = False  # absl's handler would print each message again, with its prefix
-    sys.unraisablehook = _unraisable
+
+    def unraisable(raised: "sys.UnraisableHookArgs") -> None:
+        """Logs errors that Python cannot raise; errors in a library's thread only at DEBUG level."""
+        if threading.current_thread() is threading.main_thread():
+            sys.__unraisablehook__(raised)
+        else:
+            package.debug("in a library's thread: %r", raised.exc_value)
+
+    sys.unraisablehook = unraisable
     outlast_readers()
     sys.stdout.reconfigure(line_buffering=True)  # keeps the order of standard output and standard error in a log file
 

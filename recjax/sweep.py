@@ -84,10 +84,6 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     return failed
 
 
-def _stop(number: int, _: object) -> None:
-    sys.exit(f"stopped by {signal.Signals(number).name}; the same command goes on")
-
-
 @command
 def main(argv: list[str]) -> None:
     """Reads the file, runs all unfinished runs and prints the failures."""
@@ -100,10 +96,14 @@ def main(argv: list[str]) -> None:
         for run in runs:
             print(f"{run.config.output}  {' '.join(run.overrides[:-1])}")
         return
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(f"stopped by {signal.Signals(number).name}; the same command resumes the sweep")
+
     # Like Ctrl-C, these signals must also end the active runs.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _stop)
+            signal.signal(number, stop)
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")

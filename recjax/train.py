@@ -82,7 +82,9 @@ def show_result(output: Path, summary: dict) -> None:
     pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=False)}
     width = max(16, (console.width - 10) // 3)
     for old, new in list(pairs.values())[:5]:
-        table.add_row(*(_cut(text, width) for text in (old["question"], old["completion"], new["completion"])))
+        lines = [repr(text)[1:-1] for text in (old["question"], old["completion"], new["completion"])]
+        cut = [line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}" for line in lines]
+        table.add_row(*map(Text, cut))
     console.print(table)
     console.print(
         f"{summary['wall_seconds']:.0f} s, {_shown(summary['tokens_per_second'], 0)} completion tokens/s,"
@@ -90,12 +92,6 @@ def show_result(output: Path, summary: dict) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _cut(text: str, width: int) -> Text:
-    """A text as one line; a text longer than twice the width keeps only its beginning and end."""
-    line = repr(text)[1:-1]
-    return Text(line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}")
 
 
 def _shown(number: float | None, places: int = 3) -> str:

@@ -49,7 +49,10 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         if not isinstance(content[key], str):
             raise ValueError(f"{path}: {key} = {content[key]!r}: takes text; put it in quotes")
     base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
-    settings = {axis: _named(path, axis, names) for axis, names in _mapping(path, "settings", content["settings"])}
+    settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
+    for axis, block in _mapping(path, "settings", content["settings"]):
+        names = _mapping(path, f"settings.{axis}", block)
+        settings[axis] = {name: _mapping(path, f"settings.{axis}.{name}", changes) for name, changes in names}
     shared = [_mapping(path, "overrides", content.get("overrides"))]
     last = [_mapping(path, "smoke.overrides", part.get("overrides"))] if smoke else []
     if not isinstance(part["grids"], list) or not part["grids"]:
@@ -82,12 +85,6 @@ def _mapping(path: Path, place: str, block: Any) -> list[tuple[str, Any]]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{path}: {place}: the name {twice[0]!r} stands twice (1 and '1' are one name); rename one")
     return pairs
-
-
-def _named(path: Path, axis: str, names: Any) -> dict[str, list[tuple[str, Any]]]:
-    """The changes of the config that each name of an axis stands for."""
-    named = _mapping(path, f"settings.{axis}", names)
-    return {name: _mapping(path, f"settings.{axis}.{name}", block) for name, block in named}
 
 
 def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, str]]:

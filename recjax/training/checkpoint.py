@@ -4,13 +4,11 @@ Each checkpoint has a manifest, which is written last. A checkpoint without a ma
 it, is not whole; the run then resumes from the checkpoint before.
 """
 
-import contextlib
 import glob
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,11 @@ COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weigh
 logger = logging.getLogger(__name__)
 
 
-def _found(_: object, pattern: str | os.PathLike) -> list[str]:
-    folder, name = os.path.split(pattern)
-    return glob.glob(os.path.join(glob.escape(folder), name))
-
-
 # Orbax finds the arrays of each process with a glob pattern that contains the run folder. Brackets or stars in the
 # folder's name would hide the arrays, and Orbax would write the checkpoint without them.
-type(epath.backend.os_backend).glob = _found
+type(epath.backend.os_backend).glob = lambda _, pattern: glob.glob(
+    os.path.join(glob.escape(os.path.dirname(pattern)), os.path.basename(pattern))
+)
 
 
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
@@ -66,11 +61,13 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         items[COPY] = ocp.args.StandardSave(state.behavior_params)
     if rows:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
-    folder = Path(manager.directory)
+    folder, logs = Path(manager.directory), logging.getLogger("absl")
+    level = logs.level
+    if level > logging.INFO:  # Orbax also logs a traceback of each error that it raises; --verbosity shows it
+        logs.setLevel(logging.CRITICAL)
     try:
-        with _without_tracebacks():
-            manager.save(state.step, args=ocp.args.Composite(**items), force=True)
-            manager.wait_until_finished()
+        manager.save(state.step, args=ocp.args.Composite(**items), force=True)
+        manager.wait_until_finished()
         if hosts.is_first():
             manifest.write_manifest(folder / str(state.step))
     except Exception as error:
@@ -79,6 +76,8 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
             f"{folder}: the checkpoint of step {state.step} cannot be written ({_short(error)}); make room or give the"
             " right to write there, and the same command goes on from the checkpoint before"
         ) from error
+    finally:
+        logs.setLevel(level)
     hosts.wait_for_all("the checkpoint's manifest")
     for step in sorted(manager.all_steps())[:-keep]:
         manager.delete(step)
@@ -191,8 +190,10 @@ def set_damaged_aside(folder: Path) -> None:
             refused = none_whole(folder, damaged)
         else:
             for step, reason in damaged.items():
-                aside = _free(folder.parent / "damaged" / str(step))
-                aside.parent.mkdir(exist_ok=True)
+                damaged_folder = folder.parent / "damaged"
+                damaged_folder.mkdir(exist_ok=True)
+                names = [str(step), *(f"{step}-{number}" for number in range(2, 10_000))]
+                aside = next(damaged_folder / name for name in names if not (damaged_folder / name).exists())
                 (folder / str(step)).rename(aside)
                 back = "the run begins again" if whole is None else f"the run goes back to that of step {whole}"
                 logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, back)
@@ -206,25 +207,6 @@ def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
     return ValueError(
         f"{folder}: no checkpoint is whole ({reasons}); bring one back from a copy, or start anew with --overwrite"
     )
-
-
-@contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Hides the tracebacks that Orbax logs for errors that it also raises; --verbosity shows them."""
-    logs = logging.getLogger("absl")
-    level = logs.level
-    if level > logging.INFO:
-        logs.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logs.setLevel(level)
-
-
-def _free(path: Path) -> Path:
-    """The path, or the path with a number appended if it exists."""
-    names = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))]
-    return next(name for name in names if not name.exists())
 
 
 def _short(error: Exception) -> str:

@@ -68,7 +68,7 @@ def answered(
         names = {"name": f"{start:06d}", "source": "policy", "version": step}
         if agents:
             asked = asked.take(np.arange(problems))
-            groups, grades = agents.sample_groups(
+            groups, pending = agents.sample_groups(
                 policy, params, asked, key, settings.samples, sampling, grading, **names, fatal=False
             )
         else:
@@ -76,9 +76,10 @@ def answered(
             keys = row_keys(key, size * settings.samples)
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
-            grades = submit(groups, asked, grading)
-        done = Answered(start, asked, with_grades(groups, grades.result()))
-        if held is not None and _all_failed(done):
+            pending = submit(groups, asked, grading)
+        done = Answered(start, asked, with_grades(groups, pending.result()))
+        grades = [completion.grade for group in done.groups for completion in group.completions]
+        if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
             held.append(done)
         else:
             yield from held or ()
@@ -90,12 +91,6 @@ def answered(
             f" {agents.last_failure}; correct it, or set task.agent_failure_reward"
         )
     yield from held or ()
-
-
-def _all_failed(done: Answered) -> bool:
-    """True if every agent failed through its own mistake and got no reward for it."""
-    grades = [completion.grade for group in done.groups for completion in group.completions]
-    return all(grade.failure in MISTAKES and grade.reward is None for grade in grades)
 
 
 def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch
-from recjax.experience.following import UNUSABLE, Candidate, Found
+from recjax.experience.following import UNUSABLE, Found
 from recjax.experience.group import Group, token_staleness
 from recjax.experience.queue import Queue
 from recjax.models.logprobs import completion_logprobs
@@ -49,8 +49,13 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
                 if not part:
                     break
                 admitted += len(part)
-                queue = _taken_in(run, queue, part, step)
-            queue = _settled(queue, found)
+                unrewarded = [name for one in part for name in one.unrewarded]
+                names = [*(name for one in part for name in one.ids), *unrewarded]
+                left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
+                queue = queue._replace(followed=queue.followed.with_taken(names, unrewarded), left=left)
+                groups = [run.follower.group(one, step) for one in part]
+                queue = queues.add_rewarded(queue, groups, step, settings)
+            queue = _without_unusable(queue, found)
             queue = queue._replace(followed=run.follower.compacted(queue.followed))
             state = state._replace(queue=queue)
             later, groups = queues.take(queue, count, step, run.config.seed, settings)
@@ -63,16 +68,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
             time.sleep(POLL_SECONDS)
 
 
-def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) -> Queue:
-    """The queue with the candidates' groups, which are marked as taken from the store."""
-    unrewarded = [name for one in candidates for name in one.unrewarded]
-    taken = queue.followed.with_taken([*(name for one in candidates for name in one.ids), *unrewarded], unrewarded)
-    groups = [run.follower.group(one, step) for one in candidates]
-    left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
-    return queues.add_rewarded(queue._replace(followed=taken, left=left), groups, step, run.settings)
-
-
-def _settled(queue: Queue, found: Found) -> Queue:
+def _without_unusable(queue: Queue, found: Found) -> Queue:
     """The queue with unusable rows marked as taken from the store and counted by reason."""
     counts = Counter(found.unusable.values())
     counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)

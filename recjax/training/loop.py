@@ -39,7 +39,6 @@ from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
-from recjax.training.update import Learned
 from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,9 @@ def train(
             writer.write_text(0, "config", f"```yaml\n{to_yaml(config)}```")
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
                 evaluated = _evaluated(run, state, "before", writer)
-            writer.write({"step": 0, **evaluated, **_left_out(run)})
+            unusable = run.stored.left_out.items() if run.stored else ()
+            counts = {f"experience/left_out/{reason}": count for reason, count in unusable}
+            writer.write({"step": 0, **evaluated, **counts})
             state = _saved(run, state, manager, writer)
         bar = stack.enter_context(progress_bar(config.algorithm.preset, last, initial=state.step))
         traced, folder = config.training.profile_steps, output / "profile"
@@ -131,7 +132,12 @@ def train(
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
             metrics.settle()  # the previous step's
             if is_kept(step, config.samples):
-                _keep_samples(run, step, groups, of_tokens)
+                of_tokens = on_host(of_tokens)
+                if hosts.is_first():
+                    # The rows of a trajectory are not in the groups' order.
+                    of_tokens = None if config.has_trajectories else of_tokens
+                    tokenizer, settings = run.policy.tokenizer, config.samples
+                    kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, settings)
 
             # --- Log and evaluate.
             row = {
@@ -205,7 +211,11 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
         if config.has_trajectories:
-            batch, micro_batches = _padded_trajectories(run, algorithm, groups, micro_batches)
+            # A trajectory may have several rows.
+            rows = shape.prompts // multiple * row_shards()
+            whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
+            turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+            batch, micro_batches = pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
             batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
         else:
             batch = pad(groups, shape, logprobs=not unneeded)
@@ -216,25 +226,6 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
         if (found != expected_staleness(step, config.regime)).any():
             raise AssertionError(f"step {step}: staleness {np.unique(found)} is not what the regime says")
     return batch, micro_batches
-
-
-def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
-    """The batch of trajectories, which may have several rows each, and its number of micro-batches."""
-    shape = run.shape
-    rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
-    whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
-    turns = run.config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
-    return pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
-
-
-def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) -> None:
-    """Keeps some completions of the step's batch, with the update's per-token results."""
-    of_tokens = on_host(of_tokens)
-    if hosts.is_first():
-        output, tokenizer = Path(run.config.output), run.policy.tokenizer
-        # The rows of a trajectory are not in the groups' order.
-        of_tokens = None if run.config.has_trajectories else of_tokens
-        kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, run.config.samples)
 
 
 def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
@@ -256,11 +247,6 @@ def _saved(run: Run, state: State, manager: ocp.CheckpointManager, writer: Metri
         state = state._replace(totals=state.totals | seconds | {"metrics": writer.written})
         checkpoint.save(manager, state, run.config.training.keep_checkpoints)
     return state
-
-
-def _left_out(run: Run) -> dict[str, int]:
-    left_out = run.stored.left_out if run.stored else {}
-    return {f"experience/left_out/{reason}": count for reason, count in left_out.items()}
 
 
 @contextlib.contextmanager

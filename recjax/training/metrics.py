@@ -149,7 +149,9 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         version and is missing without such rows; `staleness_rows` counts rows by staleness.
     """
     rows = batch.completion_mask.any(-1)
-    real = rows if batch.trajectories is None else rows & _first_of_trajectories(batch.trajectories)
+    real = rows
+    if batch.trajectories is not None:  # a trajectory counts once, at its first row
+        real = rows & np.isin(np.arange(len(rows)), np.unique(batch.trajectories, return_index=True)[1])
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
     found, counts = np.unique(staleness(step, versions), return_counts=True)
     return {
@@ -161,11 +163,6 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
         "staleness_rows": {str(value): int(count) for value, count in zip(found, counts, strict=True)},
     }
-
-
-def _first_of_trajectories(trajectories: np.ndarray) -> np.ndarray:
-    """True at the first row of each trajectory."""
-    return np.isin(np.arange(len(trajectories)), np.unique(trajectories, return_index=True)[1])
 
 
 def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:

@@ -64,7 +64,11 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
     Args:
         wait: wait for a batch of the generators.
     """
-    queue = _beside(run, state, step)
+    queue, count = state.queue, stored_per_batch(run.config)
+    if count and not queue.beside:  # groups that the step takes whole from a store
+        with run.phases.phase("sample"):
+            groups = _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
+        queue = queues.add_beside(queue, groups)
     if run.generators:
         queue = _received(run, state._replace(queue=queue), step, wait)
         return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
@@ -154,16 +158,6 @@ def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Gr
     count = run.config.rollout.group_size - run.own[1]
     with run.phases.phase("sample"):
         return _with_logprobs(run, state, mixed(groups, run.others, count, number, run.config.seed))
-
-
-def _beside(run: Run, state: State, step: int) -> Queue:
-    """The queue with the groups that the step takes whole from a store."""
-    count = stored_per_batch(run.config)
-    if not count or state.queue.beside:
-        return state.queue
-    with run.phases.phase("sample"):
-        groups = _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
-    return queues.add_beside(state.queue, groups)
 
 
 def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:

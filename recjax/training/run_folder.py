@@ -142,8 +142,11 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     hosts.wait_for_all("checks of the run's folder")
     if hosts.is_first():
         with writing(f"output = {config.output!r}: it"):
-            if overwrite and output.exists():
-                _empty(output)
+            # Deletes all but the lock, and config.yaml last, since without it the folder is not a run.
+            old = output.iterdir() if overwrite and output.exists() else ()
+            for path in sorted(old, key=lambda path: path.name == "config.yaml"):
+                if path.name != run_lock.NAME:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "config.yaml", to_yaml(config))
         record_start(output)
@@ -176,17 +179,13 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
         )
 
 
-def _empty(output: Path) -> None:
-    """Deletes the files in a run folder except the lock; config.yaml last, since without it the folder is not a run."""
-    for path in sorted(output.iterdir(), key=lambda path: path.name == "config.yaml"):
-        if path.name != run_lock.NAME:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
 def _check_same_config(config: Config, output: Path) -> None:
     ours, theirs = dataclasses.asdict(config), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
-    fixed = fixed | _new_defaults(ours, theirs)
+    # A config of an older version lacks keys that have default values here, which do not change the run.
+    values = _dotted(ours)
+    added = values.keys() - _dotted(theirs).keys()
+    fixed = fixed | {key for key in added if key in KEYS and values[key] == KEYS[key].default}
     if None in (config.model.chat_date, (theirs.get("model") or {}).get("chat_date")):
         fixed = fixed | {"model.chat_date"}  # `with_chat_date` sets the date of the first start
     if changed := differences(ours, theirs, fixed):
@@ -194,12 +193,6 @@ def _check_same_config(config: Config, output: Path) -> None:
             f"output = {config.output!r} holds a run of another config ({changed});"
             " give another output=…, or --overwrite to delete that run"
         )
-
-
-def _new_defaults(ours: dict, theirs: dict) -> set[str]:
-    """Keys that a config of an older version lacks and that have default values, which do not change the run."""
-    values = _dotted(ours)
-    return {key for key in values.keys() - _dotted(theirs).keys() if key in KEYS and values[key] == KEYS[key].default}
 
 
 def _stored_config(output: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,14 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         folder.parent.mkdir(parents=True, exist_ok=True)
     # If several runs need the same base policy at once, one run makes it while the other runs wait.
     with FileLock(f"{folder}.lock"), ocp.StandardCheckpointer() as checkpointer:
-        if _is_whole(folder):
+        is_whole = folder.exists()
+        try:
+            if is_whole:
+                check_manifest(folder)
+        except ValueError as error:
+            logger.warning("base policy in the cache: %s; recjax makes it again", error)
+            is_whole = False
+        if is_whole:
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed)
@@ -76,18 +82,6 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
             ) from error
     logger.info("base policy written to the cache: %s", folder)
     return params
-
-
-def _is_whole(folder: Path) -> bool:
-    """True if the cache has the base policy, with every byte as it was written."""
-    if not folder.exists():
-        return False
-    try:
-        check_manifest(folder)
-    except ValueError as error:
-        logger.warning("base policy in the cache: %s; it is made anew", error)
-        return False
-    return True
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
