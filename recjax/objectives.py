@@ -12,7 +12,7 @@ from recjax.algorithms.catalog import PAPER, changes_of
 from recjax.algorithms.field import FIELD
 from recjax.console import command, plain_console
 from recjax.plots.objectives import draw_coefficients
-from recjax.plots.style import save
+from recjax.plots.style import save_figure
 
 FLAGS = flags.FLAGS
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     plain_console().print(table)
     if FLAGS.figure or FLAGS["output"].present:
         figure = Path(FLAGS.output) / "objectives.png"
-        save(draw_coefficients(), figure)
+        save_figure(draw_coefficients(), figure)
         print(f"figure: {figure}")
 
 

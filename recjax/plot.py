@@ -18,7 +18,7 @@ from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
 from recjax.analysis.compare import final
 from recjax.console import command, plain_console
 from recjax.plots.curves import draw_curves
-from recjax.plots.style import save
+from recjax.plots.style import save_figure
 from recjax.whole_files import writing
 
 FLAGS = flags.FLAGS
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     output = Path(FLAGS.output) / "curves.png"
-    save(draw_curves(table.assign(panel=panels), lines, "panel", metrics), output)
+    save_figure(draw_curves(table.assign(panel=panels), lines, "panel", metrics), output)
 
     finals = final(table)
     shown = Table(*axes, "runs", "held-out accuracy, mean of the last three evaluations", title=f"{len(finals)} runs")

@@ -25,7 +25,7 @@ from experiments.claims.readings import (
 from experiments.claims.staleness import EARLY
 from experiments.claims.verdicts import MARGIN, Claim
 from recjax.analysis.collect import axes_of
-from recjax.analysis.compare import fallen, final, whole
+from recjax.analysis.compare import fallen, final
 from recjax.plots.style import new_figure
 
 SHORT = {

@@ -19,8 +19,8 @@ from recjax.algorithms.options import readable_options
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH
 from recjax.analysis.collect import read_runs
 from recjax.analysis.compare import estimate, final
-from recjax.plots.objectives import draw_coefficients, draw_ends
-from recjax.plots.style import save
+from recjax.plots.objectives import draw_coefficients
+from recjax.plots.style import COLORS, GREY, add_legend, new_figure, save_figure
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent
@@ -96,11 +96,40 @@ def _collapses(ends: pd.Series, starts: pd.Series) -> list[str]:
 def write_page(table: pd.DataFrame | None, docs: Path) -> None:
     """Writes page and pictures."""
     (docs / "objectives.md").write_text(page(table), encoding="utf-8")
-    save(draw_coefficients(), docs / "objectives.png")
+    save_figure(draw_coefficients(), docs / "objectives.png")
     if table is not None:
         ends = final(table).rename("accuracy").reset_index()
         start = table[table["step"] == 0]["evaluation/accuracy"].mean()
-        save(draw_ends(ends.assign(regime=ends["regime"].map(REGIMES)), start), docs / "objectives_laboratory.png")
+        save_figure(
+            draw_ends(ends.assign(regime=ends["regime"].map(REGIMES)), start), docs / "objectives_laboratory.png"
+        )
+
+
+def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
+    """Final accuracies of many algorithms: one row an algorithm, best first, one dot a seed, and a bar at the mean.
+
+    Args:
+        ends: columns algorithm, regime, accuracy.
+        start: mean accuracy before training.
+    """
+    means = ends.groupby(["algorithm", "regime"])["accuracy"].mean()
+    regimes = list(dict.fromkeys(ends["regime"]))
+    names = means.xs(regimes[0], level="regime").sort_values().index
+    figure = new_figure(8, 0.22 * len(names) + 1.4, "final held-out accuracy in the laboratory")
+    axes = figure.subplots()
+    axes.axvline(start, color=GREY, lw=1, ls="--", label="before training")
+    for place, regime in enumerate(regimes):
+        own = ends[ends["regime"] == regime]
+        rows = names.get_indexer(own["algorithm"]) + (0.18 if place == 0 else -0.18)
+        axes.scatter(own["accuracy"], rows, s=16, color=COLORS[place], alpha=0.6, lw=0, label=regime)
+        at = means.xs(regime, level="regime").reindex(names)
+        low = np.arange(len(names)) + (0 if place == 0 else -0.36)
+        axes.vlines(at, low, low + 0.36, color=COLORS[place], lw=2)
+    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(-0.02, 1), xlabel="accuracy (share)")
+    axes.set_ylim(-0.8, len(names) - 0.2)
+    axes.tick_params(axis="y", labelsize="small")
+    add_legend(figure, loc="outside lower center", ncols=3)
+    return figure
 
 
 def collected() -> pd.DataFrame | None:

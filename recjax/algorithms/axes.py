@@ -19,7 +19,7 @@ from recjax.algorithms import (
     turns,
     weighting,
 )
-from recjax.algorithms.options import did_you_mean, imported, require
+from recjax.algorithms.options import did_you_mean, require, user_function
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH, check_names
 
 OBJECTIVES = {
@@ -162,7 +162,7 @@ def function_of(axis: str, name: Any) -> Callable | None:
     place, table = f"{axis}.name", AXES[axis]
     if isinstance(name, str) and ":" in name:
         require(axis in READABLE, place, name, f"takes one of {', '.join(table)}")
-        function = imported(place, name)
+        function = user_function(place, name)
         check_names(place, name, function, READABLE[axis])
         return function
     known = isinstance(name, str) and name in table

@@ -35,7 +35,7 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def imported(place: str, name: str) -> Callable:
+def user_function(place: str, name: str) -> Callable:
     """Imports the user's own function, named module:function.
 
     Args:
@@ -44,7 +44,7 @@ def imported(place: str, name: str) -> Callable:
         ValueError: the module cannot be imported, or has no such function.
 
     Examples:
-        >>> imported("weight.name", "math:sqrt")(9.0)
+        >>> user_function("weight.name", "math:sqrt")(9.0)
         3.0
     """
     module, _, function = name.partition(":")

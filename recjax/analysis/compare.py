@@ -22,7 +22,7 @@ def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Seri
     return _evaluations(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
 
 
-def whole(table: pd.DataFrame) -> pd.Series:
+def mean_over_steps(table: pd.DataFrame) -> pd.Series:
     """The mean of each run's evaluations after step 0, by its settings; higher for runs that learn sooner."""
     return _evaluations(table[table["step"] > 0], ACCURACY).mean()
 
@@ -66,7 +66,7 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     return float(found.low), float(found.high)
 
 
-def difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
+def paired_difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
     """`first` minus `second` on one axis, paired by all other settings.
 
     Args:

@@ -30,7 +30,7 @@ _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling",
 logger = logging.getLogger(__name__)
 
 
-class Answered(NamedTuple):
+class AnsweredPart(NamedTuple):
     """Consecutive problems with all of their graded completions; `first` is the index of the first problem."""
 
     first: int
@@ -47,7 +47,7 @@ def answered(
     step: int,
     first: int = 0,
     agents: Agents | None = None,
-) -> Iterator[Answered]:
+) -> Iterator[AnsweredPart]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
     The random numbers of each part depend only on the seed, `step` and the index of its first prompt.
@@ -60,7 +60,7 @@ def answered(
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    held: list[Answered] | None = [] if agents and first == 0 else None  # parts in which all agents failed
+    held: list[AnsweredPart] | None = [] if agents and first == 0 else None  # parts in which all agents failed
     for start in range(first, count, size):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
@@ -77,7 +77,7 @@ def answered(
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
             pending = submit(groups, asked, grading)
-        done = Answered(start, asked, with_grades(groups, pending.result()))
+        done = AnsweredPart(start, asked, with_grades(groups, pending.result()))
         grades = [completion.grade for group in done.groups for completion in group.completions]
         if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
             held.append(done)
@@ -99,7 +99,7 @@ def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
     return jax.random.fold_in(key, start)
 
 
-def sample_rows(done: Answered) -> list[dict]:
+def sample_rows(done: AnsweredPart) -> list[dict]:
     """One row per completion: the problem's index, the prompt, the completion and its grade."""
     return [
         {
@@ -148,7 +148,7 @@ class Evaluation(NamedTuple):
     samples: list[dict]
 
 
-def evaluate(
+def evaluate_policy(
     config: Config,
     policy: Policy,
     params: dict,
@@ -178,7 +178,7 @@ def evaluate(
     return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
 
 
-def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) -> tuple[float, int]:
+def _log_ratio_to(params: dict, config: Config, policy: Policy, done: AnsweredPart) -> tuple[float, int]:
     """Σ (log μ − log π) over all tokens, for the sampling policy μ and the policy π of `params`; the token count."""
     settings, rollout = config.evaluation, config.rollout
     if config.task.agent:

@@ -45,17 +45,19 @@ class FollowedRun:
             ValueError: the config of the run cannot be used.
         """
         said = time.monotonic() - LINE_SECONDS
-        while True:
-            # A run with a checkpoint has already written its config and the result of its warm start.
-            if self._reader is None and self._stamps():
-                self._config = run_config(self._run)
-                self._reader = checkpoint_reader(self._run, self._config)
-            if self._reader and (weights := self.newer()) is not None:
-                return weights
+        while (weights := self._first()) is None:
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
                 logger.info("waits for the first checkpoint of %s", self._run)
             time.sleep(FIRST_SECONDS)
+        return weights
+
+    def _first(self) -> Weights | None:
+        # A run with a checkpoint has already written its config and the result of its warm start.
+        if self._reader is None and self._stamps():
+            self._config = run_config(self._run)
+            self._reader = checkpoint_reader(self._run, self._config)
+        return self.newer() if self._reader else None
 
     def newer(self) -> Weights | None:
         """The newest whole weights, on the host; None without a whole checkpoint, or if it was the last one returned.

@@ -27,7 +27,7 @@ LINE_SECONDS = 10.0  # interval between log lines while a step waits
 _logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
 
 
-def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
+def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
     """Waits until the store has enough groups for a step, and takes them.
 
     Args:

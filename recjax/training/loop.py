@@ -31,7 +31,7 @@ from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
 from recjax.training.learner import Learner
-from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
+from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, step_bar
 from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
@@ -95,7 +95,7 @@ def train(
             counts = {f"experience/left_out/{reason}": count for reason, count in unusable}
             writer.write({"step": 0, **evaluated, **counts})
             state = _saved(run, state, manager, writer)
-        bar = stack.enter_context(progress_bar(config.algorithm.preset, last, initial=state.step))
+        bar = stack.enter_context(step_bar(config.algorithm.preset, last, initial=state.step))
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
@@ -185,7 +185,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
         None instead of the groups if a signal arrived while the run waited for a store.
     """
     if run.follower:
-        return following.next_groups(run, rounds.synced(run, state, step), step, stopping)
+        return following.wait_for_groups(run, rounds.synced(run, state, step), step, stopping)
     state, groups = state._replace(queue=queues.begin_step(state.queue)), None
     if run.generators:
         run.generators.begin_step()

@@ -165,7 +165,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
     }
 
 
-def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
+def step_bar(description: str, total: int, initial: int = 0) -> tqdm:
     """A progress bar of steps, shown only by the first process."""
     return console.progress_bar(description, total, initial, unit="step", shown=hosts.is_first())
 

@@ -16,7 +16,7 @@ from recjax.experience.trajectories import thoughts_opening
 from recjax.rollout.collecting import Grades
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
-from recjax.training.metrics import progress_bar
+from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 from recjax.whole_files import whole_file
 
@@ -108,7 +108,7 @@ def _made(run: Run, known: Known, path: Path) -> None:
     left = rows()
     size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
     file = whole_file(path) if hosts.is_first() else contextlib.nullcontext()
-    with run.grading as grading, progress_bar("regrading", len(groups.heads)) as bar, file as file:
+    with run.grading as grading, step_bar("regrading", len(groups.heads)) as bar, file as file:
         while batch := list(itertools.islice(left, size)):
             own = [
                 Answered(text, completion.text, problem.answer, problem.columns, len(completion.tokens), opening)

@@ -26,7 +26,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
-from recjax.training.metrics import progress_bar
+from recjax.training.metrics import step_bar
 from recjax.whole_files import writing
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     tokens, mask = _demonstrations(policy, texts, are_chats)
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
-    with progress_bar("warm start", config.steps) as bar:
+    with step_bar("warm start", config.steps) as bar:
         for _ in range(config.steps):
             chosen = generator.integers(len(counts), size=config.batch_size)
             if counts.all():

@@ -17,7 +17,7 @@ from recjax.config_loading import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
 from recjax.training import learner, loop, rounds
-from recjax.training.evaluation import evaluate
+from recjax.training.evaluation import evaluate_policy
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
@@ -76,7 +76,7 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
     asked = made.held_out
     one_token = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_completion_tokens=1))
     with made.grading:
-        sampled = evaluate(one_token, made.policy, moved, asked, made.grading, 0, initial).initial_kl
+        sampled = evaluate_policy(one_token, made.policy, moved, asked, made.grading, 0, initial).initial_kl
     exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(initial)), axis=-1))
     np.testing.assert_allclose(sampled, exact, rtol=0.15)
 
