@@ -8,8 +8,10 @@ import inspect
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from absl import app, flags
+from matplotlib.figure import Figure
 
 from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
