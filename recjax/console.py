@@ -43,26 +43,26 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         try:
             main(argv)
         except KeyboardInterrupt:
-            print("interrupted; the same command goes on from what is on disk", file=sys.stderr)
+            print("interrupted; the same command resumes from the files on disk", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except ValueError as error:
             _end(str(error))
         except OSError as error:
             if error.errno in FULL:
                 place = error.filename or "a file"
-                _end(f"{place} cannot be written ({error.strerror}); make room, and the same command goes on")
+                _end(f"{place} cannot be written ({error.strerror}); free space, then give the same command to resume")
             if error.filename is None:
                 raise
-            _end(f"{error.filename}: {error.strerror or error}; name another place, or give the right to use this one")
+            _end(f"{error.filename}: {error.strerror or error}; name another path, or allow access to this one")
 
     return run
 
 
 def define_process_flags() -> None:
     """Defines the flags with which several processes of one command find each other; see docs/devices.md."""
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes work together.")
-    flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
-    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several processes.")
+    flags.DEFINE_integer("processes", None, "Number of processes; default for all three flags: from the environment.")
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
 
 
 def plain_console(**options: Any) -> "rich.console.Console":

@@ -21,7 +21,7 @@ FLAGS = flags.FLAGS
 def main(argv: list[str]) -> None:
     """Prints the table and, if requested, draws the figure."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; this command takes --figure and --output")
+        raise ValueError(f"{argv[1]!r}: unknown argument; this command takes only --figure and --output")
     table = Table("preset", "method", "coefficient on ∇log π(y_t)", "changes in REINFORCE", title="objectives")
     for name, preset in {**PAPER, **FIELD}.items():
         paper = f"{preset.title} {preset.paper}".strip()
@@ -36,5 +36,5 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("figure", False, "Also draw the coefficients, as objectives.png.")
-    flags.DEFINE_string("output", "figures", "Folder of objectives.png; naming it asks for the figure.")
+    flags.DEFINE_string("output", "figures", "Folder of objectives.png; also draws the figure.")
     app.run(main)

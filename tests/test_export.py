@@ -120,7 +120,8 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
         export(str(run), None, str(tmp_path / "out"), 7, "float32")
     changed = load_config(run / "config.yaml", ['task.arithmetic.template="{a} {op} {b} ="'])
     with pytest.raises(
-        ValueError, match="config.yaml is not that of the run's checkpoints .*task.arithmetic.template.*put it back"
+        ValueError,
+        match="config.yaml differs from the config in the run's checkpoints .*arithmetic.template.*restore",
     ):
         run_params(run, changed)
 

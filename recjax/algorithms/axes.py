@@ -161,7 +161,7 @@ def function_of(axis: str, name: Any) -> Callable | None:
     """
     place, table = f"{axis}.name", AXES[axis]
     if isinstance(name, str) and ":" in name:
-        require(axis in READABLE, place, name, f"takes one of {', '.join(table)}")
+        require(axis in READABLE, place, name, f"must be one of {', '.join(table)}")
         function = user_function(place, name)
         check_names(place, name, function, READABLE[axis])
         return function

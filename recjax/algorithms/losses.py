@@ -106,8 +106,8 @@ def _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask):
 def _behavior(algorithm: Algorithm, logprobs, behavior_logprobs):
     if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
         raise ValueError(
-            "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose one that"
-            " does without: no clip, no importance weights, no squared log-ratio, objective policy_gradient"
+            "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose an"
+            " algorithm without clip, importance weights and squared log-ratio, with the objective policy_gradient"
         )
     # An algorithm that does not need μ never reads this stand-in.
     return jax.lax.stop_gradient(logprobs if behavior_logprobs is None else behavior_logprobs)
@@ -317,8 +317,8 @@ def token_loss(
     if algorithm.needs_reference:
         if reference_logprobs is None:
             raise ValueError(
-                "reference_logprobs = None: the coefficient of reference_kl, or of unbiased_reference_kl, is not 0;"
-                " pass them, or set it to 0"
+                "reference_logprobs = None: the coefficient of reference_kl or unbiased_reference_kl is not 0; pass"
+                " them, or set the coefficient to 0"
             )
         values["reference_logprobs"] = jax.lax.stop_gradient(reference_logprobs)
         for penalty in filter(None, (algorithm.reference_kl, algorithm.unbiased_reference_kl)):

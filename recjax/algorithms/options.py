@@ -52,10 +52,10 @@ def user_function(place: str, name: str) -> Callable:
         loaded = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{place} = {name!r}: {error}; the module must be importable from the folder you start in or installed"
+            f"{place} = {name!r}: {error}; install the module, or start in a folder from which Python can import it"
         ) from error
     if not callable(loaded):
-        raise ValueError(f"{place} = {name!r}: {function} is not a function")
+        raise ValueError(f"{place} = {name!r}: {function} is not a function; name a function of the module")
     return loaded
 
 
@@ -125,7 +125,7 @@ def resolved_options(axis: str, name: str, function: Callable | None, given: Map
     for option, parameter in options.items():
         default, annotation = parameter.default, parameter.annotation
         if option not in given and default is parameter.empty:
-            raise ValueError(f"{axis}.{option} has no value: {axis} {name!r} requires it")
+            raise ValueError(f"{axis}.{option}: {axis} {name!r} requires a value; set it")
         if annotation is parameter.empty:  # the type of the default, with float for an integer
             annotation = object if default is parameter.empty else float if type(default) is int else type(default)
         values[option] = checked_value(f"{axis}.{option}", annotation, given.get(option, default))

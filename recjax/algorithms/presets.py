@@ -81,7 +81,12 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
             resolved[axis] = resolved_options(axis, axis, ADDED_TERMS[axis], options)
             unread = [option for option in options if option != "coefficient" and not resolved[axis]["coefficient"]]
             for option in unread:
-                require(False, f"{axis}.{option}", options[option], f"not read while {axis}.coefficient is 0; set that")
+                require(
+                    False,
+                    f"{axis}.{option}",
+                    options[option],
+                    f"has no effect while {axis}.coefficient is 0; set the coefficient",
+                )
     if resolved["objective"]["name"] == "pairwise_consistency":
         for axis in NOT_PAIRWISE:
             unread = "the objective 'pairwise_consistency' does not read this axis; remove it"
@@ -111,7 +116,7 @@ def _try(algorithm: Algorithm) -> None:
         for name in ("advantages", "weights", "kept"):
             shape = getattr(rows, name).shape
             allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
-            require(shape in allowed, name, shape, "of [batch, time] arrays a function gives [batch] or [batch, time]")
+            require(shape in allowed, name, shape, "a function must return an array [batch] or [batch, time]")
         return losses.loss(algorithm, token, token, rows, mask, reference_logprobs=token, entropy=token)
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
@@ -162,7 +167,7 @@ def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool)
         if not own:
             raise
         raise ValueError(
-            f"{axis}.name = {block['name']!r}: tried on arrays of {ROWS} completions and {TIME} tokens, it fails with"
+            f"{axis}.name = {block['name']!r}: fails on arrays of {ROWS} completions and {TIME} tokens with"
             f" {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
 
@@ -170,13 +175,13 @@ def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool)
 def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Rejects a ratio, anchor or correction without effect, and a correction that would count twice."""
     if algorithm.correction is not None and algorithm.anchor is Algorithm().anchor:
-        remedy = "is of the anchor to the behavior policy, and here they are the same; set anchor.name, or use weight"
+        remedy = "corrects from the anchor to the behavior policy, which are the same; set anchor.name, or use weight"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     if algorithm.correction is not None and "scored_log_ratio" in names_read(algorithm.row_weight):
         name = getattr(base(algorithm.row_weight), "__name__", "the weight")
-        remedy = f"{name} is a ratio to the behavior policy as well, which would count twice; remove one of them"
+        remedy = f"{name} also is a ratio to the behavior policy, which would count twice; remove one of the two"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     for axis, names in (("anchor", RATIO), ("ratio", ("ratio",))):
         read = algorithm.reads(*names) or (axis == "anchor" and algorithm.correction is not None)
-        remedy = "neither clip, mask nor weight reads a ratio; choose one that does, or remove this"
+        remedy = "neither clip, mask nor weight reads a ratio; choose one that reads it, or remove this key"
         require(read or not overrides.get(axis), axis, dict(overrides.get(axis, {})), remedy)

@@ -48,7 +48,7 @@ def estimate(values: np.ndarray) -> Estimate:
         ValueError: fewer than two values.
     """
     if len(values) < 2:
-        raise ValueError(f"{len(values)} runs or pairs of runs; an interval needs at least 2")
+        raise ValueError(f"{len(values)} runs or pairs of runs: too few; an interval needs at least 2")
     if np.ptp(values) == 0:
         return Estimate(float(values[0]), float(values[0]), float(values[0]), len(values))
     return Estimate(float(np.mean(values)), *interval(values, np.mean, len(values)), len(values))

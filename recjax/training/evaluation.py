@@ -88,7 +88,7 @@ def answered(
     if held and sum(len(done.groups) for done in held) * settings.samples > 1:
         raise ValueError(
             f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
-            f" {agents.last_failure}; correct it, or set task.agent_failure_reward"
+            f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
         )
     yield from held or ()
 

@@ -83,13 +83,10 @@ def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
     """A log line about the groups that a step is waiting for."""
     groups, completions, pending = found.waiting
     count, folder = run.own[0], run.follower.folder
-    there = f"{ready} of {count} groups are there"
+    there = f"step {step} waits for {folder}: {ready} of {count} groups are ready"
     if not groups:
-        return f"step {step} waits for {folder}: {there}, and nothing else is in the store"
-    return (
-        f"step {step} waits for {folder}: {there}; {groups} wait, of whose {completions} completions {pending} have no"
-        " reward"
-    )
+        return f"{there}, and the store has no other groups"
+    return f"{there}; {groups} groups wait: {pending} of their {completions} completions have no reward yet"
 
 
 def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:

@@ -47,7 +47,9 @@ def keep(
     path = folder / f"{step:08d}.jsonl"
     held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
     if held >= config.megabytes * 2**20:
-        logger.debug("samples.megabytes = %g are reached: no completions of step %d are kept", config.megabytes, step)
+        logger.debug(
+            "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
+        )
         return
     rows = []
     for place, group in enumerate(groups[: config.groups]):

@@ -42,7 +42,7 @@ from recjax.training.tracking import Tracking
 from recjax.whole_files import json_text, write_whole, writing
 
 logger = logging.getLogger(__name__)
-_SAMPLED = "sampling the first batch, for which the sampler is compiled"
+_SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
 
 
@@ -51,7 +51,7 @@ class Preempted(Exception):
 
     def __init__(self, step: int, number: int):
         """Takes the last step and the signal's number."""
-        super().__init__(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
+        super().__init__(f"stopped after step {step}; the same command resumes from its checkpoint")
         self.signal = number
 
 
@@ -222,9 +222,10 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
     # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
     all_there = state.queue.left["groups_without_reward"] == 0
     if config.experience is None and config.regime.mode == "sync" and all_there:
-        found = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        if (found != expected_staleness(step, config.regime)).any():
-            raise AssertionError(f"step {step}: staleness {np.unique(found)} is not what the regime says")
+        measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
+        expected = expected_staleness(step, config.regime)
+        if (measured != expected).any():
+            raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
     return batch, micro_batches
 
 
@@ -261,12 +262,12 @@ def _stop_requests() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             if signal.SIGINT in received:
                 raise KeyboardInterrupt
-            logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
+            logger.info("finishing this step and writing a checkpoint; press Ctrl-C again to stop without a checkpoint")
         received.append(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     for number in (signal.SIGINT, signal.SIGHUP):
-        # As in a shell's background, where Ctrl-C is meant for others, and under nohup.
+        # A shell's background jobs ignore Ctrl-C, and programs under nohup ignore SIGHUP; the run then does too.
         if before[number] == signal.SIG_IGN:
             before.pop(number)
     for number in before:
@@ -287,7 +288,7 @@ def _finish(run: Run, tracking: Tracking) -> None:
         draw_training(rows, title, output / "figures" / "training.png")
         if config.experience or config.regime.mode == "async":
             draw_experience(rows, title, output / "figures" / "experience.png")
-    # A row is missing where metrics.jsonl was damaged before the run went on.
+    # A row is missing if metrics.jsonl was damaged before the run resumed.
     by_step = {row["step"]: row for row in rows}
     before, after = by_step.get(0, {}), by_step.get(config.training.steps, {})
     summary = {

@@ -102,8 +102,8 @@ def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:
     rows = [row for row in read_metrics(path) if row["step"] <= keep_through]
     if written:
         logger.warning(
-            "%s: its rows up to step %d are not those that the run wrote: some were changed or lost since. Training"
-            " does not read them and goes on; figures and summary are made of what is there",
+            "%s: the rows up to step %d differ from the rows that the run wrote. Training does not read them and"
+            " continues; figures and summary use the rows that remain",
             path,
             keep_through,
         )
@@ -124,15 +124,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line, parse_constant=lambda _: None)  # older versions wrote NaN and Infinity
+        row = json.loads(line)
         is_row = isinstance(row, dict) and type(row.get("step")) is int
-        reason = None if is_row else "it has no whole number as its step"
+        reason = None if is_row else "its step is not a whole number"
     except (ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
         raise ValueError(
-            f"{place} is no row of metrics ({reason}): {line[:60]!r}; bring the file back from a copy, or remove the"
-            " line, without which a run goes on"
+            f"{place} is not a row of metrics ({reason}): {line[:60]!r}; restore the file from a copy, or remove the"
+            " line; a run resumes without it"
         )
     return {name: value for name, value in row.items() if value is not None}
 

@@ -139,8 +139,9 @@ def pack_trajectories(batch: Batch, shape: RowShape, together: bool, share: bool
         if _first_fit(sequences, [unit], shape, 1) is None:
             alone = np.sort(sequence_lengths(batch)[unit])[::-1]
             raise ValueError(
-                f"training.tokens_per_micro_batch has room for {shape.rows} rows of {shape.tokens} tokens, and a"
-                f" trajectory has rows of {', '.join(map(str, alone))}, which this algorithm reads together; raise it"
+                f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
+                f" tokens, but one trajectory has rows of {', '.join(map(str, alone))} tokens, which this algorithm"
+                " reads together; raise it"
             )
     most = -(-len(rows) // shape.rows)
     while (places := _first_fit(sequences, units, shape, most)) is None:

@@ -69,9 +69,8 @@ def known_problems(run: Run) -> Known:
     for group in run.stored.groups:
         if group.answer is None and group.prompt_tokens.tobytes() not in known:
             raise ValueError(
-                f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, which is not among"
-                " the task's problems to train or to evaluate on, and the store has no answer to it; import it with"
-                " its answer, or leave experience.regrade out"
+                f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
+                " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
     return known
 
@@ -131,7 +130,7 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
                 Grade(*grade)
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"{path}: not the grades that this run made ({error}); bring them back from a copy"
+                    f"{path}: not the grades that this run wrote ({error}); restore the file from a copy"
                 ) from error
             yield name, place
             place += len(line)

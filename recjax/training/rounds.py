@@ -238,9 +238,9 @@ def require_some(run: Run, queue: Queue, step: int) -> None:
     usual, most = settings.offset + settings.late.longest, refill.batches if refill else IDLE_ROUNDS
     if queue.idle >= usual + settings.sampling_interval * most + (refill is None):
         raise RuntimeError(
-            f"step {step}: {most} batches were sampled and there are still too few groups to train on:"
-            f" {queues.counts(queue)}. Loosen what leaves them out (experience.replay, experience.refill,"
-            " experience.late.deadline), or make the task such that completions of one prompt differ in reward"
+            f"step {step}: {most} batches were sampled, but too few groups remain to train on:"
+            f" {queues.counts(queue)}. Relax the settings that drop groups (experience.replay, experience.refill,"
+            " experience.late.deadline), or choose problems whose completions differ in reward"
         )
 
 

@@ -77,7 +77,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         except Exception as error:
             # Tensorstore raises its own exception types, for example for a full disk.
             raise ValueError(
-                f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); make room"
+                f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); free space"
                 " there, or set RECJAX_CACHE to another folder"
             ) from error
     logger.info("base policy written to the cache: %s", folder)
