@@ -57,7 +57,7 @@ def page(table: pd.DataFrame | None) -> str:
 
 
 def laboratory(table: pd.DataFrame) -> str:
-    """Where every preset ends: mean, interval where there are seeds, and how many runs ended below their start."""
+    """Final accuracy of every preset: mean, interval over seeds, and the number of runs that ended below their start."""
     ends, lines = final(table), ["| preset | " + " | ".join(REGIMES.values()) + " |", "|---|" + "---|" * len(REGIMES)]
     starts = table[table["step"] == 0].set_index(list(ends.index.names))["evaluation/accuracy"]
     for name in dict.fromkeys(table["algorithm"]):
@@ -73,10 +73,10 @@ def laboratory(table: pd.DataFrame) -> str:
             cells.append(shown + (f"; {lost} of {len(values)} below the start" if lost else ""))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     explained = (
-        "Final held-out accuracy, the mean of a run's last three evaluations, at one rate, 3e-4, which was chosen for"
-        " the paper's family. In brackets, 95 % of the bootstrap over three seeds; without them, one seed, which"
-        " decides nothing. The runs of `aspo`, `clip_cov` and `m2po` had the hard dual clip, a share of 0.002 and the"
-        " mask `second_moment`.\n"
+        "Final held-out accuracy, the mean of the last three evaluations, at the learning rate 3e-4, chosen for the"
+        " paper's presets. Brackets have 95 % bootstrap intervals over three seeds. Values without brackets have one"
+        " seed, which proves little. The runs of `aspo`, `clip_cov` and `m2po` had the hard dual clip, a share of 0.002"
+        " and the mask `second_moment`.\n"
     )
     picture = "\n![Where every preset ends, with a dot for each seed](objectives_laboratory.png)\n"
     return "\n".join([explained, *_collapses(ends, starts), "", *lines]) + "\n" + picture
@@ -89,9 +89,7 @@ def _collapses(ends: pd.Series, starts: pd.Series) -> list[str]:
         of_regime = lost.xs(regime, level="regime")
         names = ", ".join(f"`{name}`" for name in dict.fromkeys(of_regime.index.get_level_values("algorithm")))
         count = len(ends.xs(regime, level="regime"))
-        sentences.append(
-            f"- {shown}: {len(of_regime)} of {count} runs ended below their start, those of {names or 'none'}."
-        )
+        sentences.append(f"- {shown}: {len(of_regime)} of {count} runs ended below their start: {names or 'none'}.")
     return sentences
 
 
@@ -159,15 +157,15 @@ def preset_table(presets: dict[str, Preset]) -> str:
 
 
 def names_table() -> str:
-    """What functions may read; those of the whole batch are the last."""
-    lines = ["| parameter | what it is |", "|---|---|"]
+    """Values that functions may read; values of the whole batch come last."""
+    lines = ["| parameter | description |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in (EVERYWHERE | MICRO_BATCH | WHOLE_BATCH).items()]
     return "\n".join(lines) + "\n"
 
 
 def axis_section(axis: str) -> str:
     """The functions of an axis, with their options and defaults."""
-    lines = [f"### `{axis}`\n", "| name | what it is | options |", "|---|---|---|"]
+    lines = [f"### `{axis}`\n", "| name | description | options |", "|---|---|---|"]
     for name, function in AXES[axis].items():
         options = [
             f"`{option}`" + ("" if parameter.default is parameter.empty else f" {parameter.default}")
@@ -176,13 +174,13 @@ def axis_section(axis: str) -> str:
         said = inspect.getdoc(function).splitlines()[0].replace("|", "\\|") if function else "Off."
         lines.append(f"| `{name}` | {said} | {', '.join(options)} |")
     if axis in READABLE:
-        lines.append(f"\nYour own may read {', '.join(f'`{name}`' for name in READABLE[axis])}.")
+        lines.append(f"\nYour own function may read {', '.join(f'`{name}`' for name in READABLE[axis])}.")
     return "\n".join(lines) + "\n"
 
 
 def added_section() -> str:
     """Terms with a coefficient."""
-    lines = ["### Added terms, off at coefficient 0\n", "| name | what it is | options |", "|---|---|---|"]
+    lines = ["### Added terms, off at coefficient 0\n", "| name | description | options |", "|---|---|---|"]
     for name, function in ADDED_TERMS.items():
         options = ", ".join(f"`{option}` {each.default}" for option, each in readable_options(function).items())
         lines.append(f"| `{name}` | {inspect.getdoc(function).splitlines()[0]} | {options} |")
