@@ -57,7 +57,7 @@ def page(table: pd.DataFrame | None) -> str:
 
 
 def laboratory(table: pd.DataFrame) -> str:
-    """Final accuracy of every preset: mean, interval over seeds, and the number of runs that ended below their start."""
+    """Final accuracy of every preset: mean, interval over seeds, and number of runs that ended below their start."""
     ends, lines = final(table), ["| preset | " + " | ".join(REGIMES.values()) + " |", "|---|" + "---|" * len(REGIMES)]
     starts = table[table["step"] == 0].set_index(list(ends.index.names))["evaluation/accuracy"]
     for name in dict.fromkeys(table["algorithm"]):
