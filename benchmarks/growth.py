@@ -3,7 +3,7 @@
     python -m benchmarks.growth --page docs/performance.md --figure docs/growth.png [--steps 10000]
 
 Trains the quickstart for that many steps in a process of its own, and looks at this process twice a second. A run's
-tenths are compared: the table has the median step time and the maxima of all other columns in each of them. Evaluations and
+tenths are compared: the table has the median step time and the maximum of each other column. Evaluations and
 checkpoints are in the run; the steps that have them are few, and leave medians alone. Linux.
 """
 

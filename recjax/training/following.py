@@ -55,8 +55,14 @@ def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> t
                 queue = queue._replace(followed=queue.followed.with_taken(names, unrewarded), left=left)
                 groups = [run.follower.group(one, step) for one in part]
                 queue = queues.add_rewarded(queue, groups, step, settings)
-            queue = _without_unusable(queue, found)
-            queue = queue._replace(followed=run.follower.compacted(queue.followed))
+            # Unusable rows count as taken from the store.
+            counts = Counter(found.unusable.values())
+            counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
+            counts["groups_without_reward"] = found.without_reward
+            left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
+            taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
+            taken = taken._replace(unrewarded=taken.unrewarded - found.late)
+            queue = queue._replace(followed=run.follower.compacted(taken), left=left)
             state = state._replace(queue=queue)
             later, groups = queues.take(queue, count, step, run.config.seed, settings)
             if groups is not None or stopping:
@@ -64,29 +70,13 @@ def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> t
                 return (state, None) if groups is None else (state._replace(queue=later), groups)
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
-                logger.info("%s", _waits_for(run, found, len(queue.ready), step))
+                text = (
+                    "step %d waits for %s: %d of %d groups are ready; %d groups wait: %d of their %d completions have"
+                )
+                waiting, completions, pending = found.waiting
+                place, ready = run.follower.folder, len(queue.ready)
+                logger.info(f"{text} no reward yet", step, place, ready, count, waiting, pending, completions)
             time.sleep(POLL_SECONDS)
-
-
-def _without_unusable(queue: Queue, found: Found) -> Queue:
-    """The queue with unusable rows marked as taken from the store and counted by reason."""
-    counts = Counter(found.unusable.values())
-    counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
-    counts["groups_without_reward"] = found.without_reward
-    taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
-    taken = taken._replace(unrewarded=taken.unrewarded - found.late)
-    left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
-    return queue._replace(followed=taken, left=left)
-
-
-def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
-    """A log line about the groups that a step is waiting for."""
-    groups, completions, pending = found.waiting
-    count, folder = run.own[0], run.follower.folder
-    there = f"step {step} waits for {folder}: {ready} of {count} groups are ready"
-    if not groups:
-        return f"{there}, and the store has no other groups"
-    return f"{there}; {groups} groups wait: {pending} of their {completions} completions have no reward yet"
 
 
 def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:
