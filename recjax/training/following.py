@@ -11,7 +11,7 @@ import numpy as np
 
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch
-from recjax.experience.following import UNUSABLE, Found
+from recjax.experience.following import UNUSABLE
 from recjax.experience.group import Group, token_staleness
 from recjax.experience.queue import Queue
 from recjax.models.logprobs import completion_logprobs
@@ -70,12 +70,10 @@ def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> t
                 return (state, None) if groups is None else (state._replace(queue=later), groups)
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
-                text = (
-                    "step %d waits for %s: %d of %d groups are ready; %d groups wait: %d of their %d completions have"
-                )
                 waiting, completions, pending = found.waiting
+                rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
                 place, ready = run.follower.folder, len(queue.ready)
-                logger.info(f"{text} no reward yet", step, place, ready, count, waiting, pending, completions)
+                logger.info("step %d waits for %s: %d of %d groups are ready; %s", step, place, ready, count, rewards)
             time.sleep(POLL_SECONDS)
 
 
