@@ -16,9 +16,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recjax.planning.ahead import plan
-from recjax.planning.topology import load_target
-from rich.console import Console
 
 from benchmarks.accelerator_measures import (
     BFLOAT16,
@@ -45,7 +42,6 @@ from benchmarks.accelerator_measures import (
 )
 from benchmarks.costs import PEAKS, shares
 from benchmarks.shapes import Shape
-from recjax.compile_check import compile_all
 from recjax.config import Config
 from recjax.experience.batch import Batch
 from recjax.experience.batch import Shape as BatchShape
@@ -54,6 +50,8 @@ from recjax.models.attention import attend
 from recjax.models.decoder import init_params
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import in_compute_dtype
+from recjax.planning.programs import PROGRAMS, beside, compiled, plan
+from recjax.planning.targets import load_target
 from recjax.training.layout import packed_batch
 from recjax.training.packing import TILE, RowShape, pack, row_shape
 from recjax.training.scoring import batch_logprobs
@@ -235,7 +233,7 @@ def prediction() -> None:
     for name, shape in (("0.5B", HALF), ("1.5B", LARGE)):
         with attempt(name), tempfile.TemporaryDirectory() as folder:
             planned = plan(config_of(shape, "bfloat16", Path(folder)), load_target("host"))
-            note(**{name: compile_all(Console(file=sys.stderr), planned, {}).peaks})
+            note(**{name: {part: compiled(planned, part).needed + beside(planned, part) for part in PROGRAMS}})
 
 
 PARTS: dict[str, Callable[[], None]] = {

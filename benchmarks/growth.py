@@ -3,7 +3,7 @@
     python -m benchmarks.growth --page docs/performance.md --figure docs/growth.png [--steps 10000]
 
 Trains the quickstart for that many steps in a process of its own, and looks at this process twice a second. A run's
-tenths are compared: the table has the median step time and the highest of the others in each of them. Evaluations and
+tenths are compared: the table has the median step time and the maximum of each other column. Evaluations and
 checkpoints are in the run; the steps that have them are few, and leave medians alone. Linux.
 """
 
@@ -124,7 +124,7 @@ def main(_) -> None:
         cells[-1] += [f"{row[count]:.0f}" for count in ("open_files", "maps", "threads")]
     about = (
         f"The quickstart for {steps:,} steps, one run, with {TENTHS} evaluations and checkpoints; medians of step"
-        f" times, highest of the others; {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
+        f" times, maxima of all other columns; {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
     )
     show(flags.FLAGS.page, "growth", about, cells)
     if flags.FLAGS.figure:

@@ -43,26 +43,26 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         try:
             main(argv)
         except KeyboardInterrupt:
-            print("interrupted; the same command goes on from what is on disk", file=sys.stderr)
+            print("interrupted; the same command resumes from the files on disk", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except ValueError as error:
             _end(str(error))
         except OSError as error:
             if error.errno in FULL:
                 place = error.filename or "a file"
-                _end(f"{place} cannot be written ({error.strerror}); make room, and the same command goes on")
+                _end(f"{place} cannot be written ({error.strerror}); free space, then give the same command to resume")
             if error.filename is None:
                 raise
-            _end(f"{error.filename}: {error.strerror or error}; name another place, or give the right to use this one")
+            _end(f"{error.filename}: {error.strerror or error}; name another path, or allow access to this one")
 
     return run
 
 
 def define_process_flags() -> None:
     """Defines the flags with which several processes of one command find each other; see docs/devices.md."""
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes work together.")
-    flags.DEFINE_integer("processes", None, "How many there are; left out, as the others: as the environment says.")
-    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several processes.")
+    flags.DEFINE_integer("processes", None, "Number of processes; default for all three flags: from the environment.")
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
 
 
 def plain_console(**options: Any) -> "rich.console.Console":
@@ -83,14 +83,6 @@ def _end(message: str) -> NoReturn:
     sys.exit(f"error: {message}")
 
 
-def _unraisable(raised: "sys.UnraisableHookArgs") -> None:
-    """Hook for errors that Python cannot raise; logs an error in a library's thread only at DEBUG level."""
-    if threading.current_thread() is threading.main_thread():
-        sys.__unraisablehook__(raised)
-    else:
-        logging.getLogger("recjax").debug("in a library's thread: %r", raised.exc_value)
-
-
 def configure_logging() -> None:
     """Shows the package's messages as plain lines on standard error.
 
@@ -102,7 +94,15 @@ def configure_logging() -> None:
     package.handlers[:] = [_OwnMessages()]
     package.setLevel(min(logging.INFO, logging.getLogger().level))
     package.propagate = False  # absl's handler would print each message again, with its prefix
-    sys.unraisablehook = _unraisable
+
+    def unraisable(raised: "sys.UnraisableHookArgs") -> None:
+        """Logs errors that Python cannot raise; errors in a library's thread only at DEBUG level."""
+        if threading.current_thread() is threading.main_thread():
+            sys.__unraisablehook__(raised)
+        else:
+            package.debug("in a library's thread: %r", raised.exc_value)
+
+    sys.unraisablehook = unraisable
     outlast_readers()
     sys.stdout.reconfigure(line_buffering=True)  # keeps the order of standard output and standard error in a log file
 

@@ -44,7 +44,7 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, batch_indices, encode_problems
 from recjax.training.mesh import make_mesh
-from recjax.training.metrics import PhaseSeconds, progress_bar
+from recjax.training.metrics import PhaseSeconds, step_bar
 from recjax.training.rounds import sample_batch
 from recjax.training.run import Run, characters, prepare, untrained, without_long_prompts
 from recjax.training.trained import for_sampling, open_checkpoint, run_config
@@ -73,7 +73,7 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
     tokenizer = tokenizer_name(sampler.policy.tokenizer)
-    with sampler.grading, progress_bar("generate", steps, initial=steps - len(missing)) as bar:
+    with sampler.grading, step_bar("generate", steps, initial=steps - len(missing)) as bar:
 
         def keep(groups: list[Group], grades: Grades) -> None:
             rows = rows_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
@@ -114,7 +114,7 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
         done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
         missing = [number for number in range(1, steps + 1) if number not in done]
         count = config.rollout.prompts_per_step
-        with progress_bar("generate", steps, initial=steps - len(missing)) as bar:
+        with step_bar("generate", steps, initial=steps - len(missing)) as bar:
             for number in missing:
                 asked = train.take(batch_indices(len(train.texts), count, number, config.seed))
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31

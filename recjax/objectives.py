@@ -12,7 +12,7 @@ from recjax.algorithms.catalog import PAPER, changes_of
 from recjax.algorithms.field import FIELD
 from recjax.console import command, plain_console
 from recjax.plots.objectives import draw_coefficients
-from recjax.plots.style import save
+from recjax.plots.style import save_figure
 
 FLAGS = flags.FLAGS
 
@@ -21,7 +21,7 @@ FLAGS = flags.FLAGS
 def main(argv: list[str]) -> None:
     """Prints the table and, if requested, draws the figure."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; this command takes --figure and --output")
+        raise ValueError(f"{argv[1]!r}: unknown argument; this command takes only --figure and --output")
     table = Table("preset", "method", "coefficient on ∇log π(y_t)", "changes in REINFORCE", title="objectives")
     for name, preset in {**PAPER, **FIELD}.items():
         paper = f"{preset.title} {preset.paper}".strip()
@@ -29,12 +29,12 @@ def main(argv: list[str]) -> None:
     plain_console().print(table)
     if FLAGS.figure or FLAGS["output"].present:
         figure = Path(FLAGS.output) / "objectives.png"
-        save(draw_coefficients(), figure)
+        save_figure(draw_coefficients(), figure)
         print(f"figure: {figure}")
 
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("figure", False, "Also draw the coefficients, as objectives.png.")
-    flags.DEFINE_string("output", "figures", "Folder of objectives.png; naming it asks for the figure.")
+    flags.DEFINE_string("output", "figures", "Folder of objectives.png; also draws the figure.")
     app.run(main)

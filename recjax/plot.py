@@ -19,7 +19,7 @@ from recjax.analysis.compare import final
 from recjax.console import command, plain_console
 from recjax.files import writing
 from recjax.plots.curves import draw_curves
-from recjax.plots.style import save
+from recjax.plots.style import save_figure
 
 FLAGS = flags.FLAGS
 
@@ -33,9 +33,11 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
     for text in only:
         axis, _, values = text.partition("=")
         if axis not in axes_of(table):
-            raise ValueError(f"--only {text!r}: the axes are {', '.join(axes_of(table))}")
+            raise ValueError(f"--only {text!r}: unknown axis; name one of {', '.join(axes_of(table))}")
         if set(values.split(",")) - set(table[axis]):
-            raise ValueError(f"--only {text!r}: {axis} has {', '.join(dict.fromkeys(table[axis]))}")
+            raise ValueError(
+                f"--only {text!r}: unknown value; the values of {axis} are {', '.join(dict.fromkeys(table[axis]))}"
+            )
         table = table[table[axis].isin(values.split(","))]
     return table
 
@@ -51,19 +53,19 @@ def main(argv: list[str]) -> None:
     axes = [axis for axis in axes_of(table) if axis != "seed"]
     lines = FLAGS.lines or axes[0]
     if lines not in axes:
-        raise ValueError(f"--lines {lines!r}: the axes are {', '.join(axes)}")
+        raise ValueError(f"--lines {lines!r}: unknown axis; name one of {', '.join(axes)}")
     if unknown := [metric for metric in FLAGS.metrics if metric not in COLUMNS]:
-        raise ValueError(f"--metrics {unknown[0]!r}: takes some of {', '.join(COLUMNS)}")
+        raise ValueError(f"--metrics {unknown[0]!r}: unknown metric; name some of {', '.join(COLUMNS)}")
     metrics = [metric for metric in FLAGS.metrics if table[metric].notna().any()]
     if not metrics:
-        raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have none of these yet")
+        raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have no values of these metrics yet")
     if FLAGS.table:
         with writing(FLAGS.table):
             table.to_parquet(FLAGS.table, index=False, compression="zstd")
     others = [axis for axis in axes if axis != lines]
     panels = table[others].agg(", ".join, axis=1) if others else "all runs"
     output = Path(FLAGS.output) / "curves.png"
-    save(draw_curves(table.assign(panel=panels), lines, "panel", metrics), output)
+    save_figure(draw_curves(table.assign(panel=panels), lines, "panel", metrics), output)
 
     finals = final(table)
     shown = Table(*axes, "runs", "held-out accuracy, mean of the last three evaluations", title=f"{len(finals)} runs")
@@ -76,14 +78,14 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the sweep file's first.")
-    flags.DEFINE_multi_string("only", [], "axis=value,value: keep only the runs with these values.")
+    flags.DEFINE_string("lines", None, "Axis whose values are lines; default: the first axis of the sweep file.")
+    flags.DEFINE_multi_string("only", [], "Keep only the runs with these values, as axis=value,value.")
     flags.DEFINE_list(
         "metrics",
         "evaluation/accuracy,reward,evaluation/initial_kl,entropy,clip_fraction/all,ratio/q01,ratio/q99,completion_length",
-        "Panels; those of which the runs have no values are left out.",
+        "Metrics to draw, a panel each; recjax skips metrics without values.",
     )
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")
     flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
-    flags.DEFINE_bool("smoke", False, "The runs of the sweep file's smoke block.")
+    flags.DEFINE_bool("smoke", False, "Draw the runs of the sweep file's smoke block.")
     app.run(main)

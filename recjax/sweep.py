@@ -66,7 +66,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
         # A reward function may end the process with status 0 before the run is finished.
         if code or not is_finished(run.config):
             lines = log.read_text(errors="replace").strip().splitlines()
-            failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'nothing printed'} ({log})"
+            failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'no output'} ({log})"
 
     bar = progress_bar("sweep", len(runs), len(runs) - len(waiting), unit="run")
     with ThreadPoolExecutor(workers) as pool, bar:
@@ -84,10 +84,6 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     return failed
 
 
-def _stop(number: int, _: object) -> None:
-    sys.exit(f"stopped by {signal.Signals(number).name}; the same command goes on")
-
-
 @command
 def main(argv: list[str]) -> None:
     """Reads the file, runs all unfinished runs and prints the failures."""
@@ -100,10 +96,14 @@ def main(argv: list[str]) -> None:
         for run in runs:
             print(f"{run.config.output}  {' '.join(run.overrides[:-1])}")
         return
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(f"stopped by {signal.Signals(number).name}; the same command resumes the sweep")
+
     # Like Ctrl-C, these signals must also end the active runs.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _stop)
+            signal.signal(number, stop)
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")
@@ -115,7 +115,7 @@ if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("smoke", False, "Run the file's smoke block instead of its grids.")
     flags.DEFINE_integer(
-        "workers", None, "Runs at one time; default: the number of cores. On one GPU, give 1.", lower_bound=1
+        "workers", None, "Number of parallel runs; default: the number of cores. On one GPU, give 1.", lower_bound=1
     )
-    flags.DEFINE_bool("dry_run", False, "Check and list the runs, and start none.")
+    flags.DEFINE_bool("dry_run", False, "Check and list the runs without starting them.")
     app.run(main)

@@ -26,12 +26,12 @@ from recjax.tasks.problems import question_of
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
 define_process_flags()
-flags.DEFINE_bool("overwrite", False, "Delete what an earlier run left in the output folder.")
+flags.DEFINE_bool("overwrite", False, "Delete the run in the output folder.")
 flags.DEFINE_bool(
     "dry_run", False, "Check the config, print sizes, memory and staleness; read no weights, train nothing."
 )
 
-flags.DEFINE_string("device", None, "With --dry_run: plan for one of these, such as h100-80, l4-24 or v5e-16.")
+flags.DEFINE_string("device", None, "With --dry_run: device to plan for, such as h100-80, l4-24 or v5e-16.")
 
 
 @command
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     """Reads the config, trains and prints the result."""
     prepare_host_memory()
     if FLAGS.device and not FLAGS.dry_run:
-        raise ValueError(f"--device {FLAGS.device!r} is read with --dry_run alone; a run computes where it is started")
+        raise ValueError(f"--device {FLAGS.device!r} applies only with --dry_run; add it, or remove --device")
     if not FLAGS.dry_run:
         config = load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
@@ -77,12 +77,14 @@ def show_result(output: Path, summary: dict) -> None:
     try:
         before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
     except ValueError as error:
-        print(f"warning: {error}; samples are not shown", file=sys.stderr)
+        print(f"warning: {error}; recjax shows no samples", file=sys.stderr)
         before, after = [], []
     pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=False)}
     width = max(16, (console.width - 10) // 3)
     for old, new in list(pairs.values())[:5]:
-        table.add_row(*(_cut(text, width) for text in (old["question"], old["completion"], new["completion"])))
+        lines = [repr(text)[1:-1] for text in (old["question"], old["completion"], new["completion"])]
+        cut = [line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}" for line in lines]
+        table.add_row(*map(Text, cut))
     console.print(table)
     console.print(
         f"{summary['wall_seconds']:.0f} s, {_shown(summary['tokens_per_second'], 0)} completion tokens/s,"
@@ -90,12 +92,6 @@ def show_result(output: Path, summary: dict) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _cut(text: str, width: int) -> Text:
-    """A text as one line; a text longer than twice the width keeps only its beginning and end."""
-    line = repr(text)[1:-1]
-    return Text(line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}")
 
 
 def _shown(number: float | None, places: int = 3) -> str:

@@ -123,7 +123,8 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
     changed = load_config(run / "config.yaml", ['task.arithmetic.template="{a} {op} {b} ="'])
     (tmp_path / "changed" / "config.yaml").write_text(to_yaml(changed))
     with pytest.raises(
-        ValueError, match="config.yaml is not that of the run's checkpoints .*task.arithmetic.template.*put it back"
+        ValueError,
+        match="config.yaml differs from the config in the run's checkpoints .*arithmetic.template.*restore",
     ):
         open_checkpoint(tmp_path / "changed")
 

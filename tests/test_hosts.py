@@ -79,7 +79,7 @@ def test_sigterm_to_one_process_stops_both_after_one_step(tmp_path, ended):
     assert [process.wait(60) for process in started] == [128 + signal.SIGTERM] * 2, said(tmp_path, 0)
     done = read_metrics(output / "metrics.jsonl")[-1]["step"]
     assert 6 <= done < 400 and (output / "checkpoints" / str(done)).is_dir()
-    assert all(f"stopped after step {done}, as asked" in said(tmp_path, number) for number in range(2))
+    assert all(f"stopped after step {done};" in said(tmp_path, number) for number in range(2))
 
     ended += (again := start(tmp_path, f"training.steps={done + 3}", f"output={output}", *options))
     assert [process.wait(240) for process in again] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)

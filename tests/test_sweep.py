@@ -97,22 +97,22 @@ def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
     [
         ({"grids": [{"algorithm": ["grop"], "seed": "all"}]}, "'grop' is not among settings.algorithm: grpo, wide"),
         ({"grids": [{"algorithm": "all"}]}, "must name the axes algorithm, seed"),
-        ({"grid": []}, "takes the keys"),
+        ({"grid": []}, "must have the keys"),
         ({"smoke": {}}, "needs a block 'smoke'"),
         ({"settings": {**FILE["settings"], "seed": {0: {"sed": 0}, 1: {}}}}, "grpo__0: override 'sed=0'.*'seed'"),
         ({"config": "none.yaml"}, "none.yaml.*no such file"),
         ({"config": 3}, "config = 3: takes text"),
-        ({"settings": [1]}, r"settings = \[1\]: takes keys and values"),
+        ({"settings": [1]}, r"settings = \[1\]: must be a block of keys and values"),
         (
             {"settings": {"algorithm": {"grpo": "grpo"}, "seed": {0: {}}}},
-            "algorithm.grpo = 'grpo': takes keys",
+            "algorithm.grpo = 'grpo': must be a block of keys",
         ),
         ({"settings": {**FILE["settings"], "seed": {1: {}, "1": {}}}}, "settings.seed: the name '1' stands twice"),
-        ({"overrides": "seed=1"}, "overrides = 'seed=1': takes keys and values"),
-        ({"grids": []}, "grids = .*one grid or more"),
-        ({"grids": [{"algorithm": "grpo", "seed": "all"}]}, "algorithm = 'grpo': a grid takes a list of names, or all"),
+        ({"overrides": "seed=1"}, "overrides = 'seed=1': must be a block of keys and values"),
+        ({"grids": []}, "grids = .*at least one grid"),
+        ({"grids": [{"algorithm": "grpo", "seed": "all"}]}, "algorithm = 'grpo': must be a list of names, or all"),
         ({"grids": [3]}, "a grid must name the axes"),
-        ({"settings": {"a": {"logs": {}}}, "grids": [{"a": "all"}]}, "setting logs would be the folder of the logs"),
+        ({"settings": {"a": {"logs": {}}}, "grids": [{"a": "all"}]}, "setting logs has the name of the logs' folder"),
     ],
 )
 def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message):
@@ -164,7 +164,7 @@ def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_p
     assert "1 of 1 runs finished" in done.stdout
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(lines + 6))
     log = (tmp_path / "runs_smoke" / "logs" / "grpo__1.log").read_text()
-    assert re.search(r"going on from the checkpoint of step \d+", log)
+    assert re.search(r"resuming from the checkpoint of step \d+", log)
 
 
 def test_workers_share_the_cores(write, monkeypatch):

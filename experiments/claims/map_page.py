@@ -25,7 +25,7 @@ from experiments.claims.readings import (
 from experiments.claims.staleness import EARLY
 from experiments.claims.verdicts import MARGIN, Claim
 from recjax.analysis.collect import axes_of
-from recjax.analysis.compare import fallen, final, whole
+from recjax.analysis.compare import fallen, final, mean_over_steps
 from recjax.plots.style import new_figure
 
 SHORT = {
@@ -37,7 +37,7 @@ SHORT = {
     "offline": "offline",
 }
 NO_VERDICTS = "Verdicts need intervals, and intervals a second seed, which is not there yet.\n"
-FIGURES = {"final": final, "whole": whole}  # what a heat map of runs shows, by the end of its file's name
+FIGURES = {"final": final, "whole": mean_over_steps}  # what a heat map of runs shows, by the end of its file's name
 
 
 def draw_map(table: pd.DataFrame, values: pd.Series, title: str, names: dict[str, str]) -> Figure:

@@ -29,7 +29,7 @@ from experiments.claims.staleness import (
 )
 from experiments.claims.verdicts import REGIMES, Claim, as_json, claims
 from recjax.analysis.collect import axes_of, collect, read_runs
-from recjax.analysis.compare import final, whole
+from recjax.analysis.compare import final, mean_over_steps
 from recjax.analysis.sweeps import read_sweep
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import LABELS
@@ -96,7 +96,7 @@ def claim_section(name: str, claim: Claim) -> str:
 
 def grid_table(table: pd.DataFrame) -> str:
     """Where every algorithm ends in every regime."""
-    ends, means = final(table), whole(table)
+    ends, means = final(table), mean_over_steps(table)
     rows = []
     for algorithm in dict.fromkeys(table["algorithm"]):
         row = [NAMES[algorithm]]

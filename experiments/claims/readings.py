@@ -12,7 +12,7 @@ import pandas as pd
 from experiments.claims.staleness import EARLY
 from experiments.claims.verdicts import KL_MARGIN, MARGIN, NARROW, WIDE, Claim, compare, gain, log_divergences
 from recjax.analysis.collect import axes_of
-from recjax.analysis.compare import fallen, final, whole
+from recjax.analysis.compare import fallen, final, mean_over_steps
 
 STALE = ("interval_5", "interval_20", "interval_50", "offset_10")
 OFF_POLICY = (*STALE, "offline")
@@ -62,7 +62,7 @@ def read(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def claims(table: pd.DataFrame) -> dict[str, Claim]:
     """The claims on one reading. C4 is not among them: the map's rates are factors of two apart."""
-    ends, means, falls, divergences = final(table), whole(table), fallen(table), log_divergences(table)
+    ends, means, falls, divergences = final(table), mean_over_steps(table), fallen(table), log_divergences(table)
     mean, last, fall = "mean accuracy over training", "final accuracy", "fall from the best evaluation to the last"
     return {
         "C1": Claim(

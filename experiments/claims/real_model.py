@@ -9,7 +9,7 @@ from experiments.claims.map_page import NO_VERDICTS, in_words
 from experiments.claims.markdown import markdown_table
 from experiments.claims.readings import rates_of
 from experiments.claims.verdicts import KL_MARGIN, MARGIN, NARROW, WIDE, Claim, compare, gain, log_divergences
-from recjax.analysis.compare import fallen, final, whole
+from recjax.analysis.compare import fallen, final, mean_over_steps
 
 REGIME = ("interval_20",)
 EARLY = 20  # steps until weights reach the sampler for the first time
@@ -17,7 +17,7 @@ EARLY = 20  # steps until weights reach the sampler for the first time
 
 def claims(table: pd.DataFrame) -> dict[str, Claim]:
     """The claims that runs in one regime can test, each once all its algorithms have two seeds."""
-    ends, means, divergences = final(table), whole(table), log_divergences(table)
+    ends, means, divergences = final(table), mean_over_steps(table), log_divergences(table)
     mean, last = "mean accuracy over training", "final accuracy"
 
     def check(what, values, first, second, expected, margin=MARGIN):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from recjax.analysis.compare import Estimate, difference, estimate, fallen, final, whole
+from recjax.analysis.compare import Estimate, estimate, fallen, final, mean_over_steps, paired_difference
 
 MARGIN = 0.05  # accuracies closer than this are alike
 KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
@@ -64,7 +64,7 @@ def compare(
 ) -> Check:
     """`first` minus `second`, paired by seed and regime."""
     named = f"{what}: {first} − {second}, {regimes[0] if len(regimes) == 1 else 'all of ' + ', '.join(regimes)}"
-    return Check(named, expected, margin, difference(values, "algorithm", first, second, regime=regimes))
+    return Check(named, expected, margin, paired_difference(values, "algorithm", first, second, regime=regimes))
 
 
 def gain(table: pd.DataFrame, algorithm: str, regimes: tuple[str, ...]) -> Check:
@@ -84,7 +84,7 @@ def log_divergences(table: pd.DataFrame) -> pd.Series:
 
 def claims(table: pd.DataFrame) -> dict[str, Claim]:
     """The claims with their checks, of a table as `recjax.analysis.collect` makes it."""
-    ends, means, falls, divergences = final(table), whole(table), fallen(table), log_divergences(table)
+    ends, means, falls, divergences = final(table), mean_over_steps(table), fallen(table), log_divergences(table)
 
     def each(what: str, values: pd.Series, first: str, second: str, expected: str, regimes=REGIMES):
         return [compare(what, values, first, second, expected, (regime,)) for regime in regimes]

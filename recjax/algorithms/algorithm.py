@@ -5,15 +5,9 @@ from collections.abc import Callable
 
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.algorithms.anchors import behavior_anchor
-from recjax.algorithms.clipping import no_clip
-from recjax.algorithms.masks import no_mask
 from recjax.algorithms.ratios import token_ratio
 from recjax.algorithms.reading import SCORED, names_read
 from recjax.algorithms.reduce import token_mean
-from recjax.algorithms.regularizers import no_regularizer
-from recjax.algorithms.selection import keep_all
-from recjax.algorithms.token_weighting import unit_token_weights
-from recjax.algorithms.weighting import unit_weights
 
 RATIO = frozenset({"ratio", "log_ratio", "anchor_logprobs"})
 
@@ -23,21 +17,21 @@ class Algorithm:
     """One function for each axis, with options bound by functools.partial; the defaults are plain REINFORCE.
 
     Instances are hashable, so jit takes them as static arguments. `presets.build_algorithm` makes one from names and
-    options. A function's positional parameters name the values that it reads; `reading` lists these names. If objective
-    is None, the loss is the policy gradient: the reduction of `losses.token_loss`.
+    options. A function's positional parameters name the values that it reads; `reading` lists these names. An axis that
+    is None has no effect. If objective is None, the loss is the policy gradient: the reduction of `losses.token_loss`.
     """
 
     objective: Callable | None = None
-    selection: Callable = keep_all
+    selection: Callable | None = None
     advantage: Callable = group_mean_advantages
     anchor: Callable = behavior_anchor
     ratio: Callable = token_ratio
-    clip: Callable = no_clip
-    mask: Callable = no_mask
-    row_weight: Callable = unit_weights
-    token_weight: Callable = unit_token_weights
+    clip: Callable | None = None
+    mask: Callable | None = None
+    row_weight: Callable | None = None
+    token_weight: Callable | None = None
     correction: Callable | None = None
-    regularizer: Callable = no_regularizer
+    regularizer: Callable | None = None
     reduction: Callable = token_mean
     reference_kl: Callable | None = None
     unbiased_reference_kl: Callable | None = None
@@ -47,7 +41,7 @@ class Algorithm:
     def reads(self, *names: str) -> bool:
         """True if the loss reads any of `names`."""
         axes = [self.selection, self.advantage, self.clip, self.mask, self.row_weight, self.token_weight]
-        axes += filter(None, (self.correction, self.regularizer, self.unbiased_reference_kl))
+        axes += [self.correction, self.regularizer, self.unbiased_reference_kl]
         read = {name for axis in axes for name in names_read(axis)}
         if RATIO & read or self.correction is not None:
             read |= {*names_read(self.anchor)}
@@ -94,8 +88,3 @@ class Algorithm:
     def needs_teacher(self) -> bool:
         """True if a teacher's log-probs add to the advantages."""
         return self.distillation is not None
-
-    @property
-    def needs_entropy(self) -> bool:
-        """True if the loss has an entropy bonus."""
-        return self.entropy is not None

@@ -19,7 +19,7 @@ from recjax.algorithms import (
     turns,
     weighting,
 )
-from recjax.algorithms.options import did_you_mean, imported, require
+from recjax.algorithms.options import did_you_mean, require, user_function
 from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, WHOLE_BATCH, check_names
 
 OBJECTIVES = {
@@ -27,7 +27,7 @@ OBJECTIVES = {
     "pairwise_consistency": losses.pairwise_consistency,
 }
 SELECTIONS = {
-    "all": selection.keep_all,
+    "all": None,
     "drop_excess_negatives": selection.drop_excess_negatives,
 }
 ADVANTAGES = {
@@ -59,7 +59,7 @@ RATIOS = {
     "clipped_sequence_mean": ratios.clipped_sequence_mean_ratio,
 }
 CLIPS = {
-    "none": clipping.no_clip,
+    "none": None,
     "one_side": clipping.one_side_mask,
     "two_side": clipping.two_side_mask,
     "ring": clipping.ring_mask,
@@ -70,7 +70,7 @@ CLIPS = {
     "balanced": clipping.balanced_mask,
 }
 MASKS = {
-    "none": masks.no_mask,
+    "none": None,
     "off_policy_negatives": masks.off_policy_negatives_mask,
     "sequence_band": masks.sequence_band_mask,
     "second_moment": masks.second_moment_mask,
@@ -85,7 +85,7 @@ TOKEN_WEIGHTS = {
     "bounded": token_weighting.bounded_weights,
 }
 WEIGHTS = {
-    "none": weighting.unit_weights,
+    "none": None,
     **TOKEN_WEIGHTS,
     "tapered": token_weighting.tapered_weights,
     "inverse": token_weighting.inverse_weights,
@@ -96,9 +96,9 @@ WEIGHTS = {
     "exp_advantage": weighting.exp_advantage_weights,
     "bisected_exp_advantage": weighting.bisected_exp_advantage_weights,
 }
-CORRECTIONS = {"none": token_weighting.unit_token_weights, **TOKEN_WEIGHTS}
+CORRECTIONS = {"none": None, **TOKEN_WEIGHTS}
 REGULARIZERS = {
-    "none": regularizers.no_regularizer,
+    "none": None,
     "log_likelihood_bonus": regularizers.log_likelihood_bonus,
     "squared_log_ratio_per_token": regularizers.squared_log_ratio_per_token,
     "squared_log_ratio_per_completion": regularizers.squared_log_ratio_per_completion,
@@ -129,8 +129,7 @@ ADDED_TERMS = {
     "entropy": regularizers.entropy_bonus,
     "distillation": distillation.teacher_advantages,
 }
-_OF_BATCH = [name for name in (*EVERYWHERE, *WHOLE_BATCH)]
-_OF_ROWS = [name for name in _OF_BATCH if name != "advantages" and not name.startswith("scored_")]
+_OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and not name.startswith("scored_")]
 _OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]
 # Values that a user's own function may read, by axis. The axis `objective` takes no functions of users.
 READABLE = {
@@ -147,8 +146,11 @@ READABLE = {
 }
 
 
-def function_of(axis: str, name: Any) -> Callable:
+def function_of(axis: str, name: Any) -> Callable | None:
     """Looks up a function by its name in the axis' table, or imports the user's own module:function.
+
+    Returns:
+        None if the name turns the axis off.
 
     Raises:
         ValueError: an unknown name, a function that cannot be imported, or one that reads a value its axis lacks.
@@ -159,8 +161,8 @@ def function_of(axis: str, name: Any) -> Callable:
     """
     place, table = f"{axis}.name", AXES[axis]
     if isinstance(name, str) and ":" in name:
-        require(axis in READABLE, place, name, f"takes one of {', '.join(table)}")
-        function = imported(place, name)
+        require(axis in READABLE, place, name, f"must be one of {', '.join(table)}")
+        function = user_function(place, name)
         check_names(place, name, function, READABLE[axis])
         return function
     known = isinstance(name, str) and name in table

@@ -25,13 +25,6 @@ def _whitened(values, kept, lengths, over, ddof, epsilon):
     return jnp.where(kept, (values - mean) / (deviation + epsilon), 0.0)
 
 
-def _normalized(values, kept, index, ddof, epsilon):
-    """Values minus their group's mean, divided by the group's standard deviation."""
-    centered = deviations(values, index, kept)
-    variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, kept) - ddof, 1.0)
-    return centered / (jnp.sqrt(variance) + epsilon)
-
-
 def _require_epsilon(epsilon: float) -> None:
     require(epsilon > 0, "epsilon", epsilon, "must be above 0, or equal rewards divide by zero")
 
@@ -245,7 +238,9 @@ def part_normalized_advantages(
     total = jnp.zeros(kept.shape)
     for part, values in reward_parts.items():
         there = kept & jnp.isfinite(values)
-        total += part_weights[part] * _normalized(jnp.where(there, values, 0.0), there, index, ddof, epsilon)
+        centered = deviations(jnp.where(there, values, 0.0), index, there)
+        variance = group_sums(jnp.square(centered), index) / jnp.maximum(group_sizes(index, there) - ddof, 1.0)
+        total += part_weights[part] * (centered / (jnp.sqrt(variance) + epsilon))
     return _whitened(total, kept, lengths, over, ddof, epsilon)
 
 

@@ -32,7 +32,7 @@ def changes_of(preset: Preset) -> str:
     for axis, block in preset.changes.items():
         options = [f"{name} {value}" for name, value in block.items() if name != "name"]
         parts.append(f"{axis}: {' '.join([*([block['name']] if 'name' in block else []), *options])}")
-    return "; ".join(parts) or "nothing"
+    return "; ".join(parts) or "none"
 
 
 REC = "2509.24203"

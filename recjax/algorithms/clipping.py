@@ -13,16 +13,6 @@ def _require_range(epsilon_low: float, epsilon_high: float) -> None:
         require(value >= 0, name, value, "must be 0 or more")
 
 
-def no_clip(completion_mask: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """True everywhere.
-
-    Examples:
-        >>> print(no_clip(jnp.array([[True, False]])))
-        [[ True  True]]
-    """
-    return jnp.ones_like(completion_mask)
-
-
 def _sides(advantages):
     """Masks of advantages that push up and that push down; an advantage of 0 is in both."""
     return per_token(advantages) >= 0, per_token(advantages) <= 0

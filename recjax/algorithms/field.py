@@ -153,7 +153,7 @@ FIELD = {
         "2510.01161",
         "ρA, 0 where A > 0 and log ρ > b, or A < 0 and log ρ < −b; b keeps the mean of min((log ρ)², b²) below 0.04",
         {"advantage": NORMALIZED, "weight": IMPORTANCE, "mask": {"name": "one_side_second_moment"}},
-        "as in the authors' code, whose b is of a micro-batch, here of the whole batch; AReaL's form leaves out the"
+        "as in the authors' code, but with b of the whole batch instead of a micro-batch; AReaL's form masks the"
         " largest (log ρ)² whatever A: mask={name: second_moment}",
     ),
     "bapo": Preset(
@@ -192,7 +192,7 @@ FIELD = {
         "2507.18071",
         "as `gspo`, with A_t",
         GSPO,
-        "the same function: advantages may be of tokens everywhere here",
+        "the same function, because any advantage may be per token",
     ),
     "luspo": Preset(
         "LUSPO",

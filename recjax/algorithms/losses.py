@@ -106,8 +106,8 @@ def _counted(algorithm, logprobs, behavior_logprobs, rows, completion_mask):
 def _behavior(algorithm: Algorithm, logprobs, behavior_logprobs):
     if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
         raise ValueError(
-            "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose one that"
-            " does without: no clip, no importance weights, no squared log-ratio, objective policy_gradient"
+            "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose an"
+            " algorithm without clip, importance weights and squared log-ratio, with the objective policy_gradient"
         )
     # An algorithm that does not need μ never reads this stand-in.
     return jax.lax.stop_gradient(logprobs if behavior_logprobs is None else behavior_logprobs)
@@ -168,18 +168,26 @@ def row_terms(
     if completion_mask is not None:
         lengths = jnp.sum(completion_mask, axis=-1)
         values["lengths"] = trajectory_sums(lengths.astype(float), trajectories).astype(int) if first else lengths
-    kept = call(algorithm.selection, values | {"kept": first.is_first if first else row_mask})
-    values["kept"], kept = kept, row_mask & first.shared(kept) if first else kept
+    values["kept"] = kept = first.is_first if first else row_mask
+    if algorithm.selection is not None:
+        values["kept"] = kept = call(algorithm.selection, values)
+    kept = row_mask & first.shared(kept) if first else kept
     if completion_mask is not None:
         values["completion_mask"] = completion_mask & kept[:, None]
     if scored is not None:
-        values |= _scored_values(algorithm, scored, completion_mask & kept[:, None])
+        mask = completion_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
+        if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
+            mask &= ~jnp.isneginf(scored.behavior_logprobs)
+        values |= {"completion_mask": mask, "scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
+        values["scored_entropy"] = jnp.where(mask, scored.entropy, 0.0)
+        if scored.behavior_logprobs is not None:
+            values["scored_log_ratio"] = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
     values["advantages"] = advantages = call(algorithm.advantage, values)
     if first and advantages.ndim == 2:
-        remedy = "must be [batch], of whole trajectories, or of a function that reads `trajectories`; choose such a one"
+        remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
         require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
         values["kept"] = kept
-    weights = call(algorithm.row_weight, values)
+    weights = call(algorithm.row_weight, values) if algorithm.row_weight else values["kept"].astype(advantages.dtype)
     if first:
         advantages, weights = (
             x if x.ndim == 2 else jnp.where(kept, first.shared(x), 0.0) for x in (advantages, weights)
@@ -202,18 +210,6 @@ def row_terms(
             trajectories=trajectories,
         )
     )
-
-
-def _scored_values(algorithm: Algorithm, scored: Scored, mask):
-    """Results of the scoring pass under the names in `reading`, 0 where masked, with the mask of valid tokens."""
-    mask &= ~jnp.isneginf(scored.logprobs)
-    if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
-        mask &= ~jnp.isneginf(scored.behavior_logprobs)
-    values = {"completion_mask": mask, "scored_logprobs": jnp.where(mask, scored.logprobs, 0.0)}
-    values["scored_entropy"] = jnp.where(mask, scored.entropy, 0.0)
-    if scored.behavior_logprobs is not None:
-        values["scored_log_ratio"] = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
-    return values
 
 
 def token_terms(
@@ -253,7 +249,10 @@ def token_terms(
     anchor = call(algorithm.anchor, values) if algorithm.reads_ratio else behavior_logprobs
     values |= {"anchor_logprobs": anchor, "log_ratio": log_difference(logprobs, anchor, mask)}
     values["ratio"] = ratio = bounded_exp(call(algorithm.ratio, values))
-    weights = per_token(rows.weights) * call(algorithm.token_weight, values) * values["advantages"]
+    weights = per_token(rows.weights)
+    if algorithm.token_weight is not None:
+        weights *= call(algorithm.token_weight, values)
+    weights *= values["advantages"]
     mismatch = log_difference(anchor, behavior_logprobs, mask)
     of_anchor = values | {"log_ratio": mismatch, "ratio": bounded_exp(mismatch)}
     if algorithm.correction is not None:
@@ -263,7 +262,7 @@ def token_terms(
     masked_by = values if algorithm.anchor is behavior_anchor else of_anchor
     clip = mask if rows.mask is None else rows.mask
     for function, read in ((algorithm.clip, values), (algorithm.mask, masked_by)):
-        if not is_of_whole_batch(function):
+        if function is not None and not is_of_whole_batch(function):
             clip = clip & call(function, read)
     terms = TokenTerms(ratio, values["advantages"], clip, jnp.where(mask & clip, weights, 0.0))
     return jax.lax.stop_gradient(terms)
@@ -312,12 +311,14 @@ def token_loss(
     behavior_logprobs = _behavior(algorithm, logprobs, behavior_logprobs)
     values = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs, "completion_mask": mask}
     values |= {"foreign": rows.foreign, "trajectories": rows.trajectories}
-    terms = -coefficients * logprobs + call(algorithm.regularizer, values)
+    terms = -coefficients * logprobs
+    if algorithm.regularizer is not None:
+        terms += call(algorithm.regularizer, values)
     if algorithm.needs_reference:
         if reference_logprobs is None:
             raise ValueError(
-                "reference_logprobs = None: the coefficient of reference_kl, or of unbiased_reference_kl, is not 0;"
-                " pass them, or set it to 0"
+                "reference_logprobs = None: the coefficient of reference_kl or unbiased_reference_kl is not 0; pass"
+                " them, or set the coefficient to 0"
             )
         values["reference_logprobs"] = jax.lax.stop_gradient(reference_logprobs)
         for penalty in filter(None, (algorithm.reference_kl, algorithm.unbiased_reference_kl)):

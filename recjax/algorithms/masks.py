@@ -12,16 +12,6 @@ from recjax.algorithms.options import require
 from recjax.algorithms.ratios import per_token, sequence_mean, sequence_sum
 
 
-def no_mask(completion_mask: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """True everywhere.
-
-    Examples:
-        >>> print(no_mask(jnp.array([[True, False]])))
-        [[ True  True]]
-    """
-    return jnp.ones_like(completion_mask)
-
-
 def off_policy_negatives_mask(
     log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],

@@ -36,7 +36,7 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def imported(place: str, name: str) -> Callable:
+def user_function(place: str, name: str) -> Callable:
     """Imports the user's own function, named module:function.
 
     Args:
@@ -45,7 +45,7 @@ def imported(place: str, name: str) -> Callable:
         ValueError: the module cannot be imported, or has no such function.
 
     Examples:
-        >>> imported("weight.name", "math:sqrt")(9.0)
+        >>> user_function("weight.name", "math:sqrt")(9.0)
         3.0
     """
     module, _, function = name.partition(":")
@@ -53,15 +53,15 @@ def imported(place: str, name: str) -> Callable:
         loaded = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{place} = {name!r}: {error}; the module must be importable from the folder you start in or installed"
+            f"{place} = {name!r}: {error}; install the module, or start in a folder from which Python can import it"
         ) from error
     if not callable(loaded):
-        raise ValueError(f"{place} = {name!r}: {function} is not a function")
+        raise ValueError(f"{place} = {name!r}: {function} is not a function; name a function of the module")
     return loaded
 
 
-def readable_options(function: Callable) -> dict[str, inspect.Parameter]:
-    """Options of an axis function: its keyword-only parameters.
+def readable_options(function: Callable | None) -> dict[str, inspect.Parameter]:
+    """Options of an axis function: its keyword-only parameters; an axis that is off has none.
 
     Examples:
         >>> def bounded(ratio, *, cap: float = 3.0): ...
@@ -69,6 +69,8 @@ def readable_options(function: Callable) -> dict[str, inspect.Parameter]:
         >>> list(readable_options(bounded))
         ['cap']
     """
+    if function is None:
+        return {}
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
     except (NameError, AttributeError):  # an annotation that cannot be evaluated here
@@ -100,7 +102,7 @@ def checked_value(place: str, annotation: Any, value: Any) -> Any:
     return annotation(value)
 
 
-def resolved_options(axis: str, name: str, function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
+def resolved_options(axis: str, name: str, function: Callable | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `function` with its value: the given value, or the signature's default.
 
     Args:
@@ -120,18 +122,12 @@ def resolved_options(axis: str, name: str, function: Callable, given: Mapping[st
         has = f"its options: {', '.join(options)}" if options else "it has none"
         remedy = f"{axis} {name!r} does not read this option ({has}){did_you_mean(option, options)}"
         require(option in options, f"{axis}.{option}", value, remedy)
+    values = {}
     for option, parameter in options.items():
-        if option not in given and parameter.default is parameter.empty:
-            raise ValueError(f"{axis}.{option} has no value: {axis} {name!r} requires it")
-    return {
-        option: checked_value(f"{axis}.{option}", _type_of(parameter), given.get(option, parameter.default))
-        for option, parameter in options.items()
-    }
-
-
-def _type_of(parameter: inspect.Parameter) -> Any:
-    """Type of an option: its annotation, or else the type of its default, with float for an integer."""
-    if parameter.annotation is not parameter.empty:
-        return parameter.annotation
-    found = type(parameter.default) if parameter.default is not parameter.empty else object
-    return float if found is int else found
+        default, annotation = parameter.default, parameter.annotation
+        if option not in given and default is parameter.empty:
+            raise ValueError(f"{axis}.{option}: {axis} {name!r} requires a value; set it")
+        if annotation is parameter.empty:  # the type of the default, with float for an integer
+            annotation = object if default is parameter.empty else float if type(default) is int else type(default)
+        values[option] = checked_value(f"{axis}.{option}", annotation, given.get(option, default))
+    return values

@@ -1,7 +1,7 @@
 """Builds algorithms from names: presets, and a config's changes to them."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,18 +38,8 @@ PRESETS = {name: preset.changes for name, preset in {**PAPER, **FIELD}.items()}
 NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
 
 
-def _check_pairwise(changes: Mapping[str, Mapping[str, Any]], weight: str) -> None:
-    for axis in NOT_PAIRWISE:
-        if changes.get(axis):
-            require(False, axis, dict(changes[axis]), "the objective 'pairwise_consistency' does not read this axis")
-    row_weights = [name for name, function in WEIGHTS.items() if _weighs_rows(function)]
-    remedy = f"the objective 'pairwise_consistency' takes one of {', '.join(row_weights)}"
-    require(weight in row_weights, "weight.name", weight, remedy)
-
-
-def _weighs_rows(function: Callable) -> bool:
-    """True if a weight reads only advantages and kept rows."""
-    return {*names_read(function)} <= {"advantages", "kept"}
+# Weights that it takes: they read only advantages and kept rows.
+ROW_WEIGHTS = [name for name, function in WEIGHTS.items() if {*names_read(function)} <= {"advantages", "kept"}]
 
 
 def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -91,19 +81,24 @@ def resolve(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str
             resolved[axis] = resolved_options(axis, axis, ADDED_TERMS[axis], options)
             unread = [option for option in options if option != "coefficient" and not resolved[axis]["coefficient"]]
             for option in unread:
-                require(False, f"{axis}.{option}", options[option], f"not read while {axis}.coefficient is 0; set that")
+                require(
+                    False,
+                    f"{axis}.{option}",
+                    options[option],
+                    f"has no effect while {axis}.coefficient is 0; set the coefficient",
+                )
     if resolved["objective"]["name"] == "pairwise_consistency":
-        _check_pairwise(changes, resolved["weight"]["name"])
+        for axis in NOT_PAIRWISE:
+            unread = "the objective 'pairwise_consistency' does not read this axis; remove it"
+            require(not changes.get(axis), axis, dict(changes.get(axis, {})), unread)
+        weight, remedy = resolved["weight"]["name"], f"the objective takes one of {', '.join(ROW_WEIGHTS)}"
+        require(weight in ROW_WEIGHTS, "weight.name", weight, remedy)
         resolved = {axis: block for axis, block in resolved.items() if axis not in NOT_PAIRWISE}
     return resolved
 
 
-@functools.cache
-def _bound(function: Callable, **options: Any) -> functools.partial:
-    """Returns one partial per function and options, so that equal algorithms compare equal and share a jit cache."""
-    return functools.partial(function, **options)
-
-
+# One partial per function and options, so that equal algorithms compare equal and share a jit cache.
+_bound = functools.cache(functools.partial)
 ROWS, TIME = 4, 3  # shape of the arrays that trace an algorithm
 
 
@@ -118,7 +113,10 @@ def _try(algorithm: Algorithm) -> None:
         rows = losses.row_terms(
             algorithm, row, ids, flag, key, completion_mask=mask, scored=scored, teacher_logprobs=token, **parts
         )
-        _check_shapes(rows)
+        for name in ("advantages", "weights", "kept"):
+            shape = getattr(rows, name).shape
+            allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
+            require(shape in allowed, name, shape, "a function must return an array [batch] or [batch, time]")
         return losses.loss(algorithm, token, token, rows, mask, reference_logprobs=token, entropy=token)
 
     # Shapes only: a config is read before a device cluster is set up, and a real array would claim the local devices.
@@ -126,13 +124,6 @@ def _try(algorithm: Algorithm) -> None:
     shapes = [(row, jnp.float32), (row, jnp.int32), (row, jnp.bool_), (token, jnp.float32), (token, jnp.bool_)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     jax.eval_shape(once, *arrays, jax.eval_shape(jax.random.key, 0))
-
-
-def _check_shapes(rows: losses.RowTerms) -> None:
-    for name in ("advantages", "weights", "kept"):
-        shape = getattr(rows, name).shape
-        allowed = [(ROWS,)] if name == "kept" else [(ROWS,), (ROWS, TIME)]
-        require(shape in allowed, name, shape, "of [batch, time] arrays a function gives [batch] or [batch, time]")
 
 
 def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> Algorithm:
@@ -150,9 +141,7 @@ def build_algorithm(preset: str, overrides: Mapping[str, Mapping[str, Any]]) -> 
     for axis, block in resolve(preset, overrides).items():
         options = {option: value for option, value in block.items() if option != "name"}
         function = function_of(axis, block["name"]) if axis in AXES else ADDED_TERMS[axis]
-        if function is losses.policy_gradient or (axis in ADDED_TERMS and not options["coefficient"]):
-            continue
-        if axis == "correction" and block["name"] == "none":
+        if function in (None, losses.policy_gradient) or (axis in ADDED_TERMS and not options["coefficient"]):
             continue
         field = axis
         if axis == "weight":
@@ -178,7 +167,7 @@ def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool)
         if not own:
             raise
         raise ValueError(
-            f"{axis}.name = {block['name']!r}: tried on arrays of {ROWS} completions and {TIME} tokens, it fails with"
+            f"{axis}.name = {block['name']!r}: fails on arrays of {ROWS} completions and {TIME} tokens with"
             f" {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
 
@@ -186,13 +175,13 @@ def _tried(axis: str, block: Mapping[str, Any], algorithm: Algorithm, own: bool)
 def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Rejects a ratio, anchor or correction without effect, and a correction that would count twice."""
     if algorithm.correction is not None and algorithm.anchor is Algorithm().anchor:
-        remedy = "is of the anchor to the behavior policy, and here they are the same; set anchor.name, or use weight"
+        remedy = "corrects from the anchor to the behavior policy, which are the same; set anchor.name, or use weight"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     if algorithm.correction is not None and "scored_log_ratio" in names_read(algorithm.row_weight):
         name = getattr(base(algorithm.row_weight), "__name__", "the weight")
-        remedy = f"{name} is a ratio to the behavior policy as well, which would count twice; remove one of them"
+        remedy = f"{name} also is a ratio to the behavior policy, which would count twice; remove one of the two"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     for axis, names in (("anchor", RATIO), ("ratio", ("ratio",))):
         read = algorithm.reads(*names) or (axis == "anchor" and algorithm.correction is not None)
-        remedy = "neither clip, mask nor weight reads a ratio; choose one that does, or remove this"
+        remedy = "neither clip, mask nor weight reads a ratio; choose one that reads it, or remove this key"
         require(read or not overrides.get(axis), axis, dict(overrides.get(axis, {})), remedy)

@@ -12,33 +12,33 @@ from recjax.algorithms.options import did_you_mean
 
 # Available on the whole batch and on each micro-batch.
 EVERYWHERE = {
-    "advantages": "A, [batch] or [batch, time]; inside the loss always the latter, or [batch, 1]",
-    "completion_mask": "[batch, time], True at tokens that count: sampled by the behavior policy, in rows kept",
-    "foreign": "[batch], True where the completion is another model's",
-    "trajectories": "[batch], equal for rows of one completion; None where each row is one, so its default is None",
+    "advantages": "advantages A, [batch] or [batch, time]; inside the loss [batch, 1] or [batch, time]",
+    "completion_mask": "[batch, time], True at tokens that count: sampled by the behavior policy, in kept rows",
+    "foreign": "[batch], True for completions by another model",
+    "trajectories": "[batch], equal for rows of one completion; None if each row is one; give it the default None",
 }
 MICRO_BATCH = {
-    "ratio": "ρ = π/anchor at the level of the axis `ratio`, [batch, time]; for `correction`, and for `mask` where the"
+    "ratio": "ρ = π/anchor at the level of the axis `ratio`, [batch, time]; for `correction`, and for `mask` if the"
     " anchor is not μ: anchor/μ",
-    "log_ratio": "log π − log anchor of each token, [batch, time], without a bound; for `correction`, and for `mask`"
-    " where the anchor is not μ: log anchor − log μ",
+    "log_ratio": "log π − log anchor of each token, [batch, time], unbounded; for `correction`, and for `mask` if the"
+    " anchor is not μ: log anchor − log μ",
     "logprobs": "log π of each token, [batch, time]",
     "behavior_logprobs": "log μ of each token, [batch, time]; μ sampled it",
-    "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]: log μ, unless that says otherwise",
-    "proximal_logprobs": "log π of each token before the update, [batch, time]; asks for the scoring pass",
+    "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]; log μ by default",
+    "proximal_logprobs": "log π of each token before the update, [batch, time]; needs the scoring pass",
 }
 WHOLE_BATCH = {
     "rewards": "[batch], ignored where not kept",
     "group_ids": "[batch], equal for completions of one prompt",
     "kept": "[batch], True for completions that count",
     "lengths": "tokens of each completion, [batch]",
-    "reward_parts": "dict of [batch]: the named parts of the rewards, not weighted; NaN in rows without one",
+    "reward_parts": "dict of [batch]: the parts of the rewards by name, unweighted; NaN in rows without the part",
     "part_weights": "dict of [batch]: the weight of each part in the reward",
-    "turn_rewards": "[batch, turns], the reward of each turn of an agent's trajectory; NaN behind its last one",
+    "turn_rewards": "[batch, turns], the reward of each turn of an agent's trajectory; NaN after its last turn",
     "token_turns": "[batch, time], the turn of an agent that sampled the token, from 0; ignored where masked",
-    "scored_logprobs": "log π of each token before the update, [batch, time]; asks for the scoring pass",
-    "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; asks for the scoring pass",
-    "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; asks for the scoring pass",
+    "scored_logprobs": "log π of each token before the update, [batch, time]; needs the scoring pass",
+    "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; needs the scoring pass",
+    "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; needs the scoring pass",
 }
 SCORED = frozenset({"proximal_logprobs", "scored_logprobs", "scored_log_ratio", "scored_entropy"})
 
@@ -55,15 +55,8 @@ def base(function: Callable) -> Callable:
 
 
 @functools.cache
-def _optional(function: Callable) -> frozenset[str]:
-    """Names of parameters that may be None, because their default is None."""
-    parameters = inspect.signature(base(function)).parameters.values()
-    return frozenset(one.name for one in parameters if one.default is None)
-
-
-@functools.cache
-def names_read(function: Callable) -> tuple[str, ...]:
-    """Names of a function's positional parameters.
+def names_read(function: Callable | None) -> tuple[str, ...]:
+    """Names of a function's positional parameters; an axis that is off reads none.
 
     Examples:
         >>> def bounded(ratio, advantages, *, cap=3.0): ...
@@ -71,11 +64,13 @@ def names_read(function: Callable) -> tuple[str, ...]:
         >>> names_read(bounded)
         ('ratio', 'advantages')
     """
+    if function is None:
+        return ()
     parameters = inspect.signature(base(function)).parameters.values()
     return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
 
 
-def is_of_whole_batch(function: Callable) -> bool:
+def is_of_whole_batch(function: Callable | None) -> bool:
     """True if the function reads a value that only the whole batch has.
 
     Examples:
@@ -100,7 +95,8 @@ def call(function: Callable, values: Mapping[str, Any]) -> Any:
         3.0
     """
     for name in names_read(function):
-        if values.get(name) is None and name not in _optional(function):
+        # A parameter with the default None may be None.
+        if values.get(name) is None and inspect.signature(base(function)).parameters[name].default is not None:
             title = getattr(base(function), "__name__", repr(function))
             raise ValueError(f"{name} = None: {title} reads it; pass it, or choose another function for this axis")
     return function(*(values.get(name) for name in names_read(function)))
@@ -123,12 +119,12 @@ def check_names(place: str, name: str, function: Callable, known: Iterable[str])
     for parameter in names_read(function):
         if parameter not in known:
             raise ValueError(
-                f"{place} = {name!r}: its parameter {parameter!r} is nothing that this axis has, which is"
-                f" {', '.join(known)}{did_you_mean(parameter, known)}. Options stand behind a * in the signature"
+                f"{place} = {name!r}: its parameter {parameter!r} is not a value of this axis; read some of"
+                f" {', '.join(known)}{did_you_mean(parameter, known)}. Options come after a * in the signature"
             )
     both = [[one for one in names_read(function) if one in names] for names in (MICRO_BATCH, WHOLE_BATCH)]
     if all(both) and any(one in MICRO_BATCH for one in known):
         raise ValueError(
-            f"{place} = {name!r}: it reads {', '.join(both[0])}, of a micro-batch, and {', '.join(both[1])}, of the"
-            " whole batch; read scored_logprobs or scored_log_ratio in place of the first"
+            f"{place} = {name!r}: reads {', '.join(both[0])} of a micro-batch and {', '.join(both[1])} of the whole"
+            " batch; instead of the first, read scored_logprobs or scored_log_ratio"
         )

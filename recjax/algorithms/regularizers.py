@@ -15,16 +15,6 @@ from recjax.algorithms.trajectories import trajectory_sums
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-def no_regularizer(logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """Zero for every token.
-
-    Examples:
-        >>> print(no_regularizer(jnp.array([[-1.0, -2.0]])))
-        [[0. 0.]]
-    """
-    return jnp.zeros_like(logprobs)
-
-
 def log_likelihood_bonus(
     logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],

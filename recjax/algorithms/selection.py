@@ -11,20 +11,6 @@ from recjax.algorithms.groups import group_index, group_minima, group_sums
 TIE = 1e-6
 
 
-def keep_all(
-    rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
-) -> Bool[Array, " batch"]:
-    """Keeps all completions.
-
-    Examples:
-        >>> rewards, group_ids, kept = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, False])
-        >>> print(keep_all(rewards, group_ids, kept, jax.random.key(0)))
-        [ True False]
-    """
-    del rewards, group_ids, key
-    return kept
-
-
 def drop_excess_negatives(
     rewards: Float[Array, " batch"], group_ids: Int[Array, " batch"], kept: Bool[Array, " batch"], key: PRNGKeyArray
 ) -> Bool[Array, " batch"]:

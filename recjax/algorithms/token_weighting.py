@@ -8,16 +8,6 @@ from recjax.algorithms.options import require
 from recjax.algorithms.ratios import bounded_exp, per_token
 
 
-def unit_token_weights(completion_mask: Bool[Array, "batch time"]) -> Float[Array, "batch time"]:
-    """1 for every token.
-
-    Examples:
-        >>> print(unit_token_weights(jnp.array([[True, False]])))
-        [[1. 1.]]
-    """
-    return jnp.ones(completion_mask.shape)
-
-
 def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
     """The ratio as a constant: w_t = sg(ρ_t).
 

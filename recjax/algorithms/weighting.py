@@ -14,16 +14,6 @@ MAX_EXPONENT = 20.0
 BISECTIONS = 40
 
 
-def unit_weights(advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"]) -> Float[Array, " batch"]:
-    """1 for every kept row, 0 for other rows.
-
-    Examples:
-        >>> print(unit_weights(jnp.array([0.5, -0.5]), jnp.array([True, False])))
-        [1. 0.]
-    """
-    return kept.astype(advantages.dtype)
-
-
 def _like(kept, advantages):
     """`kept`, reshaped to broadcast with advantages of completions or tokens."""
     return kept.reshape(kept.shape + (1,) * (advantages.ndim - 1))

@@ -68,10 +68,12 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     """
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
-            raise ValueError(f"{str(folder)!r} holds no metrics.jsonl; give folders of runs that have begun")
+            raise ValueError(f"{str(folder)!r} has no metrics.jsonl; name folders of runs that have started")
     table = _joined([({"run": str(folder)}, Path(folder)) for folder in folders])
     if table is None:
-        raise ValueError(f"{', '.join(map(str, folders))}: no metrics yet; the first row comes before the first step")
+        raise ValueError(
+            f"{', '.join(map(str, folders))}: no metrics yet; wait for the evaluation before the first step"
+        )
     return table
 
 
@@ -83,7 +85,7 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
     """
     if Path(source).suffix == ".parquet":
         if not Path(source).is_file():
-            raise ValueError(f"{str(source)!r}: there is no such table")
+            raise ValueError(f"{str(source)!r}: no such table; name a table that --table wrote")
         try:
             table = pd.read_parquet(source)
         except (OSError, ValueError) as error:

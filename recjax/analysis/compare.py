@@ -22,7 +22,7 @@ def final(table: pd.DataFrame, metric: str = ACCURACY, last: int = 3) -> pd.Seri
     return _evaluations(table[table["step"] > 0], metric).apply(lambda values: values.tail(last).mean())
 
 
-def whole(table: pd.DataFrame) -> pd.Series:
+def mean_over_steps(table: pd.DataFrame) -> pd.Series:
     """The mean of each run's evaluations after step 0, by its settings; higher for runs that learn sooner."""
     return _evaluations(table[table["step"] > 0], ACCURACY).mean()
 
@@ -48,7 +48,7 @@ def estimate(values: np.ndarray) -> Estimate:
         ValueError: fewer than two values.
     """
     if len(values) < 2:
-        raise ValueError(f"{len(values)} runs or pairs of runs; an interval needs at least 2")
+        raise ValueError(f"{len(values)} runs or pairs of runs: too few; an interval needs at least 2")
     if np.ptp(values) == 0:
         return Estimate(float(values[0]), float(values[0]), float(values[0]), len(values))
     return Estimate(float(np.mean(values)), *interval(values, np.mean, len(values)), len(values))
@@ -66,7 +66,7 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     return float(found.low), float(found.high)
 
 
-def difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
+def paired_difference(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> Estimate:
     """`first` minus `second` on one axis, paired by all other settings.
 
     Args:

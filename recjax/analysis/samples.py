@@ -94,6 +94,15 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
     def by_problem(column: str) -> np.ndarray:
         return rows[column].to_numpy().reshape(problems, samples)
 
+    def known_means(column: str) -> np.ndarray:
+        """Each problem's mean over its completions with a reward; problems without such a completion are excluded."""
+        values = by_problem(column).astype(np.float64)
+        known = values[~np.isnan(values).all(-1)]
+        return np.nanmean(known, -1) if len(known) else np.array([np.nan])
+
+    def quantile_of(places: np.ndarray, axis: int = -1, *, share: float) -> np.ndarray:
+        return np.quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
+
     accurate, lengths = by_problem("accurate"), by_problem("tokens")
     votes = np.where(pd.isna(by_problem("parsed")), None, by_problem("parsed")).tolist()
     majority = np.array([majority_at_k(*row) for row in zip(votes, accurate.tolist(), strict=True)])
@@ -103,15 +112,22 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
         "accuracy": accurate.mean(-1),
         **{f"pass@{k}": np.array([pass_at_k(count, samples, k) for count in counts]) for k in ks},
         **{f"majority@{k}": majority[:, k - 1] for k in ks},
-        **{column: _known_means(by_problem(column)) for column in rewards},
+        **{column: known_means(column) for column in rewards},
         "truncated": by_problem("truncated").mean(-1),
         "completion_length": lengths.mean(-1),
     }
     metrics = {name: _with_interval(numbers) for name, numbers in values.items()}
-    metrics |= {f"completion_length/{name}": _quantile(lengths, share) for name, share in QUANTILES.items()}
+    for name, share in QUANTILES.items():  # over all completions, with problems resampled whole
+        value, low, high = np.quantile(lengths, share), None, None
+        if problems > 1:
+            statistic = functools.partial(quantile_of, share=share)
+            low, high = interval(np.arange(problems), statistic, lengths.size, resamples=999)
+        metrics[f"completion_length/{name}"] = {"value": float(value), "low": low, "high": high}
 
     difficulty = by_problem("difficulty")[:, 0]
-    labels = sorted({label for label in difficulty if not pd.isna(label)}, key=_natural)
+    # "Level 10" comes after "Level 9".
+    labels = {label for label in difficulty if not pd.isna(label)}
+    labels = sorted(labels, key=lambda label: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", label)])
     parts = {label: values["accuracy"][difficulty == label] for label in labels}
     constant, count = Counter(by_problem("answer")[:, 0]).most_common(1)[0]
     return {
@@ -123,30 +139,7 @@ def results(rows: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _known_means(values: np.ndarray) -> np.ndarray:
-    """Each problem's mean over its completions with a reward; problems without such a completion are excluded."""
-    values = values.astype(np.float64)
-    known = values[~np.isnan(values).all(-1)]
-    return np.nanmean(known, -1) if len(known) else np.array([np.nan])
-
-
 def _with_interval(values: np.ndarray) -> dict[str, float | None]:
     alone = float(values.mean()), None, None, 1
     value, low, high, _ = estimate(values.astype(np.float64)) if len(values) > 1 else alone
     return {"value": value, "low": low, "high": high}
-
-
-def _quantile(lengths: np.ndarray, share: float) -> dict[str, float | None]:
-    """A quantile of all lengths [problems, samples], problems resampled whole."""
-
-    def statistic(places: np.ndarray, axis: int = -1) -> np.ndarray:
-        return np.quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
-
-    problems = np.arange(len(lengths))
-    low, high = interval(problems, statistic, lengths.size, resamples=999) if len(lengths) > 1 else (None, None)
-    return {"value": float(np.quantile(lengths, share)), "low": low, "high": high}
-
-
-def _natural(label: str) -> list[int | str]:
-    """Sorts "Level 10" after "Level 9"."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", label)]

@@ -36,29 +36,34 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{str(path)!r}: there is no such sweep file")
+        raise ValueError(f"{str(path)!r}: no such sweep file; name a YAML file")
     content = read_yaml_file(path)
     needed, known = {"config", "output", "settings", "grids"}, ["config", "output", "settings", "grids", *_OPTIONAL]
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
-        raise ValueError(f"{path}: takes the keys {', '.join(known)}, all needed but {' and '.join(_OPTIONAL)}")
+        raise ValueError(
+            f"{path}: must have the keys {', '.join(sorted(needed))}, and may have {' and '.join(_OPTIONAL)}"
+        )
     part = content.get("smoke") if smoke else content
     if not isinstance(part, dict) or "grids" not in part:
-        raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, if wanted, 'overrides'")
+        raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, optionally, 'overrides'")
     for key in ("config", "output"):
         if not isinstance(content[key], str):
-            raise ValueError(f"{path}: {key} = {content[key]!r}: takes text; put it in quotes")
+            raise ValueError(f"{path}: {key} = {content[key]!r}: must be text; put it in quotes")
     base, output = path.parent / content["config"], content["output"] + ("_smoke" if smoke else "")
-    settings = {axis: _named(path, axis, names) for axis, names in _mapping(path, "settings", content["settings"])}
+    settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
+    for axis, block in _mapping(path, "settings", content["settings"]):
+        names = _mapping(path, f"settings.{axis}", block)
+        settings[axis] = {name: _mapping(path, f"settings.{axis}.{name}", changes) for name, changes in names}
     shared = [_mapping(path, "overrides", content.get("overrides"))]
     last = [_mapping(path, "smoke.overrides", part.get("overrides"))] if smoke else []
     if not isinstance(part["grids"], list) or not part["grids"]:
-        raise ValueError(f"{path}: grids = {part['grids']!r}: takes a list of one grid or more")
+        raise ValueError(f"{path}: grids = {part['grids']!r}: must be a list of at least one grid")
     values = read_yaml_file(base)
     runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in part["grids"]):
         name = "__".join(chosen.values())
         if name == LOGS:
-            raise ValueError(f"{path}: the setting {name} would be the folder of the logs; rename it")
+            raise ValueError(f"{path}: the setting {name} has the name of the logs' folder; rename it")
         if name not in runs:
             blocks = [*shared, *(settings[axis][key] for axis, key in chosen.items()), *last]
             overrides = [write_override(*change) for change in itertools.chain.from_iterable(blocks)]
@@ -74,20 +79,14 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
 
 
 def _mapping(path: Path, place: str, block: Any) -> list[tuple[str, Any]]:
-    """The keys, as text, and values of a block of the file; of a block without content none."""
+    """The keys, as text, and values of a block of the file; an empty list for an empty block."""
     if not isinstance(block, dict | None):
-        raise ValueError(f"{path}: {place} = {block!r}: takes keys and values")
+        raise ValueError(f"{path}: {place} = {block!r}: must be a block of keys and values")
     pairs = [(str(key), value) for key, value in (block or {}).items()]
     names = [name for name, _ in pairs]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{path}: {place}: the name {twice[0]!r} stands twice (1 and '1' are one name); rename one")
+        raise ValueError(f"{path}: {place}: the name {twice[0]!r} occurs twice (1 and '1' are one name); rename one")
     return pairs
-
-
-def _named(path: Path, axis: str, names: Any) -> dict[str, list[tuple[str, Any]]]:
-    """The changes of the config that each name of an axis stands for."""
-    named = _mapping(path, f"settings.{axis}", names)
-    return {name: _mapping(path, f"settings.{axis}.{name}", block) for name, block in named}
 
 
 def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, str]]:
@@ -97,7 +96,7 @@ def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, s
     choices = []
     for axis, defined in settings.items():
         if grid[axis] != "all" and not isinstance(grid[axis], list):
-            raise ValueError(f"{path}: {axis} = {grid[axis]!r}: a grid takes a list of names, or all")
+            raise ValueError(f"{path}: {axis} = {grid[axis]!r}: must be a list of names, or all")
         choices.append([*defined] if grid[axis] == "all" else [str(name) for name in grid[axis]])
         if unknown := [name for name in choices[-1] if name not in defined]:
             raise ValueError(f"{path}: {axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")

@@ -40,8 +40,13 @@ def draw_curves(
         of_metric = panels.flat[row : row + 1] if single else panels[row]
         for place, axes in zip(across, of_metric, strict=True):
             for index, line in enumerate(compared):
-                chosen = table[(table[lines] == line) & (table[columns] == place)]
-                _draw_band(axes, chosen, metric, index, names.get(line, line))
+                chosen = table[(table[lines] == line) & (table[columns] == place)][["step", metric]].dropna()
+                values = chosen.groupby("step")[metric].agg(["mean", "min", "max"])
+                if values.empty:
+                    continue
+                color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
+                axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.15, lw=0)
+                axes.plot(values.index, values["mean"], color=color, ls=style, lw=1.4, label=names.get(line, line))
         for axes in of_metric:  # after drawing all curves, because panels of a row share their limits
             _scale(axes, metric)
         of_metric[0].set_ylabel(LABELS.get(metric, metric))
@@ -52,15 +57,6 @@ def draw_curves(
     handles = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
     add_legend(figure, [*handles.values()], [*handles], loc="outside lower center", ncols=max(2, min(5, width + 1)))
     return finish(figure)
-
-
-def _draw_band(axes: Axes, runs: pd.DataFrame, metric: str, index: int, label: str) -> None:
-    values = runs[["step", metric]].dropna().groupby("step")[metric].agg(["mean", "min", "max"])
-    if values.empty:
-        return
-    color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
-    axes.fill_between(values.index, values["min"], values["max"], color=color, alpha=0.15, lw=0)
-    axes.plot(values.index, values["mean"], color=color, ls=style, lw=1.4, label=label)
 
 
 def _scale(axes: Axes, metric: str) -> None:

@@ -3,14 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pandas as pd
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from recjax.algorithms import losses
 from recjax.algorithms.algorithm import Algorithm
 from recjax.algorithms.presets import PRESETS, build_algorithm
-from recjax.plots.style import COLORS, GREY, add_legend, new_figure
+from recjax.plots.style import COLORS, add_legend, new_figure
 
 BEHAVIOR = 0.15  # the token's probability under μ, so that the ratio goes beyond every cap but DPPO's
 RATIOS = np.linspace(0.02, 5.98, 299)
@@ -30,7 +29,7 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     behavior = jnp.full((len(RATIOS), 1), np.log(BEHAVIOR))
     logprobs, mask = behavior + jnp.log(jnp.asarray(RATIOS))[:, None], jnp.ones(behavior.shape, bool)
     advantages, kept = jnp.full(len(RATIOS), advantage), mask[:, 0]
-    weights = algorithm.row_weight(advantages, kept)
+    weights = algorithm.row_weight(advantages, kept) if algorithm.row_weight else kept.astype(float)
     ids = jnp.arange(len(RATIOS))
     rows = losses.RowTerms(advantages, weights, kept, advantages, ids, ~kept, proximal_logprobs=logprobs)
     gradient = jax.grad(lambda x: losses.token_loss(algorithm, x, behavior, rows, mask).sum())(logprobs)
@@ -60,31 +59,4 @@ def draw_coefficients() -> Figure:
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
     add_legend(figure, lines, [line.get_label() for line in lines], loc="lower right")
-    return figure
-
-
-def draw_ends(ends: pd.DataFrame, start: float) -> Figure:
-    """Final accuracies of many algorithms: one row an algorithm, best first, one dot a seed, and a bar at the mean.
-
-    Args:
-        ends: columns algorithm, regime, accuracy.
-        start: mean accuracy before training.
-    """
-    means = ends.groupby(["algorithm", "regime"])["accuracy"].mean()
-    regimes = list(dict.fromkeys(ends["regime"]))
-    names = means.xs(regimes[0], level="regime").sort_values().index
-    figure = new_figure(8, 0.22 * len(names) + 1.4, "final held-out accuracy in the laboratory")
-    axes = figure.subplots()
-    axes.axvline(start, color=GREY, lw=1, ls="--", label="before training")
-    for place, regime in enumerate(regimes):
-        own = ends[ends["regime"] == regime]
-        rows = names.get_indexer(own["algorithm"]) + (0.18 if place == 0 else -0.18)
-        axes.scatter(own["accuracy"], rows, s=16, color=COLORS[place], alpha=0.6, lw=0, label=regime)
-        at = means.xs(regime, level="regime").reindex(names)
-        low = np.arange(len(names)) + (0 if place == 0 else -0.36)
-        axes.vlines(at, low, low + 0.36, color=COLORS[place], lw=2)
-    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(-0.02, 1), xlabel="accuracy (share)")
-    axes.set_ylim(-0.8, len(names) - 0.2)
-    axes.tick_params(axis="y", labelsize="small")
-    add_legend(figure, loc="outside lower center", ncols=3)
     return figure

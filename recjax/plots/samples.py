@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save
+from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save_figure
 
 
 def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, path: Path) -> None:
@@ -21,7 +21,7 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
     figure = new_figure(4.6 * len(panels), 3.9, title)
     for axes, draw in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         draw(axes, rows, numbers)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _bars(estimates: list[dict[str, Any]]) -> tuple[pd.Series, np.ndarray]:

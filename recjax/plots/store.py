@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience
-from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save
+from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save_figure
 
 
 def by_source(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
@@ -52,7 +52,7 @@ def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
         axes.set_ylabel("groups" if axes in (signal, sizes) else "rows")
         few_ticks(axes.yaxis)
     add_legend(figure, loc="outside lower center", ncols=min(len(sources), 6))
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _histogram(axes: Axes, name: str, values: list[list], colors: list[str], whole: bool = True) -> None:

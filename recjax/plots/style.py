@@ -66,7 +66,7 @@ def finish(figure: Figure) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Writes a finished figure as a PNG, and makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     finish(figure).savefig(path, dpi=110)

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save
+from recjax.plots.style import COLORS, LABELS, add_legend, few_ticks, new_figure, plain_ticks, save_figure
 
 BLUE, ORANGE, GREEN, *_ = COLORS
 Rows = list[dict[str, Any]]
@@ -45,7 +45,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
         few_ticks(axes.xaxis)
     for axes in panels[1]:
         axes.set_xlabel("optimizer step")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
@@ -71,7 +71,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
         few_ticks(axes.xaxis)
     for axes in (sources, ratio, size):
         axes.set_xlabel("optimizer step")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _series(rows: Rows, name: str) -> list[float]:

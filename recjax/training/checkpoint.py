@@ -4,13 +4,11 @@ Each checkpoint has a manifest, which is written last. A checkpoint without a ma
 it, is not whole; the run then resumes from the checkpoint before.
 """
 
-import contextlib
 import glob
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +22,17 @@ from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 4  # format version; 2 and 3 always hold the sampler's weights, 2 has no manifest, 1 has several queues
-READS = (2, 3, 4)
+LAYOUT = 4  # format version
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 
 logger = logging.getLogger(__name__)
 
 
-def _found(_: object, pattern: str | os.PathLike) -> list[str]:
-    folder, name = os.path.split(pattern)
-    return glob.glob(os.path.join(glob.escape(folder), name))
-
-
 # Orbax finds the arrays of each process with a glob pattern that contains the run folder. Brackets or stars in the
 # folder's name would hide the arrays, and Orbax would write the checkpoint without them.
-type(epath.backend.os_backend).glob = _found
+type(epath.backend.os_backend).glob = lambda _, pattern: glob.glob(
+    os.path.join(glob.escape(os.path.dirname(pattern)), os.path.basename(pattern))
+)
 
 
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
@@ -66,19 +60,23 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
         items[COPY] = ocp.args.StandardSave(state.behavior_params)
     if rows:
         items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
-    folder = Path(manager.directory)
+    folder, logs = Path(manager.directory), logging.getLogger("absl")
+    level = logs.level
+    if level > logging.INFO:  # Orbax also logs a traceback of each error that it raises; --verbosity shows it
+        logs.setLevel(logging.CRITICAL)
     try:
-        with _without_tracebacks():
-            manager.save(state.step, args=ocp.args.Composite(**items), force=True)
-            manager.wait_until_finished()
+        manager.save(state.step, args=ocp.args.Composite(**items), force=True)
+        manager.wait_until_finished()
         if hosts.is_first():
             files.write_manifest(folder / str(state.step))
     except Exception as error:
         # Tensorstore raises its own exception types, for example for a full disk.
         raise ValueError(
-            f"{folder}: the checkpoint of step {state.step} cannot be written ({_short(error)}); make room or give the"
-            " right to write there, and the same command goes on from the checkpoint before"
+            f"{folder}: the checkpoint of step {state.step} cannot be written ({_short(error)}); free space, or"
+            " allow writing there; the same command then resumes from the previous checkpoint"
         ) from error
+    finally:
+        logs.setLevel(level)
     hosts.wait_for_all("the checkpoint's manifest")
     for step in sorted(manager.all_steps())[:-keep]:
         manager.delete(step)
@@ -91,15 +89,15 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
             `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: the checkpoint has an older layout or cannot be read.
+        ValueError: the checkpoint has another layout or cannot be read.
     """
     step = manager.latest_step()
     place = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
-    if plain.get("layout") not in READS:
+    if plain.get("layout") != LAYOUT:
         raise ValueError(
-            f"{place} has the layout of an earlier recjax, which this one cannot go on from; go on with the recjax that"
-            " wrote it, or give another output=…. evaluate and export read it as it is"
+            f"{place} has the layout of another version of recjax; resume the run with the recjax that wrote it, or"
+            " give another output=…"
         )
     copied = (Path(manager.directory) / str(step) / COPY).exists()
     items = {
@@ -110,10 +108,9 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     try:
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:
-        # The manifest was checked: the cause is the model, the code, or damage in an old checkpoint without manifest.
+        # The manifest was checked, so the cause is the model or the code.
         raise ValueError(
-            f"{place} cannot be read ({_short(error)}); if the model or the problems changed since, put them back as"
-            " they were"
+            f"{place} cannot be read ({_short(error)}); if the model or the problems have changed, restore them"
         ) from error
     rows = store.from_bytes(np.asarray(restored["groups"]["parquet"]).tobytes()) if plain["rows"] else []
     return State(
@@ -144,7 +141,7 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no keys and values")
+        raise ValueError(f"{path} is damaged: it is not a JSON object")
     return found
 
 
@@ -154,11 +151,7 @@ def check_whole(folder: Path, step: int) -> None:
     Raises:
         ValueError: a file is damaged or missing, or the manifest is missing.
     """
-    place = folder / str(step)
-    if not (place / files.MANIFEST).exists() and progress(folder, step).get("layout", 1) < LAYOUT:
-        logger.warning("%s is of an earlier recjax, without checksums: damage in it would not be noticed", place)
-        return
-    files.check_manifest(place)
+    files.check_manifest(folder / str(step))
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
@@ -191,40 +184,25 @@ def set_damaged_aside(folder: Path) -> None:
             refused = none_whole(folder, damaged)
         else:
             for step, reason in damaged.items():
-                aside = _free(folder.parent / "damaged" / str(step))
-                aside.parent.mkdir(exist_ok=True)
+                damaged_folder = folder.parent / "damaged"
+                damaged_folder.mkdir(exist_ok=True)
+                names = [str(step), *(f"{step}-{number}" for number in range(2, 10_000))]
+                aside = next(damaged_folder / name for name in names if not (damaged_folder / name).exists())
                 (folder / str(step)).rename(aside)
-                back = "the run begins again" if whole is None else f"the run goes back to that of step {whole}"
+                back = (
+                    "the run starts again" if whole is None else f"the run resumes from the checkpoint of step {whole}"
+                )
                 logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, back)
     if hosts.any_says(refused is not None):
-        raise refused or ValueError(f"{folder}: no checkpoint is whole; process 0 says why")
+        raise refused or ValueError(f"{folder}: no checkpoint is whole; see the log of process 0")
 
 
 def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
     """The error for a folder without a whole checkpoint."""
     reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
     return ValueError(
-        f"{folder}: no checkpoint is whole ({reasons}); bring one back from a copy, or start anew with --overwrite"
+        f"{folder}: no checkpoint is whole ({reasons}); restore one from a copy, or start again with --overwrite"
     )
-
-
-@contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Hides the tracebacks that Orbax logs for errors that it also raises; --verbosity shows them."""
-    logs = logging.getLogger("absl")
-    level = logs.level
-    if level > logging.INFO:
-        logs.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logs.setLevel(level)
-
-
-def _free(path: Path) -> Path:
-    """The path, or the path with a number appended if it exists."""
-    names = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000))]
-    return next(name for name in names if not name.exists())
 
 
 def _short(error: Exception) -> str:

@@ -70,19 +70,19 @@ class DeferredMetrics(contextlib.AbstractContextManager):
             arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
         row = row | {name: float(value) for name, value in arrays.items()}
         bad = [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]
-        remedy = "A lower optimizer.learning_rate, or an algorithm that clips, is the usual remedy"
+        remedy = "Lower optimizer.learning_rate, or choose an algorithm that clips"
         if not bad and self._refuses_impossible:
             bad = [name for name in row if name.startswith("impossible_tokens/") and row[name]]
             remedy = (
-                "So many tokens of the batch have the log-probability −inf under that policy: its logits are −inf"
-                " there, or the log-probabilities are of another vocabulary or another cut than rollout's;"
-                " training.impossible_tokens=drop leaves such tokens out and counts them"
+                "It counts tokens whose log-probability under that policy is −inf: its logits are −inf there, or the"
+                " log-probabilities come from another vocabulary, or other values of rollout.top_k, top_p or min_p;"
+                " training.impossible_tokens=drop drops and counts such tokens"
             )
         if bad:
             good, folder = self._manager.latest_step(), self._manager.directory
             raise FloatingPointError(
-                f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. Nothing of this step was"
-                f" kept; the last good checkpoint is of step {good} in {folder}. {remedy}"
+                f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. The run"
+                f" discards this step; its last good checkpoint is of step {good} in {folder}. {remedy}"
             )
         return row
 

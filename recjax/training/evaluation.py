@@ -27,7 +27,7 @@ from recjax.tasks.prompts import Prompts
 logger = logging.getLogger(__name__)
 
 
-class Answered(NamedTuple):
+class AnsweredPart(NamedTuple):
     """Consecutive problems with all of their graded completions; `first` is the index of the first problem."""
 
     first: int
@@ -44,7 +44,7 @@ def answered(
     step: int,
     first: int = 0,
     agents: Agents | None = None,
-) -> Iterator[Answered]:
+) -> Iterator[AnsweredPart]:
     """Samples `evaluation.samples` completions of every prompt, `rollout.prompts_per_step` prompts at a time.
 
     The random numbers of each part depend only on the seed, `step` and the index of its first prompt.
@@ -57,7 +57,7 @@ def answered(
         ValueError: every agent of the whole evaluation failed through its own mistake.
     """
     settings, size, count = config.evaluation, config.rollout.prompts_per_step, len(prompts.texts)
-    held: list[Answered] | None = [] if agents and first == 0 else None  # parts in which all agents failed
+    held: list[AnsweredPart] | None = [] if agents and first == 0 else None  # parts in which all agents failed
     for start in range(first, count, size):
         # Repeated prompts fill the last part, so that one compiled program serves every part.
         asked, problems = prompts.take(np.arange(start, start + size) % count), min(size, count - start)
@@ -65,7 +65,7 @@ def answered(
         names = {"name": f"{start:06d}", "source": "policy", "version": step}
         if agents:
             asked = asked.take(np.arange(problems))
-            groups, grades = agents.sample_groups(
+            groups, pending = agents.sample_groups(
                 policy, params, asked, key, settings.samples, sampling, grading, **names, fatal=False
             )
         else:
@@ -73,9 +73,10 @@ def answered(
             keys = row_keys(key, size * settings.samples)
             groups = sample_groups(policy, params, asked, keys, settings.samples, longest, sampling, **names)
             groups, asked = groups[:problems], asked.take(np.arange(problems))
-            grades = submit(groups, asked, grading)
-        done = Answered(start, asked, with_grades(groups, grades.result()))
-        if held is not None and _all_failed(done):
+            pending = submit(groups, asked, grading)
+        done = AnsweredPart(start, asked, with_grades(groups, pending.result()))
+        grades = [completion.grade for group in done.groups for completion in group.completions]
+        if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
             held.append(done)
         else:
             yield from held or ()
@@ -84,15 +85,9 @@ def answered(
     if held and sum(len(done.groups) for done in held) * settings.samples > 1:
         raise ValueError(
             f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
-            f" {agents.last_failure}; correct it, or set task.agent_failure_reward"
+            f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
         )
     yield from held or ()
-
-
-def _all_failed(done: Answered) -> bool:
-    """True if every agent failed through its own mistake and got no reward for it."""
-    grades = [completion.grade for group in done.groups for completion in group.completions]
-    return all(grade.failure in MISTAKES and grade.reward is None for grade in grades)
 
 
 def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
@@ -101,7 +96,7 @@ def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
     return jax.random.fold_in(key, start)
 
 
-def sample_rows(done: Answered) -> list[dict]:
+def sample_rows(done: AnsweredPart) -> list[dict]:
     """One row per completion: the problem's index, the prompt, the completion and its grade."""
     return [
         {
@@ -150,7 +145,7 @@ class Evaluation(NamedTuple):
     samples: list[dict]
 
 
-def evaluate(
+def evaluate_policy(
     config: Config,
     policy: Policy,
     params: dict,
@@ -180,7 +175,7 @@ def evaluate(
     return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
 
 
-def _log_ratio_to(params: dict, config: Config, policy: Policy, done: Answered) -> tuple[float, int]:
+def _log_ratio_to(params: dict, config: Config, policy: Policy, done: AnsweredPart) -> tuple[float, int]:
     """Σ (log μ − log π) over all tokens, for the sampling policy μ and the policy π of `params`; the token count."""
     settings, rollout = config.evaluation, config.rollout
     if config.task.agent:

@@ -10,7 +10,7 @@ import numpy as np
 
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, score
-from recjax.experience.following import UNUSABLE, Candidate, Found
+from recjax.experience.following import UNUSABLE
 from recjax.experience.group import Group, token_staleness
 from recjax.experience.queue import Queue
 from recjax.models.trainable import combine
@@ -22,7 +22,7 @@ POLL_SECONDS = 0.5  # interval between reads of the store while a step waits
 LINE_SECONDS = 10.0  # interval between log lines while a step waits
 
 
-def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
+def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> tuple[State, list[Group] | None]:
     """Waits until the store has enough groups for a step, and takes them.
 
     Args:
@@ -44,9 +44,20 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
                 if not part:
                     break
                 admitted += len(part)
-                queue = _taken_in(run, queue, part, step)
-            queue = _settled(queue, found)
-            queue = queue._replace(followed=run.follower.compacted(queue.followed))
+                unrewarded = [name for one in part for name in one.unrewarded]
+                names = [*(name for one in part for name in one.ids), *unrewarded]
+                left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
+                queue = queue._replace(followed=queue.followed.with_taken(names, unrewarded), left=left)
+                groups = [run.follower.group(one, step) for one in part]
+                queue = queues.add_rewarded(queue, groups, step, settings)
+            # Unusable rows count as taken from the store.
+            counts = Counter(found.unusable.values())
+            counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
+            counts["groups_without_reward"] = found.without_reward
+            left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
+            taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
+            taken = taken._replace(unrewarded=taken.unrewarded - found.late)
+            queue = queue._replace(followed=run.follower.compacted(taken), left=left)
             state = state._replace(queue=queue)
             later, groups = queues.take(queue, count, step, run.config.seed, settings)
             if groups is not None or stopping:
@@ -54,41 +65,11 @@ def next_groups(run: Run, state: State, step: int, stopping: Container) -> tuple
                 return (state, None) if groups is None else (state._replace(queue=later), groups)
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
-                logger.info("%s", _waits_for(run, found, len(queue.ready), step))
+                waiting, completions, pending = found.waiting
+                rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
+                place, ready = run.follower.folder, len(queue.ready)
+                logger.info("step %d waits for %s: %d of %d groups are ready; %s", step, place, ready, count, rewards)
             time.sleep(POLL_SECONDS)
-
-
-def _taken_in(run: Run, queue: Queue, candidates: list[Candidate], step: int) -> Queue:
-    """The queue with the candidates' groups, which are marked as taken from the store."""
-    unrewarded = [name for one in candidates for name in one.unrewarded]
-    taken = queue.followed.with_taken([*(name for one in candidates for name in one.ids), *unrewarded], unrewarded)
-    groups = [run.follower.group(one, step) for one in candidates]
-    left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
-    return queues.add_rewarded(queue._replace(followed=taken, left=left), groups, step, run.settings)
-
-
-def _settled(queue: Queue, found: Found) -> Queue:
-    """The queue with unusable rows marked as taken from the store and counted by reason."""
-    counts = Counter(found.unusable.values())
-    counts["rows_without_reward"], counts["rewards_too_late"] = len(found.unrewarded), len(found.late)
-    counts["groups_without_reward"] = found.without_reward
-    taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
-    taken = taken._replace(unrewarded=taken.unrewarded - found.late)
-    left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
-    return queue._replace(followed=taken, left=left)
-
-
-def _waits_for(run: Run, found: Found, ready: int, step: int) -> str:
-    """A log line about the groups that a step is waiting for."""
-    groups, completions, pending = found.waiting
-    count, folder = run.own[0], run.follower.folder
-    there = f"{ready} of {count} groups are there"
-    if not groups:
-        return f"step {step} waits for {folder}: {there}, and nothing else is in the store"
-    return (
-        f"step {step} waits for {folder}: {there}; {groups} wait, of whose {completions} completions {pending} have no"
-        " reward"
-    )
 
 
 def metrics(run: Run, queue: Queue, groups: list[Group], step: int) -> dict[str, float]:

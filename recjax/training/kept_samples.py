@@ -47,14 +47,21 @@ def keep(
     path = folder / f"{step:08d}.jsonl"
     held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
     if held >= config.megabytes * 2**20:
-        logger.debug("samples.megabytes = %g are reached: no completions of step %d are kept", config.megabytes, step)
+        logger.debug(
+            "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
+        )
         return
     rows = []
     for place, group in enumerate(groups[: config.groups]):
         for number, completion in enumerate(group.completions):
             row = _described(step, group, completion, tokenizer)
             if learned is not None:
-                row |= _of_row(learned, place * rows_per_group + number, len(completion.tokens))
+                index, terms, length = place * rows_per_group + number, learned.terms, len(completion.tokens)
+                advantages = np.broadcast_to(terms.advantages[index], terms.ratio[index].shape)
+                row["probability_now"] = _short(np.exp(learned.logprobs[index, :length]))
+                row["advantage"] = _short(advantages[:length])
+                row["kept"] = terms.clip[index, :length].astype(int).tolist()
+                row["coefficient"] = _short(terms.coefficients[index, :length])
             rows.append(row)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,17 +87,6 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "tokens": token_texts(tokenizer, completion.tokens.tolist()),
         "chosen": completion.mask.astype(int).tolist(),
         "probability": None if known is None else _short(np.exp(known)),
-    }
-
-
-def _of_row(learned: Learned, row: int, length: int) -> dict[str, list]:
-    terms = learned.terms
-    advantages = np.broadcast_to(terms.advantages[row], terms.ratio[row].shape)
-    return {
-        "probability_now": _short(np.exp(learned.logprobs[row, :length])),
-        "advantage": _short(advantages[:length]),
-        "kept": terms.clip[row, :length].astype(int).tolist(),
-        "coefficient": _short(terms.coefficients[row, :length]),
     }
 
 

@@ -4,7 +4,7 @@ from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import row_shards
-from recjax.training.packing import Packed, RowShape, pack, pack_trajectories, row_shape, shape_for
+from recjax.training.packing import Packed, pack, pack_trajectories, row_shape, shape_for
 from recjax.training.update import Recipe
 
 # Packing must save this share of an update's FLOPs, and this many FLOPs (about half a second on two CPU cores), to be
@@ -28,10 +28,17 @@ def packed_batch(config: Config, recipe: Recipe, batch: Batch, micro_batches: in
     if config.training.tokens_per_micro_batch:
         shape = shape_for(config, _shape(batch), shards)
     else:
-        shape = _shape_unasked(batch, micro_batches, shards)
-        together = algorithm.compares_completions or (algorithm.relates_rows and _has_long_trajectories(batch))
-        if shape is None or together or not _saves(decoder.config, batch, *_at_least(batch)):
+        # By default, packed micro-batches are no larger than padded ones.
+        longest, (positions, _, _) = _shape(batch).prompt_time + _shape(batch).time - 1, _padded(batch)
+        wanted = max(LEAST_TOKENS * shards, longest * shards, positions // MOST_MICRO_BATCHES)
+        budget = min(wanted, positions // micro_batches)
+        ids = batch.trajectories
+        several_rows = ids is not None and len(set(ids.tolist())) < len(ids)
+        together = algorithm.compares_completions or (algorithm.relates_rows and several_rows)
+        least = int(batch.completion_mask.sum())  # a lower bound on the work for the best possible packing
+        if budget < longest * shards or together or not _saves(decoder.config, batch, least, least, least):
             return None
+        shape = row_shape(budget, longest, multiple=shards, sequences=len(batch.completions))
     if batch.trajectories is not None:
         packed = pack_trajectories(batch, shape, algorithm.relates_rows, share)
     else:
@@ -47,33 +54,11 @@ def _shape(batch: Batch) -> Shape:
     return Shape(prompts[0], rows // prompts[0], prompts[1], time)
 
 
-def _shape_unasked(batch: Batch, micro_batches: int, shards: int) -> RowShape | None:
-    """Default shape of packed micro-batches, no larger than padded ones; None if the longest sequence does not fit."""
-    shape = _shape(batch)
-    longest, (positions, _, _) = shape.prompt_time + shape.time - 1, _padded(batch)
-    wanted = max(LEAST_TOKENS * shards, longest * shards, positions // MOST_MICRO_BATCHES)
-    budget = min(wanted, positions // micro_batches)
-    if budget < longest * shards:
-        return None
-    return row_shape(budget, longest, multiple=shards, sequences=shape.prompts * shape.group)
-
-
-def _has_long_trajectories(batch: Batch) -> bool:
-    """True if a trajectory has several rows."""
-    return batch.trajectories is not None and len(set(batch.trajectories.tolist())) < len(batch.trajectories)
-
-
 def _padded(batch: Batch) -> tuple[int, int, int]:
     """Work for the padded batch: computed positions, attention pairs, and positions with vocabulary scores."""
     shape = _shape(batch)
     rows, asked, rest = shape.prompts * shape.group, shape.prompt_time, shape.time - 1
     return shape.positions, shape.prompts * asked**2 + rows * rest * (asked + rest), rows * shape.time
-
-
-def _at_least(batch: Batch) -> tuple[int, int, int]:
-    """Lower bounds on the work for the best possible packing; see `_padded`."""
-    sampled = int(batch.completion_mask.sum())
-    return sampled, sampled, sampled
 
 
 def _saves(config: DecoderConfig, batch: Batch, positions: int, pairs: int, scores: int) -> bool:

@@ -13,7 +13,7 @@ from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split
 from recjax.training import rounds
-from recjax.training.evaluation import Evaluation, evaluate
+from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.layout import packed_batch
 from recjax.training.packing import Packed
 from recjax.training.run import Run, State, initial_policy
@@ -82,7 +82,9 @@ class Learner:
         """Samples and grades answers of the trained policy to the held-out problems."""
         initial = combine(run.initial, run.frozen) if run.config.evaluation.initial_kl else None
         params = combine(state.trained.params, run.frozen)
-        return evaluate(run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents)
+        return evaluate_policy(
+            run.config, run.policy, params, run.held_out, run.grading, state.step, initial, run.agents
+        )
 
 
 def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainState:

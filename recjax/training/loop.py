@@ -31,7 +31,7 @@ from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.kept_samples import is_kept
 from recjax.training.learner import Learner
-from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, progress_bar, read_metrics
+from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, step_bar
 from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
@@ -39,10 +39,9 @@ from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.schedule import expected_staleness
 from recjax.training.start import begin
 from recjax.training.tracking import Tracking
-from recjax.training.update import Learned
 
 logger = logging.getLogger(__name__)
-_SAMPLED = "sampling the first batch, for which the sampler is compiled"
+_SAMPLED = "sampling the first batch, which compiles the sampler"
 _FROM_STORE = "taking the first batch from the store"
 
 
@@ -51,7 +50,7 @@ class Preempted(Exception):
 
     def __init__(self, step: int, number: int):
         """Takes the last step and the signal's number."""
-        super().__init__(f"stopped after step {step}, as asked; the same command goes on from its checkpoint")
+        super().__init__(f"stopped after step {step}; the same command resumes from its checkpoint")
         self.signal = number
 
 
@@ -91,9 +90,11 @@ def train(
             writer.write_text(0, "config", f"```yaml\n{to_yaml(config)}```")
             with under_way(f"evaluating the initial policy: {len(run.held_out.texts)} problems"):
                 evaluated = _evaluated(run, state, "before", writer)
-            writer.write({"step": 0, **evaluated, **_left_out(run)})
+            unusable = run.stored.left_out.items() if run.stored else ()
+            counts = {f"experience/left_out/{reason}": count for reason, count in unusable}
+            writer.write({"step": 0, **evaluated, **counts})
             state = _saved(run, state, manager, writer)
-        bar = stack.enter_context(progress_bar(config.algorithm.preset, last, initial=state.step))
+        bar = stack.enter_context(step_bar(config.algorithm.preset, last, initial=state.step))
         traced, folder = config.training.profile_steps, output / "profile"
         steps = profiled_steps(state.step + 1, last, traced, folder, lambda: jax.block_until_ready(state.trained))
         stack.enter_context(contextlib.closing(steps))
@@ -130,7 +131,12 @@ def train(
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
             metrics.settle()  # the previous step's
             if is_kept(step, config.samples):
-                _keep_samples(run, step, groups, of_tokens)
+                of_tokens = on_host(of_tokens)
+                if hosts.is_first():
+                    # The rows of a trajectory are not in the groups' order.
+                    of_tokens = None if config.has_trajectories else of_tokens
+                    tokenizer, settings = run.policy.tokenizer, config.samples
+                    kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, settings)
 
             # --- Log and evaluate.
             row = {
@@ -178,7 +184,7 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
         None instead of the groups if a signal arrived while the run waited for a store.
     """
     if run.follower:
-        return following.next_groups(run, rounds.synced(run, state, step), step, stopping)
+        return following.wait_for_groups(run, rounds.synced(run, state, step), step, stopping)
     state, groups = state._replace(queue=queues.begin_step(state.queue)), None
     if run.generators:
         run.generators.begin_step()
@@ -204,36 +210,22 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
         if config.has_trajectories:
-            batch, micro_batches = _padded_trajectories(run, algorithm, groups, micro_batches)
+            # A trajectory may have several rows.
+            rows = shape.prompts // multiple * row_shards()
+            whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
+            turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+            batch, micro_batches = pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
             batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
         else:
             batch = pad(groups, shape, logprobs=not unneeded)
     # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
     all_there = state.queue.left["groups_without_reward"] == 0
     if config.experience is None and config.regime.mode == "sync" and all_there:
-        found = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        if (found != expected_staleness(step, config.regime)).any():
-            raise AssertionError(f"step {step}: staleness {np.unique(found)} is not what the regime says")
+        measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
+        expected = expected_staleness(step, config.regime)
+        if (measured != expected).any():
+            raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
     return batch, micro_batches
-
-
-def _padded_trajectories(run: Run, algorithm: Algorithm, groups: list[Group], micro_batches: int) -> tuple[Batch, int]:
-    """The batch of trajectories, which may have several rows each, and its number of micro-batches."""
-    shape = run.shape
-    rows = -(-shape.prompts // (micro_batches * row_shards())) * row_shards()
-    whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
-    turns = run.config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
-    return pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
-
-
-def _keep_samples(run: Run, step: int, groups: list[Group], of_tokens: Learned) -> None:
-    """Keeps some completions of the step's batch, with the update's per-token results."""
-    of_tokens = on_host(of_tokens)
-    if hosts.is_first():
-        output, tokenizer = Path(run.config.output), run.policy.tokenizer
-        # The rows of a trajectory are not in the groups' order.
-        of_tokens = None if run.config.has_trajectories else of_tokens
-        kept_samples.keep(output, step, groups, of_tokens, run.shape.group, tokenizer, run.config.samples)
 
 
 def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict[str, float]:
@@ -257,11 +249,6 @@ def _saved(run: Run, state: State, manager: ocp.CheckpointManager, writer: Metri
     return state
 
 
-def _left_out(run: Run) -> dict[str, int]:
-    left_out = run.stored.left_out if run.stored else {}
-    return {f"experience/left_out/{reason}": count for reason, count in left_out.items()}
-
-
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
     """Received signals: SIGTERM of a cloud, SIGHUP of a closed terminal, Ctrl-C; a second Ctrl-C ends at once."""
@@ -274,12 +261,12 @@ def _stop_requests() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             if signal.SIGINT in received:
                 raise KeyboardInterrupt
-            logger.info("this step is finished and a checkpoint written; Ctrl-C again ends at once, without one")
+            logger.info("finishing this step and writing a checkpoint; press Ctrl-C again to stop without a checkpoint")
         received.append(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     for number in (signal.SIGINT, signal.SIGHUP):
-        # As in a shell's background, where Ctrl-C is meant for others, and under nohup.
+        # A shell's background jobs ignore Ctrl-C, and programs under nohup ignore SIGHUP; the run then does too.
         if before[number] == signal.SIG_IGN:
             before.pop(number)
     for number in before:
@@ -300,7 +287,7 @@ def _finish(run: Run, tracking: Tracking) -> None:
         draw_training(rows, title, output / "figures" / "training.png")
         if config.experience or config.regime.mode == "async":
             draw_experience(rows, title, output / "figures" / "experience.png")
-    # A row is missing where metrics.jsonl was damaged before the run went on.
+    # A row is missing if metrics.jsonl was damaged before the run resumed.
     by_step = {row["step"]: row for row in rows}
     before, after = by_step.get(0, {}), by_step.get(config.training.steps, {})
     summary = {

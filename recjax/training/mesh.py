@@ -25,8 +25,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     rest = -1 in sizes.values()
     if len(devices) % given or (not rest and given != len(devices)):
         raise ValueError(
-            f"mesh: {shown}: {given} does not {'divide' if rest else 'equal'} the {len(devices)} devices there are;"
-            " set the sizes so that they multiply to that, or one of them to -1 for the rest"
+            f"mesh: {shown}: {given} does not {'divide' if rest else 'equal'} the number of devices, {len(devices)};"
+            " set sizes with this product, or set one of them to -1 for the remaining devices"
         )
     shape = tuple(len(devices) // given if size == -1 else size for size in sizes.values())
     return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
@@ -51,5 +51,5 @@ def check_fits(mesh: Mesh, decoder: DecoderConfig) -> None:
         if whole % size:
             largest = max(number for number in range(1, size) if whole % number == 0)
             raise ValueError(
-                f"mesh.{axis} = {size} does not divide the model's {whole} {what}; take {largest}, or another that does"
+                f"mesh.{axis} = {size} does not divide the model's {whole} {what}; set {largest}, or another divisor"
             )

@@ -101,8 +101,8 @@ def _kept(path: Path, keep_through: int, written: Written | None) -> bytes:
     rows = [row for row in read_metrics(path) if row["step"] <= keep_through]
     if written:
         logger.warning(
-            "%s: its rows up to step %d are not those that the run wrote: some were changed or lost since. Training"
-            " does not read them and goes on; figures and summary are made of what is there",
+            "%s: the rows up to step %d differ from the rows that the run wrote. Training does not read them and"
+            " continues; figures and summary use the rows that remain",
             path,
             keep_through,
         )
@@ -123,15 +123,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line, parse_constant=lambda _: None)  # older versions wrote NaN and Infinity
+        row = json.loads(line)
         is_row = isinstance(row, dict) and type(row.get("step")) is int
-        reason = None if is_row else "it has no whole number as its step"
+        reason = None if is_row else "its step is not a whole number"
     except (ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
         raise ValueError(
-            f"{place} is no row of metrics ({reason}): {line[:60]!r}; bring the file back from a copy, or remove the"
-            " line, without which a run goes on"
+            f"{place} is not a row of metrics ({reason}): {line[:60]!r}; restore the file from a copy, or remove the"
+            " line; a run resumes without it"
         )
     return {name: value for name, value in row.items() if value is not None}
 
@@ -148,7 +148,9 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
         version and is missing without such rows; `staleness_rows` counts rows by staleness.
     """
     rows = batch.completion_mask.any(-1)
-    real = rows if batch.trajectories is None else rows & _first_of_trajectories(batch.trajectories)
+    real = rows
+    if batch.trajectories is not None:  # a trajectory counts once, at its first row
+        real = rows & np.isin(np.arange(len(rows)), np.unique(batch.trajectories, return_index=True)[1])
     versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
     found, counts = np.unique(staleness(step, versions), return_counts=True)
     return {
@@ -162,12 +164,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch) -> dict[str, Any]:
     }
 
 
-def _first_of_trajectories(trajectories: np.ndarray) -> np.ndarray:
-    """True at the first row of each trajectory."""
-    return np.isin(np.arange(len(trajectories)), np.unique(trajectories, return_index=True)[1])
-
-
-def progress_bar(description: str, total: int, initial: int = 0) -> tqdm:
+def step_bar(description: str, total: int, initial: int = 0) -> tqdm:
     """A progress bar of steps, shown only by the first process."""
     return console.progress_bar(description, total, initial, unit="step", shown=hosts.is_first())
 

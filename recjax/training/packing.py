@@ -139,8 +139,9 @@ def pack_trajectories(batch: Batch, shape: RowShape, together: bool, share: bool
         if _first_fit(sequences, [unit], shape, 1) is None:
             alone = np.sort(sequence_lengths(batch)[unit])[::-1]
             raise ValueError(
-                f"training.tokens_per_micro_batch has room for {shape.rows} rows of {shape.tokens} tokens, and a"
-                f" trajectory has rows of {', '.join(map(str, alone))}, which this algorithm reads together; raise it"
+                f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
+                f" tokens, but one trajectory has rows of {', '.join(map(str, alone))} tokens, which this algorithm"
+                " reads together; raise it"
             )
     most = -(-len(rows) // shape.rows)
     while (places := _first_fit(sequences, units, shape, most)) is None:
@@ -148,19 +149,16 @@ def pack_trajectories(batch: Batch, shape: RowShape, together: bool, share: bool
     return _laid_out(batch, sequences, shape, most, places, share)
 
 
-def _sequence(batch: Batch, index: int) -> np.ndarray:
-    """The tokens of a completion after the tokens of its prompt."""
-    prompt = index * len(batch.prompts) // len(batch.completions)
-    asked = batch.prompts[prompt][batch.prompt_mask[prompt]]
-    return np.concatenate([asked, batch.completions[index][batch.real_tokens[index]]])
-
-
 def _sequences(batch: Batch, share: bool) -> _Sequences:
     """Splits sequences: a prefix ends before the token that predicts the first sampled one; empty without `share`."""
     lengths = sequence_lengths(batch)
-    prompts = batch.prompt_mask.sum(-1).repeat(len(batch.completions) // len(batch.prompts))
+    per_prompt = len(batch.completions) // len(batch.prompts)
+    prompts = batch.prompt_mask.sum(-1).repeat(per_prompt)
     before = np.where((lengths > 0) & share, prompts - 1 + batch.completion_mask.argmax(-1), 0)
-    tokens, numbers = [_sequence(batch, index) for index in range(len(lengths))], {}
+    of_prompts = [tokens[mask] for tokens, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
+    own = [tokens[mask] for tokens, mask in zip(batch.completions, batch.real_tokens, strict=True)]
+    tokens = [np.concatenate([of_prompts[index // per_prompt], each]) for index, each in enumerate(own)]
+    numbers = {}
     prefix = [
         numbers.setdefault(own[:count].tobytes(), len(numbers)) for own, count in zip(tokens, before, strict=True)
     ]

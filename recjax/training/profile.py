@@ -37,11 +37,13 @@ def profiled_steps(
 @contextlib.contextmanager
 def _trace(begins: int, ends: int, folder: Path, wait: Callable[[], object]) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it traces every Python call, which would bury the phases
+    options.python_tracer_level = 0  # a trace of every Python call would hide the phases
     options.session_id = f"steps_{begins}_to_{ends}"  # equal on all hosts of a run
     wait()
     with jax.profiler.trace(folder, profiler_options=options):
         yield
         wait()
     where = folder / "plugins" / "profile" / options.session_id
-    logger.info("a trace of steps %d to %d is in %s; docs/performance.md says how to read it", begins, ends, where)
+    logger.info(
+        "wrote a trace of steps %d to %d to %s; docs/performance.md explains how to read it", begins, ends, where
+    )

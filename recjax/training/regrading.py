@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from recjax import hosts
-from recjax.experience.group import Grade, Group
+from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
 from recjax.experience.trajectories import thoughts_opening
@@ -17,7 +17,7 @@ from recjax.files import whole_file
 from recjax.rollout.collecting import Grades
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
-from recjax.training.metrics import progress_bar
+from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by prompt tokens
@@ -35,8 +35,16 @@ class Regraded(Sequence[Grade]):
             ValueError: the file is damaged or lacks a completion of the store.
         """
         lines, self._file = _lines(path), path.open("rb")
-        names = (name for (name,) in groups.columns(["id"]))
-        self._places = np.fromiter((_place_of(name, lines, path) for name in names), np.int64)
+        places = []
+        for (name,) in groups.columns(["id"]):
+            # The lines have the order of the store.
+            places.append(next((place for known, place in lines if known == name), None))
+            if places[-1] is None:
+                raise ValueError(
+                    f"{path}: has no grade of {name!r}, which the store contains; give another output=…, or put back"
+                    " the store's rows"
+                )
+        self._places = np.array(places, np.int64)
 
     def __len__(self) -> int:
         """The number of grades."""
@@ -61,9 +69,8 @@ def known_problems(run: Run) -> Known:
     for group in run.stored.groups:
         if group.answer is None and group.prompt_tokens.tobytes() not in known:
             raise ValueError(
-                f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, which is not among"
-                " the task's problems to train or to evaluate on, and the store has no answer to it; import it with"
-                " its answer, or leave experience.regrade out"
+                f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
+                " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
             )
     return known
 
@@ -86,15 +93,22 @@ def _made(run: Run, known: Known, path: Path) -> None:
     """Grades all completions with the reward and writes the file, which appears once it is complete."""
     groups, rollout = run.stored.groups, run.config.rollout
     tokenizer = run.policy.tokenizer
-    rows = (
-        (one, *_asked(group, known, run), thoughts_opening(group, one, tokenizer))
-        for group in groups
-        for one in group.completions
-    )
+
+    def rows() -> Iterator[tuple[Completion, str, Problem, str]]:
+        for group in groups:
+            # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
+            text, problem = known.get(group.prompt_tokens.tobytes()) or (
+                tokenizer.decode(group.prompt_tokens),
+                Problem(group.prompt, group.answer),
+            )
+            for one in group.completions:
+                yield one, text, problem, thoughts_opening(group, one, tokenizer)
+
+    left = rows()
     size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
     file = whole_file(path) if hosts.is_first() else contextlib.nullcontext()
-    with run.grading as grading, progress_bar("regrading", len(groups.heads)) as bar, file as file:
-        while batch := list(itertools.islice(rows, size)):
+    with run.grading as grading, step_bar("regrading", len(groups.heads)) as bar, file as file:
+        while batch := list(itertools.islice(left, size)):
             own = [
                 Answered(text, completion.text, problem.answer, problem.columns, len(completion.tokens), opening)
                 for completion, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
@@ -104,15 +118,6 @@ def _made(run: Run, known: Known, path: Path) -> None:
                 lines = [json.dumps([one.id, *grade]) for (one, *_), grade in zip(batch, found, strict=True)]
                 file.write("".join(f"{line}\n" for line in lines).encode())
             bar.update(len(batch))
-
-
-def _asked(group: Group, known: Known, run: Run) -> tuple[str, Problem]:
-    """The rendered prompt of a group, and its problem.
-
-    Answer and columns come from the task if it has the same prompt; otherwise the answer comes from the store.
-    """
-    found = known.get(group.prompt_tokens.tobytes())
-    return found or (run.policy.tokenizer.decode(group.prompt_tokens), Problem(group.prompt, group.answer))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
@@ -125,18 +130,7 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
                 Grade(*grade)
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"{path}: not the grades that this run made ({error}); bring them back from a copy"
+                    f"{path}: not the grades that this run wrote ({error}); restore the file from a copy"
                 ) from error
             yield name, place
             place += len(line)
-
-
-def _place_of(name: str, lines: Iterator[tuple[str, int]], path: Path) -> int:
-    """The byte offset of a completion's line; reads `lines` up to that line, since they have the order of the store."""
-    place = next((place for found, place in lines if found == name), None)
-    if place is None:
-        raise ValueError(
-            f"{path}: has no grade of {name!r}, which the store has now; give another output, or put the store's rows"
-            " back"
-        )
-    return place

@@ -64,7 +64,11 @@ def sampled(run: Run, state: State, step: int, wait: bool) -> State:
     Args:
         wait: wait for a batch of the generators.
     """
-    queue = _beside(run, state, step)
+    queue, count = state.queue, stored_per_batch(run.config)
+    if count and not queue.beside:  # groups that the step takes whole from a store
+        with run.phases.phase("sample"):
+            groups = _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
+        queue = queues.add_beside(queue, groups)
     if run.generators:
         queue = _received(run, state._replace(queue=queue), step, wait)
         return state._replace(queue=queue, in_flight=tuple(run.generators.in_flight))
@@ -156,16 +160,6 @@ def _joined(run: Run, state: State, groups: list[Group], number: int) -> list[Gr
         return _with_logprobs(run, state, mixed(groups, run.others, count, number, run.config.seed))
 
 
-def _beside(run: Run, state: State, step: int) -> Queue:
-    """The queue with the groups that the step takes whole from a store."""
-    count = stored_per_batch(run.config)
-    if not count or state.queue.beside:
-        return state.queue
-    with run.phases.phase("sample"):
-        groups = _with_logprobs(run, state, groups_at(run.stored.groups, count, step, run.config.seed))
-    return queues.add_beside(state.queue, groups)
-
-
 def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
     everything = combine(state.trained.params, run.frozen)
     return with_logprobs_of_now(groups, run.shape, run.config, run.policy, everything)
@@ -244,9 +238,9 @@ def require_some(run: Run, queue: Queue, step: int) -> None:
     usual, most = settings.offset + settings.late.longest, refill.batches if refill else IDLE_ROUNDS
     if queue.idle >= usual + settings.sampling_interval * most + (refill is None):
         raise RuntimeError(
-            f"step {step}: {most} batches were sampled and there are still too few groups to train on:"
-            f" {queues.counts(queue)}. Loosen what leaves them out (experience.replay, experience.refill,"
-            " experience.late.deadline), or make the task such that completions of one prompt differ in reward"
+            f"step {step}: {most} batches were sampled, but too few groups remain to train on:"
+            f" {queues.counts(queue)}. Relax the settings that drop groups (experience.replay, experience.refill,"
+            " experience.late.deadline), or choose problems whose completions differ in reward"
         )
 
 

@@ -223,10 +223,10 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
     if len(train) < rollout.prompts_per_step or not evaluation:
         raise ValueError(
-            f"{limit} leaves {len(train)} train and {len(evaluation)} held-out problems of {len(task.train)} and"
-            f" {len(task.evaluation)}, too few; raise it"
+            f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
+            f" {len(task.evaluation)} held-out problems fit, too few; raise it"
         )
-    logger.info("%s: %d train and %d held-out problems are longer and left out", limit, *dropped)
+    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Set
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from recjax.files import partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.training import run_lock
 from recjax.training.checkpoint import newest_whole, progress, steps_of
-from recjax.training.environment import record_start, starts
+from recjax.training.environment import record_start
 
 logger = logging.getLogger(__name__)
 
@@ -64,20 +64,24 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     """
     output = Path(config.output)
     if "\\" in str(output.absolute()):
-        raise ValueError(f"output = {config.output!r}: a checkpoint cannot be read from a folder with \\ in its path")
+        raise ValueError(
+            f"output = {config.output!r}: a checkpoint cannot be read from a path with \\; name another folder"
+        )
     if output.exists() and not output.is_dir():
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
     # A process that was killed before it wrote the config leaves these files.
     if not output.exists() or {path.name for path in output.iterdir()} <= {run_lock.NAME, partial_of("config.yaml")}:
         return
     if not (output / "config.yaml").is_file():
-        raise ValueError(f"output = {config.output!r}: the folder holds something that is not a run; name another")
+        raise ValueError(
+            f"output = {config.output!r}: the folder contains files that are not a run; name another folder"
+        )
     if not overwrite:
         _check_same_config(config, output)
         if is_finished(config):
-            longer = " a larger training.steps=… to go on," if config.optimizer.schedule == "constant" else ""
+            longer = " a larger training.steps=… to continue it," if config.optimizer.schedule == "constant" else ""
             raise ValueError(
-                f"output = {config.output!r} holds a finished run of {config.training.steps} steps or more; give"
+                f"output = {config.output!r} contains a finished run of {config.training.steps} steps or more; give"
                 f" another output=…,{longer} or --overwrite to delete that run"
             )
 
@@ -103,11 +107,7 @@ def _chat_date(config: Config, overwrite: bool) -> str | None:
     output = Path(config.output)
     if overwrite or not (output / "config.yaml").is_file():
         return date.today().isoformat()
-    if stored := (_stored_config(output).get("model") or {}).get("chat_date"):
-        return stored
-    # An older version started the run and stored no date.
-    first = next(iter(starts(output)), {}).get("started")
-    return (datetime.fromisoformat(first).astimezone().date() if first else date.today()).isoformat()
+    return (_stored_config(output).get("model") or {}).get("chat_date") or date.today().isoformat()
 
 
 def is_finished(config: Config) -> bool:
@@ -125,7 +125,7 @@ def is_finished(config: Config) -> bool:
         # If the user deleted the checkpoints of a finished run, only the summary counts.
         return min([made, *steps_of(summary.parent / "checkpoints")[-1:]]) >= config.training.steps
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is damaged (%s: %s); the run makes it again", summary, type(error).__name__, error)
+        logger.warning("%s is damaged (%s: %s); recjax writes it again", summary, type(error).__name__, error)
         return False
 
 
@@ -142,16 +142,20 @@ def open_run_folder(config: Config, overwrite: bool) -> Path:
     hosts.wait_for_all("checks of the run's folder")
     if hosts.is_first():
         with writing(f"output = {config.output!r}: it"):
-            if overwrite and output.exists():
-                _empty(output)
+            # Deletes all but the lock, and config.yaml last, since without it the folder is not a run.
+            old = output.iterdir() if overwrite and output.exists() else ()
+            for path in sorted(old, key=lambda path: path.name == "config.yaml"):
+                if path.name != run_lock.NAME:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "config.yaml", to_yaml(config))
         record_start(output)
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
         raise ValueError(
-            f"output = {config.output!r} is not what process 0 of {jax.process_count()} made; name a folder on a file"
-            " system that all hosts share, for checkpoints are written by all of them"
+            f"output = {config.output!r}: this process does not see the folder that process 0 of"
+            f" {jax.process_count()} made; name a folder on a file system that all hosts share, because all processes"
+            " write checkpoints"
         )
     return output
 
@@ -171,35 +175,24 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
     if changed := differences(ours, theirs, _MAY_CHANGE | came_later | gone):
         raise ValueError(
-            f"{run / 'config.yaml'} is not that of the run's checkpoints ({changed}); it was changed or"
-            " damaged since, so put it back as it was"
+            f"{run / 'config.yaml'} differs from the config in the run's checkpoints ({changed}); restore the file"
         )
-
-
-def _empty(output: Path) -> None:
-    """Deletes the files in a run folder except the lock; config.yaml last, since without it the folder is not a run."""
-    for path in sorted(output.iterdir(), key=lambda path: path.name == "config.yaml"):
-        if path.name != run_lock.NAME:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _check_same_config(config: Config, output: Path) -> None:
     ours, theirs = config.model_dump(), _stored_config(output)
     fixed = _MAY_CHANGE - ({"training.steps"} if config.optimizer.schedule != "constant" else set())
-    fixed = fixed | _new_defaults(ours, theirs)
+    # A config of an older version lacks keys that have default values here, which do not change the run.
+    values = _dotted(ours)
+    added = values.keys() - _dotted(theirs).keys()
+    fixed = fixed | {key for key in added if key in KEYS and values[key] == KEYS[key].default}
     if None in (config.model.chat_date, (theirs.get("model") or {}).get("chat_date")):
         fixed = fixed | {"model.chat_date"}  # `with_chat_date` sets the date of the first start
     if changed := differences(ours, theirs, fixed):
         raise ValueError(
-            f"output = {config.output!r} holds a run of another config ({changed});"
+            f"output = {config.output!r} contains a run of another config ({changed});"
             " give another output=…, or --overwrite to delete that run"
         )
-
-
-def _new_defaults(ours: dict, theirs: dict) -> set[str]:
-    """Keys that a config of an older version lacks and that have default values, which do not change the run."""
-    values = _dotted(ours)
-    return {key for key in values.keys() - _dotted(theirs).keys() if key in KEYS and values[key] == KEYS[key].default}
 
 
 def _stored_config(output: Path) -> dict[str, Any]:
@@ -209,15 +202,15 @@ def _stored_config(output: Path) -> dict[str, Any]:
         values = read_yaml_file(path)
         if isinstance(values, dict) and "output" in values:
             return values
-        reason = "it holds nothing" if values is None else "it lacks keys that recjax writes, such as output"
+        reason = "it is empty" if values is None else "it lacks keys that recjax writes, such as output"
     except ValueError as error:
         reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
     if step is not None and (config := progress(output / "checkpoints", step)["totals"].get("config")):
-        logger.warning("%s is damaged (%s); that of the checkpoint of step %d is taken", path, reason, step)
+        logger.warning("%s is damaged (%s); recjax uses the config in the checkpoint of step %d", path, reason, step)
         return config
     raise ValueError(
-        f"{path} is damaged ({reason}), and no checkpoint says what was in it; bring it back from a copy, or give"
+        f"{path} is damaged ({reason}), and no checkpoint contains the config; restore the file from a copy, or give"
         " --overwrite to delete that run"
     )
 

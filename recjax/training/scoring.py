@@ -14,7 +14,7 @@ from recjax.training.packing import Packed
 LogprobsAndEntropy = tuple[Float[Array, "batch time"], Float[Array, "batch time"]]
 
 
-def split(x: Array, parts: int) -> Array:
+def row_parts(x: Array, parts: int) -> Array:
     """Splits an array of rows into equal parts, each spread over all devices."""
     return constrain(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), None, ROWS)
 
@@ -57,7 +57,7 @@ def batch_logprobs(
         micro_batches: see `update.update`.
     """
     if packed is None:
-        parts = jax.tree.map(lambda x: split(x, micro_batches), batch)
+        parts = jax.tree.map(lambda x: row_parts(x, micro_batches), batch)
         found = jax.lax.map(lambda part: prompts_logprobs(decoder, params, part, sampling, chunk), parts)
         return tuple(x.reshape(batch.completions.shape) for x in found)
 

@@ -55,11 +55,11 @@ def begin(
     if state.totals["store"] != totals["store"]:
         place = config.experience.store or config.experience.mix.store
         raise ValueError(
-            f"the experience store {place!r} is not what it was when this run began, and its batches would be others;"
-            f" put its rows back, or give another output than {config.output!r}"
+            f"the experience store {place!r} has changed since this run began, which would change its batches; restore"
+            f" the store's rows, or give another output than {config.output!r}"
         )
     state = state._replace(totals=totals | state.totals | {"config": totals["config"]})
-    logger.info("going on from the checkpoint of step %d", state.step)
+    logger.info("resuming from the checkpoint of step %d", state.step)
     run.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return _with_follower(run, state), state, manager
 
@@ -70,6 +70,7 @@ def _with_follower(run: Run, state: State) -> Run:
         return run
     if jax.process_count() > 1:
         raise ValueError(
-            f"experience.follow = true: one process follows a store, and this run has {jax.process_count()}; start one"
+            f"experience.follow = true: only one process can follow a store, and this run has {jax.process_count()};"
+            " start a single process"
         )
     return run._replace(follower=Follower(run.config, run.policy, state.totals["run"]))

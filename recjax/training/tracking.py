@@ -40,7 +40,7 @@ def identity(output: Path) -> tuple[str, str]:
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is damaged (%s); trackers get this run as a new one", path, error)
+        logger.warning("%s is damaged (%s); trackers show this run as a new run", path, error)
     content = {"id": uuid.uuid4().hex, "name": output.resolve().name}
     write_whole(path, json.dumps(content, indent=2) + "\n")
     return content["id"], content["name"]
@@ -139,9 +139,11 @@ class _Feed(threading.Thread):
         """Waits for the thread; warns if the tracker is not done after `timeout`."""
         super().join(timeout)
         if self.is_alive():
-            self._fails(f"it has not taken the rest in {timeout:g} s")
+            self._fails(f"it did not log its remaining rows within {timeout:g} s")
 
     def _fails(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            logger.warning("tracking.%s gets no more of this run: %.500s; metrics.jsonl has all", self._name, reason)
+            logger.warning(
+                "tracking.%s gets no more rows of this run: %.500s; metrics.jsonl has all rows", self._name, reason
+            )

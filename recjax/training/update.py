@@ -19,7 +19,7 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
 from recjax.models.unrolling import unrolled_for_training
 from recjax.training.packing import Packed
-from recjax.training.scoring import batch_logprobs, in_micro_batch, micro_batch_logprobs, prompts_logprobs, split
+from recjax.training.scoring import batch_logprobs, in_micro_batch, micro_batch_logprobs, prompts_logprobs, row_parts
 
 
 class Recipe(NamedTuple):
@@ -222,7 +222,7 @@ def update(
             more, seen = of_prompts(*part)
             return jax.tree.map(jnp.add, sums, more), seen
 
-        sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(lambda x: split(x, micro_batches), (batch, rows)))
+        sums, seen = jax.lax.scan(accumulate, sums, jax.tree.map(lambda x: row_parts(x, micro_batches), (batch, rows)))
         logprobs, entropy = (x.reshape(batch.completions.shape) for x in seen)
     else:
         # A completion is in one micro-batch and zero in all others. One program serves any number of micro-batches.

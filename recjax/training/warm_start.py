@@ -25,7 +25,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.models.placement import constrain_params, put_rows
 from recjax.tasks.prompts import Prompts
-from recjax.training.metrics import progress_bar
+from recjax.training.metrics import step_bar
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,14 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     folder = cache_folder("warm_start") / digest
     # If several runs need the same base policy at once, one run makes it while the other runs wait.
     with locked_file(Path(f"{folder}.lock")), ocp.StandardCheckpointer() as checkpointer:
-        if _is_whole(folder):
+        is_whole = folder.exists()
+        try:
+            if is_whole:
+                check_manifest(folder)
+        except ValueError as error:
+            logger.warning("base policy in the cache: %s; recjax makes it again", error)
+            is_whole = False
+        if is_whole:
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
         params = supervise(config.warm_start, policy, params, prompts, config.seed)
@@ -66,23 +73,11 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         except Exception as error:
             # Tensorstore raises its own exception types, for example for a full disk.
             raise ValueError(
-                f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); make room"
+                f"{folder}: the base policy cannot be written to the cache ({str(error).strip()[:300]}); free space"
                 " there, or set RECJAX_CACHE to another folder"
             ) from error
     logger.info("base policy written to the cache: %s", folder)
     return params
-
-
-def _is_whole(folder: Path) -> bool:
-    """True if the cache has the base policy, with every byte as it was written."""
-    if not folder.exists():
-        return False
-    try:
-        check_manifest(folder)
-    except ValueError as error:
-        logger.warning("base policy in the cache: %s; it is made anew", error)
-        return False
-    return True
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
@@ -102,7 +97,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     tokens, mask = _demonstrations(policy, texts, are_chats)
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
-    with progress_bar("warm start", config.steps) as bar:
+    with step_bar("warm start", config.steps) as bar:
         for _ in range(config.steps):
             chosen = generator.integers(len(counts), size=config.batch_size)
             if counts.all():

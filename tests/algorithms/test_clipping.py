@@ -36,10 +36,6 @@ class ClipVariants(chex.TestCase):
         assert tuple("".join(str(int(x)) for x in row) for row in got) == TABLE[name]
 
 
-def test_no_clip_leaves_nothing_out():
-    assert clipping.no_clip(jnp.array([[True, False]])).all()
-
-
 def test_defaults_are_the_papers():
     ratio, positive, negative = jnp.array([[0.39, 0.5, 0.79, 0.81, 1.19, 1.21, 2.9, 3.1]]), jnp.ones(1), -jnp.ones(1)
     assert clipping.one_side_mask(ratio, positive).sum() == 5

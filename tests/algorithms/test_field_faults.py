@@ -328,7 +328,7 @@ def test_a_ratio_or_a_correction_that_nothing_reads_is_refused():
     for axis, block, words in (
         ("ratio", {"name": "sequence_mean"}, "ratio = .*neither clip, mask nor weight reads a ratio"),
         ("anchor", {"name": "proximal"}, "anchor = .*neither clip, mask nor weight reads a ratio"),
-        ("correction", {"name": "truncated"}, "correction = .*here they are the same; set anchor.name"),
+        ("correction", {"name": "truncated"}, "correction = .*which are the same; set anchor.name"),
     ):
         with pytest.raises(ValueError, match=words):
             build_algorithm("reinforce", {axis: block})

@@ -252,8 +252,8 @@ def test_needs_say_which_inputs_change_the_loss():
     for name, algorithm in ALGORITHMS.items():
         same = np.array_equal(*(jitted(FULL[name], x)[1][0] for x in (EXAMPLE, moved)))
         assert same == (name not in needs), name
-        assert not algorithm.needs_reference and not algorithm.needs_entropy
-    assert FULL["grpo"].needs_reference and FULL["grpo"].needs_entropy
+        assert not algorithm.needs_reference
+    assert FULL["grpo"].needs_reference
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ LENGTHS = np.maximum(MASK.sum(-1, keepdims=True), 1)
 ROW = LOG_RATIO.sum(-1, keepdims=True)
 # name → value of each token, derivative of the batch's sum by the token's log-probability
 CASES = {
-    "no_regularizer": (0 * LOG_RATIO, 0 * LOG_RATIO),
     "log_likelihood_bonus": (-0.1 * EXAMPLE.logprobs, np.full(MASK.shape, -0.1)),
     "squared_log_ratio_per_token": (0.05 * LOG_RATIO**2, 0.1 * LOG_RATIO),
     "squared_log_ratio_per_completion": (0.05 * ROW**2 / LENGTHS, np.broadcast_to(0.1 * ROW, MASK.shape)),

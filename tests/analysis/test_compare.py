@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from recjax.analysis.collect import COLUMNS
-from recjax.analysis.compare import difference, estimate, fallen, final, whole
+from recjax.analysis.compare import estimate, fallen, final, mean_over_steps, paired_difference
 
 CURVES = {  # held-out accuracy at steps 0, 10, …, 40
     ("a", "on", "0"): [0.4, 0.5, 0.6, 0.9, 0.6],
@@ -33,23 +33,23 @@ def table():
 def test_the_end_the_whole_and_the_fall_of_each_run(table):
     for settings, values in CURVES.items():
         assert final(table)[settings] == pytest.approx(np.mean(values[-3:]))
-        assert whole(table)[settings] == pytest.approx(np.mean(values[1:]))
+        assert mean_over_steps(table)[settings] == pytest.approx(np.mean(values[1:]))
         assert fallen(table)[settings] == pytest.approx(max(values) - values[-1])
 
 
 def test_differences_are_paired_by_all_other_settings(table):
-    found = difference(final(table), "algorithm", "a", "b")
+    found = paired_difference(final(table), "algorithm", "a", "b")
     pairs = [
         np.mean(CURVES["a", *rest][-3:]) - np.mean(CURVES["b", *rest][-3:])
         for rest in [("on", "0"), ("on", "1"), ("off", "0")]
     ]
     assert found.mean == pytest.approx(np.mean(pairs)) and found.count == 3
-    on = difference(final(table), "algorithm", "a", "b", regime=["on"])
+    on = paired_difference(final(table), "algorithm", "a", "b", regime=["on"])
     assert on.mean == pytest.approx(np.mean(pairs[:2])) and on.count == 2
-    back = difference(final(table), "algorithm", "b", "a", regime=["on"])
+    back = paired_difference(final(table), "algorithm", "b", "a", regime=["on"])
     assert back.mean == pytest.approx(-on.mean) and back.low == pytest.approx(-on.high, abs=1e-6)
     with pytest.raises(ValueError, match="1 runs or pairs"):
-        difference(final(table), "algorithm", "a", "b", regime=["off"])
+        paired_difference(final(table), "algorithm", "a", "b", regime=["off"])
 
 
 def test_the_interval_is_that_of_every_resample():

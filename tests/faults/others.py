@@ -47,7 +47,7 @@ def full_disks(place: Place, expected: Path, count: int, seed: int) -> Iterator[
         if tried % 3 == 0:
             status, said = run(place, RECORD, output)
             wrong = differs(output, expected) if status == 0 else f"it ended with {status}: {said[-300:]}"
-            if "holds a finished run" in said:
+            if "contains a finished run" in said:
                 wrong = differs(output, expected)
             yield Outcome("room again after a full disk", "NOT" if wrong else "as without", wrong)
             shutil.rmtree(output)
@@ -64,7 +64,7 @@ def two_processes(place: Place, expected: Path, count: int, seed: int) -> Iterat
         pids = [first.process.pid, second.process.pid]
         ends = [one.ended() for one in (first, second)]
         refused = [place for place, (status, said) in enumerate(ends) if status == 1 and "is in use" in said]
-        finished = "holds a finished run" in ends[1][1]  # the second one came too late for a collision
+        finished = "contains a finished run" in ends[1][1]  # the second one came too late for a collision
         wrong = differs(output, expected) if ends[0][0] == 0 or ends[1][0] == 0 else f"none ended well: {ends}"
         if not finished and not wrong:
             names = f"process {pids[1 - refused[0]]} on host {socket.gethostname()}" if refused else "nobody"

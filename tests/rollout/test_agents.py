@@ -35,7 +35,7 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training.evaluation import evaluate
+from recjax.training.evaluation import evaluate_policy
 from recjax.training.packing import RowShape, pack_trajectories
 from recjax.training.scoring import batch_logprobs
 from tests.rollout import some_agents, some_tools
@@ -403,7 +403,7 @@ def test_an_agent_that_fails_in_an_evaluation_counts_as_wrong(made, fails):
         asked = [Problem("1+2=", "3", columns={"do": what}) for what in does]
         prompts = encode_problems(asked, policy.tokenizer, None)
         with Grading(config, load_reward(config.task.reward_name())) as grading, Agents(config, policy) as opened:
-            return evaluate(config, policy, params, prompts, grading, 0, params, opened)
+            return evaluate_policy(config, policy, params, prompts, grading, 0, params, opened)
 
     found = evaluated(*["fine"] * 4, fails)
     assert found.accuracy == 0.8 and [row["ungraded"] for row in found.samples] == [None] * 4 + ["raised"]

@@ -95,7 +95,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing
     DAMAGES[damage](folder / "checkpoints" / "4")
     assert without_times(train(config)) == without_times(made[1])
     lines = [line for line in said if "checkpoint of step 4" in line and "damaged/4" in line]
-    assert len(lines) == 1 and "the run goes back to that of step 2" in lines[0]
+    assert len(lines) == 1 and "the run resumes from the checkpoint of step 2" in lines[0]
     assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / files.MANIFEST).is_file()
 
 
@@ -116,7 +116,7 @@ def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
         shutil.rmtree(folder / "checkpoints" / str(step))
     flip(largest(folder / "checkpoints" / "0"))
     assert without_times(train(config)) == without_times(made[1])
-    assert any("damaged/0, and the run begins again" in line for line in said)
+    assert any("damaged/0, and the run starts again" in line for line in said)
 
 
 def test_a_run_of_another_version_is_read_with_a_warning(run, tmp_path, said):
@@ -169,7 +169,7 @@ def test_a_config_file_that_was_changed_is_not_exported(run, tmp_path):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_kv_heads: 1", "num_kv_heads: 2"))
     with pytest.raises(
-        ValueError, match="config.yaml is not that of the run's checkpoints .*num_kv_heads: 1 there, 2 now"
+        ValueError, match="config.yaml differs from the config in the run's checkpoints .*num_kv_heads: 1 there, 2 now"
     ):
         export(str(folder), None, str(tmp_path / "out"), None, "float32")
 
@@ -184,7 +184,7 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
         other = load_config(made[0] / "tiny.yaml", [*OPTIONS, "optimizer.learning_rate=0.5", f"output={folder}"])
         run_folder.check_run_folder(other, overwrite=False)
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ValueError, match="config.yaml is damaged .*, and no checkpoint says what was in it"):
+    with pytest.raises(ValueError, match="config.yaml is damaged .*, and no checkpoint contains the config"):
         run_folder.check_run_folder(config, overwrite=False)
 
 
@@ -204,7 +204,7 @@ def test_lines_that_are_no_rows_are_named(tmp_path):
     for line in ('{"loss": 1.0}', "garbage", "", '{"step": "1"}', "[1]", "\udcff"):
         content = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n{{"st'
         (tmp_path / "metrics.jsonl").write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ValueError, match="metrics.jsonl: line 2 is no row of metrics .*; bring the file back"):
+        with pytest.raises(ValueError, match="metrics.jsonl: line 2 is not a row of metrics .*; restore the file"):
             read_metrics(tmp_path / "metrics.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
@@ -226,7 +226,7 @@ def test_metrics_that_changed_since_the_checkpoint_are_noticed(run, said):
         writer = MetricsWriter(folder, 4, known)
         writer.close()
         assert len(read_metrics(path)) == kept
-        assert any("are not those that the run wrote" in line for line in said) == warns
+        assert any("differ from the rows that the run wrote" in line for line in said) == warns
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": null}', "{}"])

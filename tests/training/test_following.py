@@ -99,7 +99,7 @@ def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_
     with pytest.raises(loop.Preempted, match="after step 1"):
         train(config)
     waiting.join()
-    assert "0 of 4 groups are there; 4 wait, of whose 16 completions 16 have no reward" in caplog.text
+    assert "0 of 4 groups are ready; 4 groups wait: 16 of their 16 completions have no reward yet" in caplog.text
     assert (Path(config.output) / "checkpoints" / "1").is_dir()
     give_rewards(folder, [{"id": row.id, "reward": 0.0} for row in pending])
     assert train(config)[-1]["step"] == 2

@@ -16,7 +16,7 @@ from recjax.config import load_config
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
 from recjax.training import learner, loop, rounds
-from recjax.training.evaluation import evaluate
+from recjax.training.evaluation import evaluate_policy
 from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
@@ -75,7 +75,7 @@ def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distri
     asked = made.held_out
     one_token = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_completion_tokens": 1})})
     with made.grading:
-        sampled = evaluate(one_token, made.policy, moved, asked, made.grading, 0, initial).initial_kl
+        sampled = evaluate_policy(one_token, made.policy, moved, asked, made.grading, 0, initial).initial_kl
     exact = np.mean(np.sum(np.exp(first(moved)) * (first(moved) - first(initial)), axis=-1))
     np.testing.assert_allclose(sampled, exact, rtol=0.15)
 
@@ -108,7 +108,7 @@ def at_a_terminal():
 def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.checkpoint_every=400"]
     raises = Interrupted(5, lambda: signal.raise_signal(number))
-    with pytest.raises(loop.Preempted, match="stopped after step 5, as asked") as stopped:
+    with pytest.raises(loop.Preempted, match="stopped after step 5; the same command resumes") as stopped:
         count(tiny("stopped", *options), raises)
     assert stopped.value.signal == number
     assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()
@@ -177,7 +177,7 @@ def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_p
     said = process.communicate()[1]
     assert process.returncode == 128 + signal.SIGTERM
     done = read_metrics(metrics)[-1]["step"]
-    assert 13 < done < 400 and f"stopped after step {done}, as asked" in said and "Traceback" not in said
+    assert 13 < done < 400 and f"stopped after step {done};" in said and "Traceback" not in said
     assert (Path(config.output) / "checkpoints" / str(done)).is_dir()
     options[2] = f"training.steps={done + 6}"
     resumed, straight = train(tiny("stopped", *options)), train(tiny("straight", *options))

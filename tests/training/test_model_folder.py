@@ -147,19 +147,6 @@ def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
     assert len(rows) == 8 and days(rows, policy_alone(config, "").tokenizer) == {FIRST}
 
 
-def test_a_run_from_before_there_was_a_date_goes_on_with_that_of_its_first_start(folder, on, tmp_path):
-    config = load_config(folder / "tiny.yaml", [f"output={tmp_path}"])
-    fields = config.model_dump()
-    del fields["model"]["chat_date"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
-    (tmp_path / "environment.json").write_text(json.dumps([{"started": f"{FIRST}T12:00:00+00:00"}]))
-    on(SECOND)
-    check_run_folder(config, overwrite=False)
-    assert with_chat_date(config, overwrite=False).model.chat_date == FIRST
-    (tmp_path / "environment.json").unlink()
-    assert with_chat_date(config, overwrite=False).model.chat_date == SECOND
-
-
 def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_the_start(folder, tmp_path):
     model = shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = load_tokenizer(model)

@@ -94,10 +94,10 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
     shutil.rmtree(output / "checkpoints" / str(STEPS))
     grades = output / "regraded.jsonl"
     grades.write_text(grades.read_text().replace(", 1.0, ", ", 0.5, "))
-    with pytest.raises(ValueError, match="is not what it was when this run began"):
+    with pytest.raises(ValueError, match="has changed since this run began"):
         train(tiny("again", *options))
     grades.write_text(grades.read_text()[:-40])
-    with pytest.raises(ValueError, match="regraded.jsonl: not the grades that this run made"):
+    with pytest.raises(ValueError, match="regraded.jsonl: not the grades that this run wrote"):
         train(tiny("again", *options))
 
 
@@ -128,7 +128,7 @@ def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_ag
     ]
     store.append(tmp_path / "others", [row._replace(group_id="g") for row in rows[:4]])
     options = [f"experience.store={tmp_path / 'others'}", "experience.regrade=true", "rollout.prompts_per_step=1"]
-    with pytest.raises(ValueError, match=r"experience.regrade: group 'g' asks '11\+1='.*no answer to it"):
+    with pytest.raises(ValueError, match=r"experience.regrade: group 'g' asks '11\+1='.*nor the store has an answer"):
         train(tiny("unknown", *options, "experience.missing_logprobs=initial"))
 
 
@@ -188,7 +188,7 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4
     shutil.copytree(texts, tmp_path / "copy")
     store.append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])
-    with pytest.raises(ValueError, match=r"store '.*texts' is not what it was when this run began"):
+    with pytest.raises(ValueError, match=r"store '.*texts' has changed since this run began"):
         train(config)
     shutil.rmtree(texts)
     shutil.copytree(tmp_path / "copy", texts)

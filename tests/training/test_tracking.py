@@ -71,13 +71,13 @@ def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tiny, monkeypatch
     rows = tracked(tiny, monkeypatch, Fake(fails_at))
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     said = [record.getMessage() for record in caplog.records if "tracking.wandb" in record.getMessage()]
-    assert len(said) == 1 and "gets no more of this run" in said[0] and "metrics.jsonl has all" in said[0]
+    assert len(said) == 1 and "gets no more rows of this run" in said[0] and "metrics.jsonl has all rows" in said[0]
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
     monkeypatch.setattr(tracking, "LAST_SECONDS", 0.1)
     assert len(tracked(tiny, monkeypatch, Fake(seconds=5.0))) == 4
-    assert "it has not taken the rest in 0.1 s" in caplog.text
+    assert "it did not log its remaining rows within 0.1 s" in caplog.text
 
 
 def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, tmp_path):

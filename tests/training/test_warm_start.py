@@ -9,7 +9,7 @@ import pytest
 
 from recjax.config import load_config
 from recjax.training import run, warm_start
-from recjax.training.evaluation import evaluate
+from recjax.training.evaluation import evaluate_policy
 from recjax.training.warm_start import _with_slips
 from tests.training.tiny_run import TINY
 
@@ -49,7 +49,7 @@ def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch
     made, params = run.prepare(config)
     # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
     with made.grading as grading:
-        result = evaluate(config, made.policy, params, made.train, grading, 0)
+        result = evaluate_policy(config, made.policy, params, made.train, grading, 0)
     assert result.accuracy > 0.05, json.dumps(result.samples[:5])
     monkeypatch.setattr(warm_start, "supervise", None)  # from the cache now, or not at all
     again = run.prepare(config)[1]
