@@ -54,8 +54,8 @@ class Reply(NamedTuple):
         return {"role": "assistant", "content": self.text}
 
 
-class Limits(NamedTuple):
-    """Limits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
+class AgentLimits(NamedTuple):
+    """AgentLimits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
 
     reply: int
     context: int
@@ -71,7 +71,7 @@ class AgentPolicy:
         policy: Policy,
         chats: ChatRenderer,
         sampling: Sampling,
-        limits: Limits,
+        limits: AgentLimits,
         key: Callable[[int], UInt32[np.ndarray, " words"]],
         at_work: Callable[[bool], None],
         template: Mapping[str, Any] = MappingProxyType({}),

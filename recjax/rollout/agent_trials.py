@@ -84,16 +84,13 @@ class Trial:
     def _start_clock(self) -> None:
         if not self.done.done():
             self._since = self._loop.time()
-            self._timer = self._loop.call_later(max(self._left, 0), self._time_out)
+            words = f"it spent task.agent_seconds = {self._seconds} without waiting for the policy"
+            self._timer = self._loop.call_later(max(self._left, 0), self.end, "timeout", words)
 
     def _stop_clock(self) -> None:
         if self._timer:
             self._timer.cancel()
             self._left, self._timer = self._left - (self._loop.time() - self._since), None
-
-    def _time_out(self) -> None:
-        self._timer = None
-        self.end("timeout", f"it was at something else for task.agent_seconds = {self._seconds}")
 
     def end(self, failure: str = "raised", words: str = "the batch ended before it did") -> None:
         """Ends the agent if it still runs."""

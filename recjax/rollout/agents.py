@@ -18,7 +18,7 @@ from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.agent_loading import load_agent, named
-from recjax.rollout.agent_policy import AgentPolicy, Limits
+from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES, MISTAKES, Trial, Tried
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
@@ -114,7 +114,9 @@ class Agents:
         groups = []
         for place, problem in enumerate(prompts.problems):
             own = tuple(completions[place * group_size : (place + 1) * group_size])
-            groups.append(Group(f"{name}/{place:05d}", _first_prompt(own), own, problem.prompt, problem.answer))
+            # Stores record the prompt of a group's first agent as the prompt of the group.
+            prompt = own[0].prompt_tokens
+            groups.append(Group(f"{name}/{place:05d}", prompt, own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
         openings = [
             thoughts_opening(group, completion, policy.tokenizer)
@@ -127,7 +129,7 @@ class Agents:
         self, live: LiveEngine, policy: Policy, problems: Sequence[Problem], keys: np.ndarray, sampling: Sampling
     ) -> list[Tried]:
         rollout, task = self._config.rollout, self._config.task
-        limits = Limits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
+        limits = AgentLimits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
         async with live:
 
             def policy_of(place: int, at_work: Callable[[bool], None]) -> AgentPolicy:
@@ -215,8 +217,3 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weig
             for turn, end in enumerate(trajectory.ends)
         ),
     )
-
-
-def _first_prompt(completions: Sequence[Completion]) -> np.ndarray:
-    """The prompt of a group's first agent, which stores record as the prompt of the group."""
-    return completions[0].prompt_tokens

@@ -210,8 +210,9 @@ class RemoteEngine:
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
         words = _words(reply)
-        if reply.status_code == 400 and _error_code(reply) == "content_filter":  # Azure's filter of prompts
-            return {"choices": [{"finish_reason": "content_filter"}]}
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if reply.status_code == 400 and reply.json()["error"]["code"] == "content_filter":  # Azure refuses a prompt
+                return {"choices": [{"finish_reason": "content_filter"}]}
         if reply.status_code in (401, 403):
             raise ValueError(f"{self._place} refuses ({words}); give --api_key_file, a file with one key")
         if not reply.is_success:
@@ -299,11 +300,6 @@ def _wrong_with(choice: dict[str, Any]) -> str | None:
     if not text and (said.get("reasoning_content") or said.get("reasoning")):
         return "reasoning alone"
     return None if isinstance(text, str) else "no text"
-
-
-def _error_code(reply: httpx.Response) -> Any:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return reply.json()["error"]["code"]
 
 
 def _words(reply: httpx.Response) -> str:

@@ -109,7 +109,7 @@ class Admitted(NamedTuple):
         if self.group_size is not None:
             return self
         left = [place for place, ticket in enumerate(self.tickets) if ticket not in gone]
-        return Admitted(*taken(left, self.requests, self.tickets), None)
+        return Admitted(*selected(left, self.requests, self.tickets), None)
 
 
 class Prefilled(NamedTuple):
@@ -145,7 +145,7 @@ def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " som
     return {sampling: np.array(places) for sampling, places in found.items()}
 
 
-def taken(places: list[int], *columns: list) -> list[list]:
+def selected(places: list[int], *columns: list) -> list[list]:
     """Selects some places of each column."""
     return [[column[place] for place in places] for column in columns]
 

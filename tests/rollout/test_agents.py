@@ -22,7 +22,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
-from recjax.rollout.agent_policy import AgentPolicy, Limits
+from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
@@ -102,7 +102,9 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     chat = [{"role": "user", "content": "hi"}]
     with ChatRenderer(tokenizer) as chats:
         key = np.zeros(2, np.uint32)
-        asker = AgentPolicy(live, policy, chats, Sampling(), Limits(5, 90, 9), lambda turn: key, lambda waits: None)
+        asker = AgentPolicy(
+            live, policy, chats, Sampling(), AgentLimits(5, 90, 9), lambda turn: key, lambda waits: None
+        )
         reply = asyncio.run(asker.chat(chat))
         asyncio.run(asker.chat([*chat, reply.message, *chat]))
         asyncio.run(asker.complete("hi"))
