@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.console import command
 from recjax.experience import store
-from recjax.experience.foreign import Columns, Imported, imported
+from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
@@ -40,14 +40,14 @@ def import_files(
     """Appends the rows of files to a store: all rows, or none if one is invalid.
 
     Args:
-        columns, source, sampling: arguments of `foreign.imported`.
+        columns, source, sampling: arguments of `foreign.import_rows`.
         tokenizer: folder or hub name of the tokenizer that made the token columns.
     Raises:
         ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
     vocabulary = load_tokenizer(tokenizer) if tokenizer else None
     name = tokenizer_name(vocabulary) if vocabulary else None
-    found = imported(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
+    found = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
     if vocabulary:
         if all(row.tokenizer is None for row in found.rows):
             raise ValueError(f"--tokenizer {tokenizer!r} is not read: no row has tokens; remove it")

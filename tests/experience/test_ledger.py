@@ -64,10 +64,10 @@ def test_a_damaged_ledger_is_named_with_the_way_to_go_on(folder):
     assert len(store.read(folder)) == len(store.read(folder)) == 2 * PARTS
 
 
-def test_a_store_of_an_earlier_recjax_is_read_with_one_warning_and_gets_a_ledger(folder, warned):
+def test_a_store_without_a_ledger_is_read_with_one_warning_and_gets_one(folder, warned):
     (folder / ledger.NAME).unlink()
     assert len(store.read(folder)) == 2 * PARTS and len(store.ids(folder)) == 2 * PARTS
-    assert len([text for text in warned if "of an earlier recjax, without checksums" in text]) == 1
+    assert len([text for text in warned if "has no checksums" in text]) == 1
     store.append(folder, [make_row(50)])
     warned.clear()
     store.part_files(folder)[0].unlink()

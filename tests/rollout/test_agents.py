@@ -456,7 +456,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
             assert turns.tolist() == [0] * len(first) + [1] * len(second)
     assert {*batch.token_turns[batch.completion_mask].tolist()} == {0, 1, 2}
     assert (batch.token_turns[~batch.completion_mask] == -1).all()
-    with pytest.raises(ValueError, match="its turns were not recorded"):
+    with pytest.raises(ValueError, match="the metadata has no turns"):
         bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
         pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
 
