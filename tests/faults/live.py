@@ -139,7 +139,7 @@ class _Both:
     def address(self) -> str | None:
         """Of the server that was started last, once it answers."""
         log = self._processes["server"][1] if "server" in self._processes else None
-        found = re.search(r"is served at (http://[^/]*)", log.read_text(errors="replace")) if log else None
+        found = re.search(r"\bserving .* at (http://[^/]*)", log.read_text(errors="replace")) if log else None
         return found and found.group(1)
 
 
