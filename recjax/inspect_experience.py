@@ -54,13 +54,13 @@ def _span(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def sampled(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
+def random_rows(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
     """A random sample of `count` rows, or all rows if there are fewer, in the store's order."""
     places = np.random.default_rng(seed).choice(len(rows), min(count, len(rows)), replace=False)
     return [rows[place] for place in sorted(places)]
 
 
-def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
+def print_summary(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
     """Prints summaries of all rows and of each source, then the samples."""
     sources = by_source(rows)
     columns = {"all": summary(rows)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     rows = read(argv[1])
-    show(rows, sampled(rows, FLAGS.samples, FLAGS.seed), plain_console())
+    print_summary(rows, random_rows(rows, FLAGS.samples, FLAGS.seed), plain_console())
     if FLAGS.figure:
         draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
         print(f"figure: {FLAGS.figure}")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("figure", None, "File of the picture; without it, none is drawn.")
-    flags.DEFINE_integer("samples", 5, "Random rows to show.", lower_bound=0)
+    flags.DEFINE_string("figure", None, "File for a figure; default: no figure.")
+    flags.DEFINE_integer("samples", 5, "Number of random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the random rows.")
     app.run(main)

@@ -8,7 +8,6 @@ With --follow the server loads each new checkpoint of a run between two rounds o
 127.0.0.1 unless --host sets another address, and stops at SIGTERM or Ctrl-C. See docs/serving.md for details.
 """
 
-import functools
 import importlib.util
 import logging
 import secrets
@@ -58,7 +57,7 @@ def load(run: str | None, step: int | None, model: str | None, follow: str | Non
         found = " and ".join(named) or "none"
         raise ValueError(f"give exactly one of --run, --model and --follow; found {found}")
     if step is not None and run is None:
-        raise ValueError(f"--step {step} is not read with {named[0]}; remove it, or give --run")
+        raise ValueError(f"--step {step}: has no effect with {named[0]}; remove it, or give --run")
     if run is not None:
         version, policy, params = run_params(Path(run), run_config(Path(run)), step)
         return Loaded(Path(run).resolve().name, policy, _placed(policy, Weights(params, version)))
@@ -70,7 +69,13 @@ def load(run: str | None, step: int | None, model: str | None, follow: str | Non
     checkpoints = FollowedRun(Path(follow))
     weights = checkpoints.first()
     policy = checkpoints.policy
-    newer = functools.partial(_newer, checkpoints, jax.sharding.get_mesh())
+    mesh = jax.sharding.get_mesh()
+
+    def newer() -> Weights | None:
+        weights = checkpoints.newer()
+        with jax.set_mesh(mesh):  # each thread has its own current mesh
+            return weights and _placed(policy, weights)
+
     return Loaded(Path(follow).resolve().name, policy, _placed(policy, weights), newer)
 
 
@@ -78,13 +83,6 @@ def _placed(policy: Policy, weights: Weights) -> Weights:
     """Moves the weights to the devices of the current mesh, in the compute dtype."""
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return weights._replace(params=in_compute_dtype(policy.decoder, put_params(weights.params), copy=False))
-
-
-def _newer(checkpoints: FollowedRun, mesh: jax.sharding.Mesh) -> Weights | None:
-    """Like `FollowedRun.newer`, but on the devices; sets the mesh because each thread has its own current mesh."""
-    weights = checkpoints.newer()
-    with jax.set_mesh(mesh):
-        return weights and _placed(checkpoints.policy, weights)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -98,7 +96,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
-            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any that is free"
+            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any free port"
         ) from error
 
 
@@ -114,10 +112,10 @@ def read_keys(file: str | None) -> tuple[str, ...]:
         keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"--api_key_file {file} cannot be read ({error}); give a text file with one key a line"
+            f"--api_key_file {file} cannot be read ({error}); give a text file with one key per line"
         ) from error
     if not keys or any(not key.isascii() or " " in key for key in keys):
-        raise ValueError(f"--api_key_file {file}: takes one key or more, a line each, of ASCII without spaces")
+        raise ValueError(f"--api_key_file {file}: takes one or more keys, one per line, in ASCII without spaces")
     return keys
 
 
@@ -129,7 +127,7 @@ def check_extra() -> None:
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f'package {package} is not installed, and serving needs it; pip install "recjax[serve]"')
+            raise ValueError(f'the server needs the package {package}; pip install "recjax[serve]"')
 
 
 @command
@@ -137,7 +135,7 @@ def main(argv: list[str]) -> None:
     """Reads the flags, loads the policy and serves it."""
     prepare_host_memory()
     if len(argv) > 1:
-        raise ValueError(f"{argv[1]!r} is not read; give flags alone, such as --run runs/NAME")
+        raise ValueError(f"{argv[1]!r}: unknown argument; give only flags, such as --run runs/NAME")
     check_extra()
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
@@ -147,7 +145,7 @@ def main(argv: list[str]) -> None:
 
     keys = read_keys(FLAGS.api_key_file)
     if FLAGS.host not in LOOPBACK and not keys:
-        logger.warning("--host %s without --api_key_file: whoever reaches this machine may use the server", FLAGS.host)
+        logger.warning("--host %s without --api_key_file: anyone who reaches this machine can use it", FLAGS.host)
     listening = listen(FLAGS.host, FLAGS.port)
     keep_compiled_programs()
     with jax.set_mesh(make_mesh(Config(output="").mesh)):
@@ -179,31 +177,33 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("run", None, "Folder of a training run; a checkpoint of it is served.")
-    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
-    flags.DEFINE_string("model", None, "Hugging Face folder or hub name, in place of a run.")
-    flags.DEFINE_string("follow", None, "Folder of a run that is trained meanwhile; its newest checkpoint is served.")
-    flags.DEFINE_string("name", None, "Name of the model in requests; default: that of the run or folder.")
-    flags.DEFINE_string("host", "127.0.0.1", "Where it listens; 0.0.0.0: on all addresses of the machine.")
-    flags.DEFINE_integer("port", 8000, "Port; 0: any that is free.", lower_bound=0, upper_bound=65535)
-    flags.DEFINE_string("api_key_file", None, "File of keys, one a line; each request then needs one of them.")
-    flags.DEFINE_integer("slots", 16, "Completions that are sampled at one time.", lower_bound=1)
-    flags.DEFINE_integer("queue", 256, "Completions that wait for a slot; more are refused.", lower_bound=0)
-    flags.DEFINE_integer("max_context_tokens", 2048, "Tokens of a prompt and its completion.", lower_bound=2)
-    flags.DEFINE_integer("max_completion_tokens", 1024, "Tokens of a completion.", lower_bound=1)
+    flags.DEFINE_string("run", None, "Folder of a training run whose checkpoint to serve.")
+    flags.DEFINE_integer("step", None, "Checkpoint to serve; default: the newest.")
+    flags.DEFINE_string("model", None, "Hugging Face folder or hub name, instead of a run.")
+    flags.DEFINE_string("follow", None, "Folder of a run in training; serves its newest checkpoint.")
+    flags.DEFINE_string("name", None, "Name of the model in requests; default: the name of the run or folder.")
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all addresses of the machine.")
+    flags.DEFINE_integer("port", 8000, "Port; 0: any free port.", lower_bound=0, upper_bound=65535)
+    flags.DEFINE_string("api_key_file", None, "File of API keys, one per line; each request then needs a key.")
+    flags.DEFINE_integer("slots", 16, "Completions that are sampled together.", lower_bound=1)
+    flags.DEFINE_integer("queue", 256, "Completions that may wait for a slot; more are refused.", lower_bound=0)
+    flags.DEFINE_integer("max_context_tokens", 2048, "Most tokens of a prompt with its completion.", lower_bound=2)
+    flags.DEFINE_integer("max_completion_tokens", 1024, "Most tokens of a completion.", lower_bound=1)
     flags.DEFINE_integer(
-        "distributions", 16, "Of temperature, top_k, top_p and min_p that programs are compiled for.", 1
+        "distributions", 16, "Most combinations of temperature, top_k, top_p and min_p; each compiles programs.", 1
     )
-    flags.DEFINE_integer("max_body_bytes", 2**20, "Bytes of a request's body.", lower_bound=1)
-    flags.DEFINE_float("client_seconds", 60, "For a client to send its body, and to take each piece.", lower_bound=0.1)
-    flags.DEFINE_integer("max_sessions", 1024, "Sessions under way.", lower_bound=1)
-    flags.DEFINE_integer("seed", None, "Of requests without one; default: another one at each start.", lower_bound=0)
-    flags.DEFINE_bool("recording", True, "Whether what is served is recorded.")
+    flags.DEFINE_integer("max_body_bytes", 2**20, "Most bytes of a request's body.", lower_bound=1)
+    limit = "Time limit for a client to send its body, and to receive each piece of a reply."
+    flags.DEFINE_float("client_seconds", 60, limit, lower_bound=0.1)
+    flags.DEFINE_integer("max_sessions", 1024, "Most active sessions.", lower_bound=1)
+    flags.DEFINE_integer("seed", None, "Seed for requests without one; default: random at each start.", lower_bound=0)
+    flags.DEFINE_bool("recording", True, "True to record all completions.")
     flags.DEFINE_string("record", None, "Folder of the experience store; default: served/NAME.")
-    flags.DEFINE_bool("record_prompts", True, "Whether prompts are recorded; without them nothing can be trained on.")
-    flags.DEFINE_float("reward_seconds", 3600, "That completions and sessions wait for rewards.", lower_bound=0)
-    flags.DEFINE_float("part_seconds", 30, "Between two parts of the store.", lower_bound=0.1)
-    flags.DEFINE_float("keep_days", None, "After which parts of the store are deleted; default: never.", lower_bound=0)
+    flags.DEFINE_bool("record_prompts", True, "True to record prompts; training needs them.")
+    waits = "Seconds that completions and sessions wait for rewards."
+    flags.DEFINE_float("reward_seconds", 3600, waits, lower_bound=0)
+    flags.DEFINE_float("part_seconds", 30, "Seconds between two parts of the store.", lower_bound=0.1)
+    flags.DEFINE_float("keep_days", None, "Age in days at which parts are deleted; default: never.", lower_bound=0)
 
 
 if __name__ == "__main__":

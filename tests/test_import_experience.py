@@ -89,7 +89,7 @@ def test_columns_have_any_name_and_files_share_groups(tmp_path):
     found = import_rows(files, columns, TIME)
     assert [(row.id, row.source, row.reward) for row in found.rows] == [("x", "ours", 2), ("y", "theirs", 3)]
     assert found.rows[0].group_id == found.rows[1].group_id and found.rows[0].group_id.endswith("/7")
-    assert found.rows[0].reward_parts == {"kind": 1.5} and found.left_aside == ["mood"]
+    assert found.rows[0].reward_parts == {"kind": 1.5} and found.unused == ["mood"]
     assert {row.source for row in import_rows(files, columns, TIME, source="both").rows} == {"both"}
 
 
@@ -134,7 +134,7 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     with pytest.raises(ValueError, match="line 2: tokens decode to '1.*', but the text is '2'; give the tokens"):
         import_files([other], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
     plain = write(tmp_path / "c.jsonl", PLAIN)
-    with pytest.raises(ValueError, match="--tokenizer .* is not read"):
+    with pytest.raises(ValueError, match="--tokenizer .* has no effect"):
         import_files([plain], tmp_path / "t", columns, None, str(tmp_path / "model"))
     assert not (tmp_path / "t").exists()
 
@@ -223,7 +223,7 @@ def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
     if ending == "jsonl":
         rows[1]["tools"], rows[2]["chat_template_kwargs"] = TOOLS, {"brief": True}
     found = import_rows([write(tmp_path / f"a.{ending}", rows)], Columns(), TIME)
-    assert len({row.group_id for row in found.rows}) == 3 and not found.left_aside
+    assert len({row.group_id for row in found.rows}) == 3 and not found.unused
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
@@ -278,10 +278,10 @@ def test_the_command(tmp_path):
     path = write(tmp_path / "a.csv", [{**row, "mood": 1} for row in PLAIN])
     command = [sys.executable, "-m", "recjax.import_experience", "--input", path, "--output", str(tmp_path / "s")]
     done = subprocess.run([*command, "--source", "claude"], capture_output=True, text=True)
-    assert "3 rows in 2 groups, 1 of them pending\ncolumns left aside: mood" in done.stdout, done.stderr
+    assert "3 rows in 2 groups, 1 rows pending\nunused columns: mood" in done.stdout, done.stderr
     assert store.read(tmp_path / "s")[0].source == "claude"
     more = write(tmp_path / "b.csv", [{**row, "mood": 1} for row in PLAIN])
     done = subprocess.run([*command[:4], more, *command[5:]], capture_output=True, text=True)
-    assert "1 of them pending; the store has 6 rows now" in done.stdout, done.stderr
+    assert "1 rows pending; the store has 6 rows" in done.stdout, done.stderr
     done = subprocess.run([*command, "--reward_column", "score"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has this column")

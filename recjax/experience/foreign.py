@@ -43,7 +43,7 @@ class Imported(NamedTuple):
 
     rows: list[Experience]
     places: list[str]
-    left_aside: list[str]
+    unused: list[str]
 
 
 def import_rows(

@@ -20,7 +20,7 @@ from recjax.serving.fields import Fields
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
-from recjax.serving.replies import Chunks, last_chunk, whole_reply
+from recjax.serving.replies import Chunks, full_reply, last_chunk
 from recjax.serving.sampler import Piece
 from recjax.serving.served import Feedback
 from recjax.serving.units import session_row
@@ -67,7 +67,7 @@ class Server:
                 if job.asked.stream:
                     return _Events(self._events(job), stack.pop_all())
                 pieces = await _unless_gone(request, complete(job))
-            return JSONResponse(whole_reply(job.form, [prompt.tokens for prompt in job.prompts], pieces))
+            return JSONResponse(full_reply(job.form, [prompt.tokens for prompt in job.prompts], pieces))
 
         async def complete(job: Job) -> list[Piece]:
             found: dict[int, Piece] = {}

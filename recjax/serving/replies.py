@@ -38,7 +38,7 @@ class Form(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def whole_reply(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
+def full_reply(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
     """The complete reply to a request.
 
     Args:

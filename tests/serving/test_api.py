@@ -19,7 +19,7 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
 from recjax.serving.asked import read_chat
-from recjax.serving.replies import Chunks, Form, message_parts, place_of, whole_reply
+from recjax.serving.replies import Chunks, Form, full_reply, message_parts, place_of
 from recjax.serving.sampler import Piece, Sampler, certain
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.serving.some_server import LIMITS, PARAMS, POLICY, SHAPE, TOKENIZER, chunks, post, serve
@@ -298,7 +298,7 @@ def test_tool_calls_are_read_and_streamed(written, content, names):
 def _finishes(form, written, finish):
     """Why a reply has ended, whole and streamed."""
     piece, prompt = a_piece(written, finish), np.zeros(1, np.int32)
-    (choice,) = whole_reply(form._replace(asked=form.asked._replace(n=1)), [prompt], [piece])["choices"]
+    (choice,) = full_reply(form._replace(asked=form.asked._replace(n=1)), [prompt], [piece])["choices"]
     return [choice["finish_reason"], Chunks(form, 0, prompt).next(piece)[-1]["choices"][0]["finish_reason"]]
 
 
