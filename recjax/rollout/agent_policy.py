@@ -187,7 +187,7 @@ class AgentPolicy:
         if not sound:
             raise InvalidReward(f"policy.reward({value!r:.200}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
-            raise ValueError(f"policy.reward({value!r}): there is no reply yet; ask the policy first")
+            raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")
         turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
         self.rewards[turn] = self.rewards.get(turn, 0.0) + float(value)
 

@@ -54,8 +54,8 @@ class Agents:
         """
         if jax.process_count() > 1:
             raise ValueError(
-                f"task.agent = {config.task.agent!r}: agents run in one process, and this run has"
-                f" {jax.process_count()}; start one"
+                f"task.agent = {config.task.agent!r}: agents need a run with a single process, and this run has"
+                f" {jax.process_count()}; start one process"
             )
         task = config.task
         functions = {name: named("task.tools", name) for name in task.tools}
@@ -162,8 +162,8 @@ class Agents:
         place = f"task.agent = {self._config.task.agent!r}:"
         if fatal and len(mistakes) == len(tried) and self._config.task.agent_failure_reward is None:
             raise ValueError(
-                f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct it, or"
-                " set task.agent_failure_reward"
+                f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct the"
+                " agent, or set task.agent_failure_reward"
             )
         counts = ", ".join(f"{reason} {count}" for reason, count in Counter(one.failure for one in failed).items())
         said = f"{place} {len(failed)} of {len(tried)} agents failed: {counts}"
@@ -173,7 +173,7 @@ class Agents:
             return
         first = next(one for one in failed if _reason(one) == most)
         logger.error(
-            "%s; most of the batch failed for the same reason, and little is learned from it: %s; %s",
+            "%s; most of the batch failed for the same reason, so the policy learns little from it: %s; %s",
             said,
             first.words,
             FAILURES[first.failure],

@@ -237,11 +237,11 @@ class Generators:
         self.restarts += 1
         if self._failures[generator] > RESTARTS:
             raise RuntimeError(
-                f"{name} {why}, for the {RESTARTS + 1}th time in a row; it was at batch {numbers[0]}. Give it more"
-                " regime.generator_seconds or memory, and the cluster a free CPU for each generator; its own last words"
-                " are in the logs of Ray, /tmp/ray/session_latest/logs"
+                f"{name} {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}; raise"
+                " regime.generator_seconds or its memory, and give the cluster a free CPU for each generator. Ray has"
+                " its logs in /tmp/ray/session_latest/logs"
             )
-        logger.warning("%s %s; it is started again, for batches %s", name, why, numbers)
+        logger.warning("%s %s; recjax restarts it for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
         self._assigned = {key: one for key, one in self._assigned.items() if one.generator != generator}
         self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()

@@ -520,8 +520,8 @@ def test_an_environment_is_closed_when_its_agent_is_canceled(does):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("not_async", "is no coroutine function; write it as async def"),
-        ("of_one", "does not take a problem and a policy"),
+        ("not_async", "must be a coroutine function; write it as async def"),
+        ("of_one", "must take a problem and a policy"),
         ("nowhere", "AttributeError.*must be importable"),
     ],
 )

@@ -427,9 +427,9 @@ def test_what_cannot_be_sampled_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             engine.admit([request, wrong])
-    with pytest.raises(ValueError, match="request 3: its prefix differs from its group's; take another group_size"):
+    with pytest.raises(ValueError, match="request 3: its prefix differs from its group's; change group_size"):
         engine.admit(requests_of(), group_size=4)
-    with pytest.raises(ValueError, match="3 requests are not whole groups of 2; take"):
+    with pytest.raises(ValueError, match="3 requests: not a multiple of group_size = 2; change"):
         engine.admit([request] * 3, group_size=2)
     with pytest.raises(ValueError, match="no weights; call replace_weights"):
         Engine(decoder, LATE, slots=None, prefix_time=5).round()
