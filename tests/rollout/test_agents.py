@@ -431,7 +431,7 @@ def test_weights_are_of_what_agents_return_and_of_their_turns(made):
     _, grades = sampled(*parts)
     for grade in grades:
         np.testing.assert_allclose(grade.reward, 2 * grade.reward_parts["digits"] - 1, atol=1e-6)
-    with pytest.raises(ValueError, match=r"task.reward_weights.digit: the agent returned the parts digits, accuracy"):
+    with pytest.raises(ValueError, match=r"task.reward_weights.digit: unknown part; choose .*: digits, accuracy"):
         sampled(*made("several_turns", "task.reward_weights={digit: 2.0}"))
 
 
