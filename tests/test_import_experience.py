@@ -125,7 +125,7 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     assert stored.sampling == Sampling(0.7, 0, 1.0, 0.2)
     with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
         import_files(files, tmp_path / "t", columns)
-    with pytest.raises(ValueError, match="line 1: logprobs: .*give its --temperature"):
+    with pytest.raises(ValueError, match="line 1: logprobs: .*give --temperature"):
         import_files(files, tmp_path / "t", columns, None, str(tmp_path / "model"))
     beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [3, 5]}])
     with pytest.raises(ValueError, match="line 1: a token id is 5 or more"):
@@ -146,8 +146,8 @@ BAD = {
     "two prompts": ({"prompt": "x", "messages": [USER], "completion": "x"}, "found both"),
     "empty prompt": ({"prompt": "", "completion": "x"}, "prompt: '': takes text"),
     "no completion": ({"prompt": "x"}, "completion: None: takes text"),
-    "user's last word": ({"messages": [USER, USER]}, "messages: .*the last .* is the assistant's"),
-    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*two messages or more"),
+    "user's last word": ({"messages": [USER, USER]}, "messages: .*the last one from the assistant"),
+    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*at least two messages"),
     "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: .*role and content"),
     "tool calls": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, "'tool_calls'"),
     "reward text": ({**PLAIN[0], "reward": "good"}, "reward: 'good': takes finite numbers"),

@@ -65,7 +65,7 @@ def test_entries_that_cannot_be_used_may_be_refused_one_by_one(folder):
     refused = {}
     assert give_rewards(folder, entries, refuse=refused.__setitem__) == Given(5, 0)
     assert [row.reward for row in store.read(folder)] == [1, None, 4, 3, 3, 3, 1]
-    assert refused.keys() == {1, 2, 3, 4, 5} and "another reward above" in refused[1] and "no row" in refused[2]
+    assert refused.keys() == {1, 2, 3, 4, 5} and "in an earlier entry" in refused[1] and "no such row" in refused[2]
     with pytest.raises(ValueError, match="another reward"):
         give_rewards(folder, entries)
 
@@ -105,7 +105,7 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
         ({"id": "row 1", "reward": [1]}, r"reward = \[1\]: takes finite"),
         ({"id": "row 1", "reward": 1, "accurate": 1}, "accurate = 1: takes true"),
         ({"id": "row 1", "reward": 1, "reward_parts": {"a": "b"}}, "reward_parts = .*finite numbers"),
-        ({"id": "row 1", "reward": 1, "score": 1}, "'score' is not read"),
+        ({"id": "row 1", "reward": 1, "score": 1}, "unknown key 'score'"),
         ({"group_id": "group 0", "reward": [1, 0]}, "reward has 2 values; give one for each of the 3 rows"),
         ({"id": "row 0", "reward": 2}, "row 'row 0' has another reward, 1.0, in an earlier entry"),
         ({"id": "text 6", "reward": 2}, "row 'text 6' has another reward, 1.0, in the store"),

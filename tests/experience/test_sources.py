@@ -117,7 +117,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
     algorithm = build_algorithm(preset, {})
     groups = stored(tmp_path, make_row(0), text_row(1, group=1, prompt="12"))
     with pytest.raises(
-        ValueError, match="1 of 2 rows have no behavior log-probs, the first 'text 1' of source 'other'"
+        ValueError, match="1 of 2 rows have no behavior log-probs, the first is 'text 1' of source 'other'"
     ):
         check_logprobs(groups, algorithm, SAMPLING, "error")
     for choice in ("initial", "current"):
@@ -125,7 +125,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
     if preset in WITHOUT:
         check_logprobs(groups, algorithm, SAMPLING, "unneeded")
     else:
-        with pytest.raises(ValueError, match=f"this algorithm reads.*none are {', '.join(WITHOUT)}"):
+        with pytest.raises(ValueError, match=f"this algorithm reads.*none: {', '.join(WITHOUT)}"):
             check_logprobs(groups, algorithm, SAMPLING, "unneeded")
 
 
@@ -235,7 +235,7 @@ def test_an_epoch_has_every_group_once():
     for epoch in range(3):
         assert sorted(order[7 * epoch : 7 * epoch + 7]) == sorted(group.id for group in groups)
     assert order[:7] != order[7:14]
-    with pytest.raises(ValueError, match="7 groups, fewer than the 8"):
+    with pytest.raises(ValueError, match="7 groups are fewer than the 8"):
         groups_at(groups, 8, 1, 0)
 
 

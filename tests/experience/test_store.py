@@ -138,7 +138,7 @@ BAD_ROWS = {
     "mask too short": (dict(completion_mask=np.ones(2, bool)), "completion_mask", "as long as completion_tokens"),
     "no mask": (dict(completion_mask=None), "completion_mask", "as long as completion_tokens"),
     "mask with null": (dict(completion_mask=[True, None, True]), "completion_mask", "null"),
-    "nothing drawn": (dict(completion_mask=np.zeros(3, bool)), "completion_mask", "chose no token"),
+    "nothing drawn": (dict(completion_mask=np.zeros(3, bool)), "completion_mask", "must have chosen a token"),
     "no tokens": (dict(completion_tokens=TOKENS[:0]), "completion_tokens", "no token"),
     "no prompt tokens": (dict(prompt_tokens=TOKENS[:0]), "prompt_tokens", "no token"),
     "token below 0": (dict(completion_tokens=TOKENS - 2), "completion_tokens", "0 or more"),
@@ -166,7 +166,7 @@ BAD_ROWS = {
     "part beyond float32": (dict(reward_parts={"correct": -1e39}), "reward_parts", "at most 1e\\+09"),
     "infinite reward": (dict(reward=np.inf), "reward", "finite"),
     "NaN part": (dict(reward_parts={"correct": NAN}), "reward_parts", "finite"),
-    "parts alone": (dict(reward=None), "reward_parts", "not there"),
+    "parts alone": (dict(reward=None), "reward_parts", "the reward is null"),
     "metadata that is no object": (dict(metadata="[1]"), "metadata", "JSON object"),
     "metadata that is no JSON": (dict(metadata="{"), "metadata", "JSON object"),
     "version below 0": (dict(policy_version=-1), "policy_version", "0 or more"),
@@ -200,7 +200,7 @@ def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(tmp_path):
 
 def test_ids_are_unique_in_a_store_and_groups_go_on(tmp_path):
     store.append(tmp_path, [make_row(0), make_row(1)])
-    with pytest.raises(ValueError, match="has a row with id 'row 1' already"):
+    with pytest.raises(ValueError, match="already has a row with id 'row 1'"):
         store.append(tmp_path, [make_row(2), make_row(1)])
     store.append(tmp_path, [make_row(2)])
     copy = tmp_path / "part-00000007.parquet"

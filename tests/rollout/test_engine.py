@@ -422,7 +422,7 @@ def test_what_cannot_be_sampled_is_refused():
     for wrong, message in [
         (request._replace(prefix=request.prefix[:0]), "request 1: its prefix is empty; give"),
         (request._replace(limit=0), "request 1: limit = 0: takes 1 or more"),
-        (request._replace(prefix=np.array([3, 23], np.int32)), "token 23 is outside the vocabulary of 23; take"),
+        (request._replace(prefix=np.array([3, 23], np.int32)), "token 23 is outside the vocabulary of 23; use"),
         (request._replace(prefix=np.array([-1], np.int32)), "token -1 is outside"),
     ]:
         with pytest.raises(ValueError, match=message):

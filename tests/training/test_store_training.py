@@ -246,7 +246,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
     refused(few, of=some)
     lacking = "rows have no behavior log-probs, the first is .* of source 'other'; set experience.missing_logprobs"
     refused(lacking, f"experience.store={texts}")
-    unneeded = "experience.missing_logprobs = 'unneeded', but this algorithm reads behavior log-probs"
+    unneeded = "experience.missing_logprobs = 'unneeded': this algorithm reads behavior log-probs"
     refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
