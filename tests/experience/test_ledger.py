@@ -78,7 +78,7 @@ def test_a_store_without_a_ledger_is_read_with_one_warning_and_gets_one(folder, 
 
 def test_a_part_that_the_ledger_does_not_know_is_warned_of(folder, warned):
     (folder / "part-00000009.parquet").write_bytes(store.part_files(folder)[0].read_bytes())
-    with pytest.raises(ValueError, match="id 'row 0'is also the id of"):
+    with pytest.raises(ValueError, match="id 'row 0' is also the id of"):
         store.read(folder)
     assert [text for text in warned if "part-00000009.parquet has no checksum" in text]
 
