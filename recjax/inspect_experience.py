@@ -54,7 +54,7 @@ def _span(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def random_rows(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
+def chosen_rows(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
     """A random sample of `count` rows, or all rows if there are fewer, in the store's order."""
     places = np.random.default_rng(seed).choice(len(rows), min(count, len(rows)), replace=False)
     return [rows[place] for place in sorted(places)]
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     rows = read(argv[1])
-    print_summary(rows, random_rows(rows, FLAGS.samples, FLAGS.seed), plain_console())
+    print_summary(rows, chosen_rows(rows, FLAGS.samples, FLAGS.seed), plain_console())
     if FLAGS.figure:
         draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
         print(f"figure: {FLAGS.figure}")

@@ -3,7 +3,7 @@
 from recjax.console import plain_console
 from recjax.experience import store
 from recjax.experience.rows import groups_of
-from recjax.inspect_experience import print_summary, random_rows, summary
+from recjax.inspect_experience import chosen_rows, print_summary, summary
 from recjax.plots.store import by_source, draw_store
 from tests.experience.rows import make_row, text_row
 
@@ -46,9 +46,9 @@ def test_parts_of_a_store_add_up():
 
 
 def test_samples_follow_from_the_seed():
-    assert random_rows(ROWS, 4, 0) == random_rows(ROWS, 4, 0) != random_rows(ROWS, 4, 1)
-    assert [row.id for row in random_rows(ROWS, 99, 0)] == [row.id for row in ROWS]
-    assert len({row.id for row in random_rows(ROWS, 4, 0)}) == 4
+    assert chosen_rows(ROWS, 4, 0) == chosen_rows(ROWS, 4, 0) != chosen_rows(ROWS, 4, 1)
+    assert [row.id for row in chosen_rows(ROWS, 99, 0)] == [row.id for row in ROWS]
+    assert len({row.id for row in chosen_rows(ROWS, 4, 0)}) == 4
 
 
 def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
