@@ -34,10 +34,10 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.feedback STORE --file rewards.jsonl")
     given = feedback(argv[1], FLAGS.file)
-    print(f"{argv[1]}: {given.completed} rows completed, {given.had_it} had the same reward before")
+    print(f"{argv[1]}: {given.completed} rows got rewards, {given.had_it} already had the same reward")
 
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("file", None, "JSON Lines of rewards.", required=True)
+    flags.DEFINE_string("file", None, "JSON Lines file of rewards.", required=True)
     app.run(main)

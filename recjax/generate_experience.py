@@ -14,7 +14,6 @@ each gets the same command; see docs/devices.md.
 
 import hashlib
 import json
-from collections.abc import Collection
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,16 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     Raises:
         ValueError: the checkpoint is missing, or the task or the store cannot be read.
     """
-    known = store.ids(folder)
-    config, begun = (config, None) if run else _with_chat_date(config, known)
+    known, model, name = store.ids(folder), config.model, None
+    if not run and model.path and not model.chat_date and reads_clock(model.path):
+        # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
+        digest = _name(config, None, 0)
+        dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
+        chat_date = min(dates, default=date.today().isoformat())
+        config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
+        name = f"{digest}-{chat_date}"
     sampler, params, version = _sampler(config, run, step)
-    name = begun or _name(config, run, version)
+    name = name or _name(config, run, version)
     done = {int(row.split("/")[1]) for row in known if row.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
@@ -174,11 +179,18 @@ def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Poli
     """
     if not rows:
         return []
-    asked = [
-        Answered(_prompt_of(row, text, policy), row.completion, problem.answer, problem.columns, _length(row, policy))
-        for text, problem, row in zip(own.texts, own.problems, rows, strict=True)
-    ]
-    scores = grading.submit(asked)
+    answered = []
+    for prompt, problem, row in zip(own.texts, own.problems, rows, strict=True):
+        if row.prompt_tokens is not None:
+            prompt = policy.tokenizer.decode(row.prompt_tokens)  # the prompt that the server's model saw
+        tokens = row.completion_tokens
+        if tokens is None:
+            try:
+                tokens = encode_after(policy.tokenizer, (), row.completion)
+            except ValueError:
+                tokens = row.completion  # text outside the vocabulary: counts characters
+        answered.append(Answered(prompt, row.completion, problem.answer, problem.columns, len(tokens)))
+    scores = grading.submit(answered)
     return [
         row
         if grade.reward is None
@@ -187,26 +199,11 @@ def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Poli
     ]
 
 
-def _prompt_of(row: Experience, text: str, policy: Policy) -> str:
-    """The prompt that the server's model saw, if its tokens are known; else `text`, from this policy's template."""
-    return text if row.prompt_tokens is None else policy.tokenizer.decode(row.prompt_tokens)
-
-
-def _length(row: Experience, policy: Policy) -> int:
-    """Number of tokens of a completion: sampled tokens if known, otherwise tokens (or else characters) of the text."""
-    if row.completion_tokens is not None:
-        return len(row.completion_tokens)
-    try:
-        return len(encode_after(policy.tokenizer, (), row.completion))
-    except ValueError:
-        return len(row.completion)
-
-
 def _refuse_agents(config: Config) -> None:
     if config.task.agent:
         raise ValueError(
-            f"task.agent = {config.task.agent!r}: this command samples completions of one turn; remove it, or train"
-            " with experience.record=true, which keeps the trajectories of agents"
+            f"task.agent = {config.task.agent!r}: this command samples only single turns; remove the key, or train with"
+            " experience.record=true, which records the trajectories of agents"
         )
 
 
@@ -228,31 +225,12 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[Run, di
     return sampler, for_sampling(sampler.policy, params), version
 
 
-def _with_chat_date(config: Config, known: Collection[str]) -> tuple[Config, str | None]:
-    """The config with a date for its chat template, and a name for its rows, which ends with that date.
-
-    The date is that of rows in the store, or today's. If the config sets a date or needs none, the name is None.
-    """
-    model, digest = config.model, _name(config, None, 0)
-    if not model.path or model.chat_date or not reads_clock(model.path):
-        return config, None
-    dates = (row[len(digest) + 1 :].partition("/")[0] for row in known if row.startswith(f"{digest}-"))
-    chat_date = min(dates, default=date.today().isoformat())
-    return config.model_copy(
-        update={"model": model.model_copy(update={"chat_date": chat_date})}
-    ), f"{digest}-{chat_date}"
-
-
 def _name(config: Config, run: str | None, version: int) -> str:
     """A digest of everything that determines the rows."""
     depends_on: dict[str, Any] = config.model_dump()
     held_out = depends_on["evaluation"]["problems"]
     keys = ("seed", "model", "task", "warm_start", "rollout")
     depends_on = {key: depends_on[key] for key in keys} | {"held_out": held_out, "version": version}
-    if config.model.chat_date is None:
-        del depends_on["model"]["chat_date"]  # keeps the names of stores from before this key
-    if not config.model.chat_template_kwargs:
-        del depends_on["model"]["chat_template_kwargs"]  # keeps the names of stores from before this key
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run
@@ -270,7 +248,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {found}")
     if run is None:
         if step is not None:
-            raise ValueError(f"--step {step} is not read with --config, which has no checkpoints; remove it")
+            raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")
         return load_config(config, overrides), "initial"
     run_config(Path(run))
     return load_config(Path(run) / "config.yaml", overrides), Path(run).name
@@ -283,11 +261,11 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
     if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):
-        raise ValueError("--model and --api_key_file are read with --engine alone; give that, or remove them")
+        raise ValueError("--model and --api_key_file: have an effect only with --engine; give --engine, or remove them")
     if FLAGS.engine is not None and FLAGS.run is not None:
-        raise ValueError("--run is not read with --engine, whose server samples; give --config")
+        raise ValueError("--run: has no effect with --engine, whose server samples; give --config")
     if FLAGS.engine is not None and (FLAGS.processes or 1) > 1:
-        raise ValueError(f"--processes {FLAGS.processes} is not read with --engine, which one process asks; remove it")
+        raise ValueError(f"--processes {FLAGS.processes}: --engine uses a single process; remove the flag")
     with hosts.together(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         if FLAGS.engine is None:
             new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
@@ -298,22 +276,24 @@ def main(argv: list[str]) -> None:
     if not hosts.is_first():
         return
     rows = len(store.ids(FLAGS.output))
-    print(f"{FLAGS.output}: {new} batches new, {FLAGS.steps - new} there before; {rows} rows in all")
+    print(f"{FLAGS.output}: {new} new batches, {FLAGS.steps - new} already in the store; {rows} rows in total")
 
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("config", None, "YAML file, as of a training run; its initial policy samples.")
-    flags.DEFINE_string("run", None, "Folder of a training run, finished or not; a checkpoint of it samples.")
-    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
-    flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
-    flags.DEFINE_integer("steps", None, "Batches that the store is to hold of this.", required=True, lower_bound=1)
-    flags.DEFINE_string("engine", None, "URL of a server with OpenAI's API, which samples in place of the policy.")
-    flags.DEFINE_string("model", None, "Engine: name of its model; default: the only one that it has.")
-    flags.DEFINE_string("api_key_file", None, "Engine: file with the key that it asks for.")
-    flags.DEFINE_integer("concurrency", 8, "Engine: requests at one time.", lower_bound=1)
-    flags.DEFINE_float("reply_seconds", 600, "Engine: for a reply.", lower_bound=0.1)
-    flags.DEFINE_integer("retries", 6, "Engine: of a request that fails for a reason that may pass.", lower_bound=0)
-    flags.DEFINE_string("source", None, "Name of these rows; default: initial, or the run's folder name.")
+    flags.DEFINE_string("config", None, "YAML file of a training run; its initial policy samples.")
+    flags.DEFINE_string("run", None, "Folder of a training run, finished or not; its checkpoint samples.")
+    flags.DEFINE_integer("step", None, "Checkpoint to use; default: the newest.")
+    flags.DEFINE_string("output", None, "Folder of the store; created if it does not exist.", required=True)
+    flags.DEFINE_integer(
+        "steps", None, "Number of batches that the store has in the end.", required=True, lower_bound=1
+    )
+    flags.DEFINE_string("engine", None, "URL of a server with OpenAI's API that samples instead of the policy.")
+    flags.DEFINE_string("model", None, "Engine: name of the model; default: the server's only model.")
+    flags.DEFINE_string("api_key_file", None, "Engine: file with the API key.")
+    flags.DEFINE_integer("concurrency", 8, "Engine: largest number of parallel requests.", lower_bound=1)
+    flags.DEFINE_float("reply_seconds", 600, "Engine: time limit for a reply.", lower_bound=0.1)
+    flags.DEFINE_integer("retries", 6, "Engine: retries after a temporary failure.", lower_bound=0)
+    flags.DEFINE_string("source", None, "Source of the rows; default: initial, or the name of the run's folder.")
     define_process_flags()
     app.run(main)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.console import command
 from recjax.experience import store
-from recjax.experience.foreign import Columns, Imported, imported
+from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
@@ -40,17 +40,17 @@ def import_files(
     """Appends the rows of files to a store: all rows, or none if one is invalid.
 
     Args:
-        columns, source, sampling: arguments of `foreign.imported`.
+        columns, source, sampling: arguments of `foreign.import_rows`.
         tokenizer: folder or hub name of the tokenizer that made the token columns.
     Raises:
         ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
     vocabulary = load_tokenizer(tokenizer) if tokenizer else None
     name = tokenizer_name(vocabulary) if vocabulary else None
-    found = imported(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
+    found = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
     if vocabulary:
         if all(row.tokenizer is None for row in found.rows):
-            raise ValueError(f"--tokenizer {tokenizer!r} is not read: no row has tokens; remove it")
+            raise ValueError(f"--tokenizer {tokenizer!r}: has no effect, as no row has tokens; remove it")
         size = len(vocabulary)
         for row, place in zip(found.rows, found.places, strict=True):
             if max([*(row.prompt_tokens or []), *(row.completion_tokens or [])], default=0) >= size:
@@ -81,55 +81,49 @@ def check_texts(
         for column, tokens in (("prompt_tokens", row.prompt_tokens), ("tokens", row.completion_tokens)):
             if not tokens:
                 continue  # the store itself refuses empty lists
-            said = plain(tokenizer.decode(tokens))
-            if column == "tokens":
-                parts = [row.completion]
+            decoded, start = plain(tokenizer.decode(tokens)), 0
+            if column == "tokens" or row.messages is None:
+                parts = [row.completion if column == "tokens" else row.prompt]
+                agrees = decoded == plain(parts[0])
             else:
-                parts = [row.prompt] if row.messages is None else [turn["content"] for turn in row.messages]
-            wanted = list(map(plain, parts))
-            whole = said == wanted[0] if row.messages is None or column == "tokens" else _in_order(wanted, said)
-            if not whole:
+                parts = [turn["content"] for turn in row.messages]
+                for part in map(plain, parts):
+                    found = decoded.find(part, start)
+                    start = found + len(part)
+                    if not (agrees := found >= 0):
+                        break
+            if not agrees:
                 raise ValueError(
                     f"{place(number)}: {column} decode to {tokenizer.decode(tokens)!r:.120}, but the text is"
-                    f" {' … '.join(parts)!r:.120}; give the tokens of that text, or leave them out"
+                    f" {' … '.join(parts)!r:.120}; give the tokens of this text, or remove the tokens"
                 )
-
-
-def _in_order(parts: Sequence[str], text: str) -> bool:
-    place = 0
-    for part in parts:
-        found = text.find(part, place)
-        if found < 0:
-            return False
-        place = found + len(part)
-    return True
 
 
 @command
 def main(argv: list[str]) -> None:
     """Imports the files and prints a summary."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; give every file as --input FILE")
+        raise ValueError(f"{argv[1]!r}: unknown argument; give every file as --input FILE")
     names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
     cuts = (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
-        raise ValueError("--top_k, --top_p and --min_p are not read without --temperature; give it, or remove them")
+        raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
     groups = Counter(row.group_id for row in found.rows)
     pending = sum(row.reward is None for row in found.rows)
     total = len(store.ids(FLAGS.output))
-    in_all = f"; the store has {total} rows now" if total > len(found.rows) else ""
-    print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} of them pending{in_all}")
-    if alone := sum(count == 1 for count in groups.values()):
+    in_all = f"; the store has {total} rows" if total > len(found.rows) else ""
+    print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} rows pending{in_all}")
+    if single := sum(count == 1 for count in groups.values()):
         logger.warning(
-            "%d of %d groups have one completion, from which most advantages learn nothing. Rows with equal prompts are"
-            " a group, or rows with equal --group_column; see algorithm.advantage={name: raw_reward}",
-            alone,
+            "%d of %d groups have a single completion, from which most advantages cannot learn. Rows with equal prompts"
+            " form a group, or rows with equal --group_column; see algorithm.advantage={name: raw_reward}",
+            single,
             len(groups),
         )
-    if found.left_aside:
-        print(f"columns left aside: {', '.join(found.left_aside)}")
+    if found.unused:
+        print(f"unused columns: {', '.join(found.unused)}")
 
 
 if __name__ == "__main__":
@@ -140,13 +134,13 @@ if __name__ == "__main__":
         "File to import: .csv, .parquet, .jsonl, .ndjson, .json, or .gz of the last three.",
         required=True,
     )
-    flags.DEFINE_string("output", None, "Folder of the store; made where there is none.", required=True)
-    flags.DEFINE_string("source", None, "Name of these rows; default: each file's name without its ending.")
+    flags.DEFINE_string("output", None, "Folder of the store; created if it does not exist.", required=True)
+    flags.DEFINE_string("source", None, "Source of the rows; default: each file's name without its ending.")
     for field, default in Columns._field_defaults.items():
-        flags.DEFINE_string(f"{field}_column", default, f"Column of the {field}.")
-    flags.DEFINE_string("tokenizer", None, "Folder or hub name of the model that columns of tokens are of.")
-    flags.DEFINE_float("temperature", None, "Temperature that the completions were sampled with.", lower_bound=0)
-    flags.DEFINE_integer("top_k", 0, "top_k that they were sampled with; 0: all tokens.", lower_bound=0)
-    flags.DEFINE_float("top_p", 1.0, "top_p that they were sampled with; 1: all tokens.", lower_bound=0, upper_bound=1)
-    flags.DEFINE_float("min_p", 0.0, "min_p that they were sampled with; 0: all tokens.", lower_bound=0, upper_bound=1)
+        flags.DEFINE_string(f"{field}_column", default, f"Name of the column with the {field}.")
+    flags.DEFINE_string("tokenizer", None, "Folder or hub name of the model whose tokenizer made the token columns.")
+    flags.DEFINE_float("temperature", None, "Temperature that sampled the completions.", lower_bound=0)
+    flags.DEFINE_integer("top_k", 0, "top_k that sampled the completions; 0: all tokens.", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "top_p that sampled the completions; 1: all tokens.", lower_bound=0, upper_bound=1)
+    flags.DEFINE_float("min_p", 0.0, "min_p that sampled the completions; 0: all tokens.", lower_bound=0, upper_bound=1)
     app.run(main)

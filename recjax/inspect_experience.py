@@ -60,7 +60,7 @@ def chosen_rows(rows: Sequence[Experience], count: int, seed: int) -> list[Exper
     return [rows[place] for place in sorted(places)]
 
 
-def show(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
+def print_summary(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
     """Prints summaries of all rows and of each source, then the samples."""
     sources = by_source(rows)
     columns = {"all": summary(rows)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
     rows = read(argv[1])
-    show(rows, chosen_rows(rows, FLAGS.samples, FLAGS.seed), plain_console())
+    print_summary(rows, chosen_rows(rows, FLAGS.samples, FLAGS.seed), plain_console())
     if FLAGS.figure:
         draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
         print(f"figure: {FLAGS.figure}")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
-    flags.DEFINE_string("figure", None, "File of the picture; without it, none is drawn.")
-    flags.DEFINE_integer("samples", 5, "Random rows to show.", lower_bound=0)
+    flags.DEFINE_string("figure", None, "File for a figure; default: no figure.")
+    flags.DEFINE_integer("samples", 5, "Number of random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the random rows.")
     app.run(main)

@@ -82,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
-            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any that is free"
+            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any free port"
         ) from error
 
 
@@ -98,10 +98,10 @@ def read_keys(file: str | None) -> tuple[str, ...]:
         keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"--api_key_file {file} cannot be read ({error}); give a text file with one key a line"
+            f"--api_key_file {file} cannot be read ({error}); give a text file with one key per line"
         ) from error
     if not keys or any(not key.isascii() or " " in key for key in keys):
-        raise ValueError(f"--api_key_file {file}: takes one key or more, a line each, of ASCII without spaces")
+        raise ValueError(f"--api_key_file {file}: takes one or more keys, one per line, in ASCII without spaces")
     return keys
 
 
@@ -113,7 +113,7 @@ def check_extra() -> None:
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f'package {package} is not installed, and serving needs it; pip install "recjax[serve]"')
+            raise ValueError(f'the server needs the package {package}; pip install "recjax[serve]"')
 
 
 @command
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
     """Reads the flags, loads the policy and serves it."""
     prepare_host_memory()
     if len(argv) > 1:
-        raise ValueError(f"{argv[1]!r} is not read; give flags alone, such as --run runs/NAME")
+        raise ValueError(f"{argv[1]!r}: unknown argument; give only flags, such as --run runs/NAME")
     check_extra()
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
 
     keys = read_keys(FLAGS.api_key_file)
     if FLAGS.host not in LOOPBACK and not keys:
-        logger.warning("--host %s without --api_key_file: whoever reaches this machine may use the server", FLAGS.host)
+        logger.warning("--host %s without --api_key_file: anyone who reaches this machine can use it", FLAGS.host)
     listening = listen(FLAGS.host, FLAGS.port)
     keep_compiled_programs()
     with jax.set_mesh(make_mesh(Config.model_construct(output="").mesh)):
@@ -163,31 +163,33 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    flags.DEFINE_string("run", None, "Folder of a training run; a checkpoint of it is served.")
-    flags.DEFINE_integer("step", None, "Checkpoint to take; default: the newest.")
-    flags.DEFINE_string("model", None, "Hugging Face folder or hub name, in place of a run.")
-    flags.DEFINE_string("follow", None, "Folder of a run that is trained meanwhile; its newest checkpoint is served.")
-    flags.DEFINE_string("name", None, "Name of the model in requests; default: that of the run or folder.")
-    flags.DEFINE_string("host", "127.0.0.1", "Where it listens; 0.0.0.0: on all addresses of the machine.")
-    flags.DEFINE_integer("port", 8000, "Port; 0: any that is free.", lower_bound=0, upper_bound=65535)
-    flags.DEFINE_string("api_key_file", None, "File of keys, one a line; each request then needs one of them.")
-    flags.DEFINE_integer("slots", 16, "Completions that are sampled at one time.", lower_bound=1)
-    flags.DEFINE_integer("queue", 256, "Completions that wait for a slot; more are refused.", lower_bound=0)
-    flags.DEFINE_integer("max_context_tokens", 2048, "Tokens of a prompt and its completion.", lower_bound=2)
-    flags.DEFINE_integer("max_completion_tokens", 1024, "Tokens of a completion.", lower_bound=1)
+    flags.DEFINE_string("run", None, "Folder of a training run whose checkpoint to serve.")
+    flags.DEFINE_integer("step", None, "Checkpoint to serve; default: the newest.")
+    flags.DEFINE_string("model", None, "Hugging Face folder or hub name, instead of a run.")
+    flags.DEFINE_string("follow", None, "Folder of a run in training; serves its newest checkpoint.")
+    flags.DEFINE_string("name", None, "Name of the model in requests; default: the name of the run or folder.")
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all addresses of the machine.")
+    flags.DEFINE_integer("port", 8000, "Port; 0: any free port.", lower_bound=0, upper_bound=65535)
+    flags.DEFINE_string("api_key_file", None, "File of API keys, one per line; each request then needs a key.")
+    flags.DEFINE_integer("slots", 16, "Completions that are sampled together.", lower_bound=1)
+    flags.DEFINE_integer("queue", 256, "Completions that may wait for a slot; more are refused.", lower_bound=0)
+    flags.DEFINE_integer("max_context_tokens", 2048, "Most tokens of a prompt with its completion.", lower_bound=2)
+    flags.DEFINE_integer("max_completion_tokens", 1024, "Most tokens of a completion.", lower_bound=1)
     flags.DEFINE_integer(
-        "distributions", 16, "Of temperature, top_k, top_p and min_p that programs are compiled for.", 1
+        "distributions", 16, "Most combinations of temperature, top_k, top_p and min_p; each compiles programs.", 1
     )
-    flags.DEFINE_integer("max_body_bytes", 2**20, "Bytes of a request's body.", lower_bound=1)
-    flags.DEFINE_float("client_seconds", 60, "For a client to send its body, and to take each piece.", lower_bound=0.1)
-    flags.DEFINE_integer("max_sessions", 1024, "Sessions under way.", lower_bound=1)
-    flags.DEFINE_integer("seed", None, "Of requests without one; default: another one at each start.", lower_bound=0)
-    flags.DEFINE_bool("recording", True, "Whether what is served is recorded.")
+    flags.DEFINE_integer("max_body_bytes", 2**20, "Most bytes of a request's body.", lower_bound=1)
+    limit = "Time limit for a client to send its body, and to receive each piece of a reply."
+    flags.DEFINE_float("client_seconds", 60, limit, lower_bound=0.1)
+    flags.DEFINE_integer("max_sessions", 1024, "Most active sessions.", lower_bound=1)
+    flags.DEFINE_integer("seed", None, "Seed for requests without one; default: random at each start.", lower_bound=0)
+    flags.DEFINE_bool("recording", True, "True to record all completions.")
     flags.DEFINE_string("record", None, "Folder of the experience store; default: served/NAME.")
-    flags.DEFINE_bool("record_prompts", True, "Whether prompts are recorded; without them nothing can be trained on.")
-    flags.DEFINE_float("reward_seconds", 3600, "That completions and sessions wait for rewards.", lower_bound=0)
-    flags.DEFINE_float("part_seconds", 30, "Between two parts of the store.", lower_bound=0.1)
-    flags.DEFINE_float("keep_days", None, "After which parts of the store are deleted; default: never.", lower_bound=0)
+    flags.DEFINE_bool("record_prompts", True, "True to record prompts; training needs them.")
+    waits = "Seconds that completions and sessions wait for rewards."
+    flags.DEFINE_float("reward_seconds", 3600, waits, lower_bound=0)
+    flags.DEFINE_float("part_seconds", 30, "Seconds between two parts of the store.", lower_bound=0.1)
+    flags.DEFINE_float("keep_days", None, "Age in days at which parts are deleted; default: never.", lower_bound=0)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, t
     steps = max(3, before + 1)
     done = subprocess.run([*command, str(steps)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"{steps - before} batches new, {before} there before; {16 * steps} rows in all" in done.stdout
+    assert f"{steps - before} new batches, {before} already in the store; {16 * steps} rows in total" in done.stdout
     rows = store.read(tmp_path)
     assert len(rows) == 16 * steps
     assert all(map(same, without_time(rows)[:48], without_time(generated)))
@@ -156,7 +156,7 @@ def test_flags_that_contradict_each_other_are_refused(tiny, tmp_path):
         read_flags(None, None, None, [])
     with pytest.raises(ValueError, match="found both"):
         read_flags("a", "b", None, [])
-    with pytest.raises(ValueError, match="--step 3 is not read with --config"):
+    with pytest.raises(ValueError, match="--step 3: has no effect with --config"):
         read_flags(str(tiny[1]), None, 3, [])
     with pytest.raises(ValueError, match="holds no config.yaml"):
         read_flags(None, str(tmp_path), None, [])

@@ -105,7 +105,7 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
 
     generated = [tmp_path / f"store_{name}" for name in ("one", "two")]
     run("generate_experience", "--output", str(generated[1]), "--steps", "3")
-    assert "3 batches new" in said(tmp_path, 0) and "batches new" not in said(tmp_path, 1)
+    assert "3 new batches" in said(tmp_path, 0) and "new batches" not in said(tmp_path, 1)
     generate(config, generated[0], 3, None, None, "initial")
     rows = [store.read(folder) for folder in generated]
     assert len(rows[0]) == 3 * 5 * config.rollout.group_size

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from recjax.experience import store
-from recjax.experience.foreign import Columns, imported
+from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy
@@ -66,7 +66,7 @@ def test_a_line_ends_where_json_lines_end(tmp_path):
         json.dumps({**PLAIN[0], "completion": "a\u2028b"}, ensure_ascii=False) + "\r\n[]\n"
     )
     with pytest.raises(ValueError, match="line 2: a row must be an object"):
-        imported([tmp_path / "a.jsonl"], Columns(), TIME)
+        import_rows([tmp_path / "a.jsonl"], Columns(), TIME)
 
 
 def test_chats_end_in_their_completion(tmp_path):
@@ -76,7 +76,7 @@ def test_chats_end_in_their_completion(tmp_path):
         {"messages": [USER], "completion": "4", "reward": 1},
         {"prompt": [USER], "completion": [said], "reward": 1},
     ]
-    found = imported([write(tmp_path / "a.jsonl", rows)], Columns(), TIME)
+    found = import_rows([write(tmp_path / "a.jsonl", rows)], Columns(), TIME)
     assert {(row.completion, row.reward, row.group_id) for row in found.rows} == {("4", 1.0, found.rows[0].group_id)}
     assert all(row.messages == [USER] and row.prompt is None for row in found.rows)
 
@@ -86,30 +86,30 @@ def test_columns_have_any_name_and_files_share_groups(tmp_path):
     theirs = [{"q": "a", "a": "c", "score": 3, "case": 7, "key": "y"}]
     columns = Columns(prompt="q", completion="a", reward="score", group="case", id="key", reward_parts="why")
     files = [write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("ours", ours), ("theirs", theirs))]
-    found = imported(files, columns, TIME)
+    found = import_rows(files, columns, TIME)
     assert [(row.id, row.source, row.reward) for row in found.rows] == [("x", "ours", 2), ("y", "theirs", 3)]
     assert found.rows[0].group_id == found.rows[1].group_id and found.rows[0].group_id.endswith("/7")
-    assert found.rows[0].reward_parts == {"kind": 1.5} and found.left_aside == ["mood"]
-    assert {row.source for row in imported(files, columns, TIME, source="both").rows} == {"both"}
+    assert found.rows[0].reward_parts == {"kind": 1.5} and found.unused == ["mood"]
+    assert {row.source for row in import_rows(files, columns, TIME, source="both").rows} == {"both"}
 
 
 def test_a_column_says_who_wrote_each_row(tmp_path):
     rows = [{**PLAIN[0], "model": "large"}, {**PLAIN[1], "model": "small"}]
     files, columns = [write(tmp_path / "a.jsonl", rows)], Columns(source="model")
-    assert [row.source for row in imported(files, columns, TIME).rows] == ["large", "small"]
-    with pytest.raises(ValueError, match="--source 'gpt' is not read beside --source_column 'model'"):
-        imported(files, columns, TIME, source="gpt")
+    assert [row.source for row in import_rows(files, columns, TIME).rows] == ["large", "small"]
+    with pytest.raises(ValueError, match="--source 'gpt': has no effect with --source_column 'model'"):
+        import_rows(files, columns, TIME, source="gpt")
 
 
 def test_rows_of_a_file_keep_their_names_from_version_to_version(tmp_path):
     """By these a file that a store has already is refused."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "reward": 1}\n')
-    assert imported([tmp_path / "a.jsonl"], Columns(), TIME).rows[0].id == "e89768c485b3/000000"
+    assert import_rows([tmp_path / "a.jsonl"], Columns(), TIME).rows[0].id == "e89768c485b3/000000"
 
 
 def test_parquet_parts_that_a_row_lacks_are_no_parts(tmp_path):
     rows = [{**PLAIN[0], "reward_parts": {"a": 1.0}}, {**PLAIN[1], "reward_parts": {"b": 2.0}}, PLAIN[2]]
-    found = imported([write(tmp_path / "a.parquet", rows)], Columns(), TIME)
+    found = import_rows([write(tmp_path / "a.parquet", rows)], Columns(), TIME)
     assert [row.reward_parts for row in found.rows] == [{"a": 1.0}, {"b": 2.0}, None]
 
 
@@ -125,7 +125,7 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     assert stored.sampling == Sampling(0.7, 0, 1.0, 0.2)
     with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
         import_files(files, tmp_path / "t", columns)
-    with pytest.raises(ValueError, match="line 1: logprobs: .*give its --temperature"):
+    with pytest.raises(ValueError, match="line 1: logprobs: .*give --temperature"):
         import_files(files, tmp_path / "t", columns, None, str(tmp_path / "model"))
     beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [3, 5]}])
     with pytest.raises(ValueError, match="line 1: a token id is 5 or more"):
@@ -134,7 +134,7 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     with pytest.raises(ValueError, match="line 2: tokens decode to '1.*', but the text is '2'; give the tokens"):
         import_files([other], tmp_path / "t", columns, None, str(tmp_path / "model"), Sampling(0.7))
     plain = write(tmp_path / "c.jsonl", PLAIN)
-    with pytest.raises(ValueError, match="--tokenizer .* is not read"):
+    with pytest.raises(ValueError, match="--tokenizer .* has no effect"):
         import_files([plain], tmp_path / "t", columns, None, str(tmp_path / "model"))
     assert not (tmp_path / "t").exists()
 
@@ -146,8 +146,8 @@ BAD = {
     "two prompts": ({"prompt": "x", "messages": [USER], "completion": "x"}, "found both"),
     "empty prompt": ({"prompt": "", "completion": "x"}, "prompt: '': takes text"),
     "no completion": ({"prompt": "x"}, "completion: None: takes text"),
-    "user's last word": ({"messages": [USER, USER]}, "messages: .*the last .* is the assistant's"),
-    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*two messages or more"),
+    "user's last word": ({"messages": [USER, USER]}, "messages: .*the last one from the assistant"),
+    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*at least two messages"),
     "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: .*role and content"),
     "tool calls": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, "'tool_calls'"),
     "reward text": ({**PLAIN[0], "reward": "good"}, "reward: 'good': takes finite numbers"),
@@ -201,9 +201,9 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-        imported([tmp_path / name], Columns(), TIME)
+        import_rows([tmp_path / name], Columns(), TIME)
     with pytest.raises(ValueError, match="no such file"):
-        imported([tmp_path / "none.jsonl"], Columns(), TIME)
+        import_rows([tmp_path / "none.jsonl"], Columns(), TIME)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -222,8 +222,8 @@ def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
         rows = [row | {"messages": json.dumps(messages)} for row in rows]
     if ending == "jsonl":
         rows[1]["tools"], rows[2]["chat_template_kwargs"] = TOOLS, {"brief": True}
-    found = imported([write(tmp_path / f"a.{ending}", rows)], Columns(), TIME)
-    assert len({row.group_id for row in found.rows}) == 3 and not found.left_aside
+    found = import_rows([write(tmp_path / f"a.{ending}", rows)], Columns(), TIME)
+    assert len({row.group_id for row in found.rows}) == 3 and not found.unused
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
@@ -240,14 +240,14 @@ def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
 @pytest.mark.parametrize("size", [131_073, 3_000_000])
 def test_a_cell_may_be_long(tmp_path, size):
     (tmp_path / "a.csv").write_text(f"prompt,completion\na,{'b' * size}\n")
-    assert len(imported([tmp_path / "a.csv"], Columns(), TIME).rows[0].completion) == size
+    assert len(import_rows([tmp_path / "a.csv"], Columns(), TIME).rows[0].completion) == size
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.jsonl.gz", "a.JSONL"])
 def test_json_lines_may_have_other_names(tmp_path, name):
     content = "".join(json.dumps(row) + "\n" for row in PLAIN).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    rows = imported([tmp_path / name], Columns(), TIME).rows
+    rows = import_rows([tmp_path / name], Columns(), TIME).rows
     assert [row.completion for row in rows] == [row["completion"] for row in PLAIN]
     assert {row.source for row in rows} == {"a"}
 
@@ -255,14 +255,14 @@ def test_json_lines_may_have_other_names(tmp_path, name):
 @pytest.mark.parametrize(("answer", "text"), [(1e-7, "0.0000001"), (72.0, "72"), (72, "72"), ("72.0", "72.0")])
 def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "answer": answer}])
-    assert imported([path], Columns(), TIME).rows[0].answer == text
+    assert import_rows([path], Columns(), TIME).rows[0].answer == text
 
 
 def test_a_column_that_is_named_must_be_there(tmp_path):
     path = write(tmp_path / "a.jsonl", PLAIN)
     for column in ("reward", "group", "id"):
         with pytest.raises(ValueError, match=f"--{column}_column 'score'|score: None"):
-            imported([path], Columns()._replace(**{column: "score"}), TIME)
+            import_rows([path], Columns()._replace(**{column: "score"}), TIME)
 
 
 def test_the_same_file_is_imported_once(tmp_path):
@@ -278,10 +278,10 @@ def test_the_command(tmp_path):
     path = write(tmp_path / "a.csv", [{**row, "mood": 1} for row in PLAIN])
     command = [sys.executable, "-m", "recjax.import_experience", "--input", path, "--output", str(tmp_path / "s")]
     done = subprocess.run([*command, "--source", "claude"], capture_output=True, text=True)
-    assert "3 rows in 2 groups, 1 of them pending\ncolumns left aside: mood" in done.stdout, done.stderr
+    assert "3 rows in 2 groups, 1 rows pending\nunused columns: mood" in done.stdout, done.stderr
     assert store.read(tmp_path / "s")[0].source == "claude"
     more = write(tmp_path / "b.csv", [{**row, "mood": 1} for row in PLAIN])
     done = subprocess.run([*command[:4], more, *command[5:]], capture_output=True, text=True)
-    assert "1 of them pending; the store has 6 rows now" in done.stdout, done.stderr
+    assert "1 rows pending; the store has 6 rows" in done.stdout, done.stderr
     done = subprocess.run([*command, "--reward_column", "score"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has it")
+    assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has this column")

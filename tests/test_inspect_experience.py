@@ -3,7 +3,7 @@
 from recjax.console import plain_console
 from recjax.experience import store
 from recjax.experience.rows import groups_of
-from recjax.inspect_experience import chosen_rows, show, summary
+from recjax.inspect_experience import chosen_rows, print_summary, summary
 from recjax.plots.store import by_source, draw_store
 from tests.experience.rows import make_row, text_row
 
@@ -57,7 +57,7 @@ def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
         store.append(tmp_path / str(number), rows)
         rows = store.read(tmp_path / str(number))
         console = plain_console(record=True, width=200)
-        show(rows, rows, console)
+        print_summary(rows, rows, console)
         text = console.export_text()
         for row in rows:
             asked = row.prompt or row.messages[0]["content"]

@@ -142,8 +142,8 @@ WRONG += [
     ("chat", {"message": {"content": None}}, "no text"),
     ("chat", {"message": {"content": None, "refusal": "I cannot do that."}}, "refusal"),
     ("chat", {"message": {"content": "No.", "refusal": "No."}}, "refusal"),
-    ("chat", {"message": {"content": None, "reasoning_content": "Hm."}}, "reasoning alone"),
-    ("chat", {"message": {"content": "", "reasoning": "Hm."}, "finish_reason": "length"}, "reasoning alone"),
+    ("chat", {"message": {"content": None, "reasoning_content": "Hm."}}, "only reasoning"),
+    ("chat", {"message": {"content": "", "reasoning": "Hm."}, "finish_reason": "length"}, "only reasoning"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, ca
             assert once == [remote.Answer("12", truncated=False)] * 2 and never == [remote.Answer("12", False)]
             assert engine.left_out == {reason: 4} and engine.missing == 1
     assert seeds == [7, 9, 8, 10, 11], "another seed each time"
-    assert f"4 replies were no completions of the policy and were asked for again ({reason} 4); 1 are" in caplog.text
+    assert f"4 replies were not completions of the policy ({reason} 4); after retries 1 completions are" in caplog.text
 
 
 @pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("eos_token", False), ("length", True)])
@@ -235,12 +235,12 @@ def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatc
             generate_remotely(config, tmp_path / "store", 1, Address(url, retries=1)._replace(**changes), None)
         return str(raised.value)
 
-    assert "does not answer" in error("http://127.0.0.1:1") and "the same command goes on" in error(
+    assert "does not answer" in error("http://127.0.0.1:1") and "start the same command again" in error(
         "http://127.0.0.1:1"
     )
     assert "give http://HOST:PORT" in error("ftp://somewhere")
     with fake(lambda path, body: (401, {"error": {"message": "no key"}})) as url:
-        assert "there is no such model; it has sums" in error(url, model="other")
+        assert "--model 'other': unknown; the server has sums" in error(url, model="other")
         assert "no key" in error(url) and "--api_key_file" in error(url)
     with fake(lambda path, body: (500, {"error": {"message": "out of memory"}})) as url:
         assert "status 500: out of memory, after 2 tries" in error(url)

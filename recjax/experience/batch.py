@@ -99,7 +99,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
         ValueError: a group that does not fit the shape, or a completion with tokens that its policy did not choose.
     """
     if len(groups) > shape.prompts:
-        raise ValueError(f"{len(groups)} groups do not fit a batch of {shape.prompts} prompts")
+        raise ValueError(f"{len(groups)} groups do not fit in a batch of {shape.prompts} prompts")
     rows = shape.prompts * shape.group
     grades = [completion.grade for group in groups for completion in group.completions if completion.grade]
     parts = sorted({name for grade in grades for name in grade.reward_parts or ()})
@@ -120,7 +120,7 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True) -> Batch:
     sizes = np.array([len(group.completions) for group in groups], int)
     for group, size in zip(groups, sizes, strict=True):
         if size > shape.group:
-            raise ValueError(f"group {group.id!r} has {size} rows; the batch has {shape.group} a prompt")
+            raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
     names = [f"prompt of group {group.id!r}" for group in groups]
     prompts = [group.prompt_tokens for group in groups]
     _fill(batch.prompts, batch.prompt_mask, np.arange(len(groups)), prompts, names)
@@ -135,9 +135,8 @@ def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequen
     for name, one in zip(names, completions, strict=True):
         if not one.mask.all():
             raise ValueError(
-                f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask); a"
-                " run trains on the trajectories of its own agent, and of a store on completions that were sampled from"
-                " their first token to their last"
+                f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask), and runs"
+                " cannot train on stored trajectories; remove the row, or train on them with experience.follow"
             )
     _fill(batch.completions, batch.completion_mask, rows, [one.tokens for one in completions], names)
     if batch.behavior_logprobs is not None:

@@ -60,9 +60,10 @@ def give_rewards(
                 for name, own in given.items():
                     before = rows[name][1] or late.get(name)
                     if before is not None and before != own:
-                        which = "has another reward" if rows[name][1] else "has another reward above"
+                        where = "the store" if rows[name][1] else "an earlier entry"
                         raise ValueError(
-                            f"{place(number)}: row {name!r} {which}, {before.reward}; a reward is given once"
+                            f"{place(number)}: row {name!r} has another reward, {before.reward}, in {where}; rewards"
+                            " cannot be changed"
                         )
             except ValueError as error:
                 if refuse is None:
@@ -85,12 +86,12 @@ def _resolved(
 ) -> list[tuple[str, Grade]]:
     """The ids of an entry's rows, each with its grade."""
     if unknown := [key for key in entry if key not in _KEYS]:
-        raise ValueError(f"{place}: {unknown[0]!r} is not read; an entry takes {', '.join(_KEYS)}")
+        raise ValueError(f"{place}: unknown key {unknown[0]!r}; an entry takes {', '.join(_KEYS)}")
     if (entry.get("id") is None) == (entry.get("group_id") is None):
-        raise ValueError(f"{place}: give one of id and group_id; got {entry!r:.80}")
+        raise ValueError(f"{place}: give exactly one of id and group_id; found {entry!r:.80}")
     key, known = ("id", rows) if entry.get("group_id") is None else ("group_id", groups)
     if entry[key] not in known:
-        raise ValueError(f"{place}: no row of the store has the {key} {entry[key]!r}")
+        raise ValueError(f"{place}: {key} = {entry[key]!r}: the store has no such row; correct the {key}")
     names = [entry[key]] if key == "id" else groups[entry[key]]
     columns = []
     for column in _GIVEN:
@@ -98,20 +99,19 @@ def _resolved(
         if not (key == "group_id" and isinstance(values, list)):
             values = [values] * len(names)
         if len(values) != len(names):
-            raise ValueError(f"{place}: {column} has {len(values)} values, but the group has {len(names)} rows")
+            raise ValueError(f"{place}: {column} has {len(values)} values; give one for each of the {len(names)} rows")
         columns.append(values)
-    return [(name, _checked(Grade(*given), place)) for name, *given in zip(names, *columns, strict=True)]
-
-
-def _checked(late: Grade, place: str) -> Grade:
-    reward, parts, accurate, _ = late
-    if not is_finite_number(reward):
-        raise ValueError(f"{place}: reward = {reward!r:.80}: takes finite numbers of at most {MOST_REWARD:g}")
-    if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
-        raise ValueError(f"{place}: reward_parts = {parts!r:.80}: takes names and finite numbers")
-    if not isinstance(accurate, bool | None):
-        raise ValueError(f"{place}: accurate = {accurate!r:.80}: takes true and false")
-    return Grade(float(reward), parts and {name: float(value) for name, value in parts.items()}, accurate)
+    resolved = []
+    for name, reward, parts, accurate in zip(names, *columns, strict=True):
+        if not is_finite_number(reward):
+            raise ValueError(f"{place}: reward = {reward!r:.80}: takes finite numbers of at most {MOST_REWARD:g}")
+        if parts is not None and not (isinstance(parts, dict) and parts and all(map(is_finite_number, parts.values()))):
+            raise ValueError(f"{place}: reward_parts = {parts!r:.80}: takes names and finite numbers")
+        if not isinstance(accurate, bool | None):
+            raise ValueError(f"{place}: accurate = {accurate!r:.80}: takes true and false")
+        parts = parts and {part: float(value) for part, value in parts.items()}
+        resolved.append((name, Grade(float(reward), parts, accurate)))
+    return resolved
 
 
 def _completed(part: Path, late: Mapping[str, Grade], comments: Mapping[str, str]) -> pa.Table:

@@ -33,12 +33,11 @@ class Followed(NamedTuple):
         whole = {first: {*ids} for first, ids in parts.items() if ids and self.ids.issuperset(ids)}
         return self._replace(ids=self.ids.difference(*whole.values()), parts=self.parts | whole.keys())
 
+    def to_json(self) -> dict[str, Any]:
+        """Converts the record to JSON data; `from_json` is the inverse."""
+        return {name: sorted(ids) for name, ids in self._asdict().items()}
 
-def to_plain(followed: Followed) -> dict[str, Any]:
-    """Converts the record to JSON data; `from_plain` is the inverse."""
-    return {name: sorted(ids) for name, ids in followed._asdict().items()}
-
-
-def from_plain(plain: Mapping[str, Any]) -> Followed:
-    """Converts the JSON data of `to_plain` back."""
-    return Followed(**{name: frozenset(ids) for name, ids in plain.items()})
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "Followed":
+        """Converts the JSON data of `to_json` back."""
+        return cls(**{name: frozenset(ids) for name, ids in plain.items()})

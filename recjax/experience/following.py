@@ -253,7 +253,7 @@ class Follower:
             unusable[name] = why
             if why not in self._warned:
                 self._warned.add(why)
-                logger.warning("%s: left out, as others like it will be: %s", self.folder, words)
+                logger.warning("%s: skipped, like all later completions with this problem: %s", self.folder, words)
         return _Part(stamp, first, usable, frozenset(completions), frozenset(rewarded), unusable)
 
     def _usable(self, rows: list[Experience]) -> tuple[list[Experience], str | None, str]:
@@ -266,17 +266,17 @@ class Follower:
         place = f"row {first.id!r} of source {first.source!r}"
         longest = max(len(row.prompt_tokens) + len(row.completion_tokens) for row in rows)
         if longest > rollout.max_context_tokens:
-            limit = f"rollout.max_context_tokens = {rollout.max_context_tokens}; raise that"
+            limit = f"rollout.max_context_tokens = {rollout.max_context_tokens}; raise the limit"
             return rows, "too_long", f"{place} has {longest} tokens, more than {limit}"
         if missing == "unneeded":
             return rows, None, ""
         if any(row.behavior_logprobs is None for row in rows):
-            remedy = "say in experience.missing_logprobs what stands for them, 'unneeded' or 'current'"
+            remedy = "set experience.missing_logprobs to 'unneeded' or 'current'"
             why = "no_logprobs" if missing == "error" else None
             return rows, why, f"{place} has no behavior log-probs; {remedy}"
         if first.sampling != rollout.sampling():
             found = first.sampling or ("unknown",) * len(Sampling._fields)
             was, takes = (", ".join(map(str, sampling)) for sampling in (found, rollout.sampling()))
             words = f"{place} was sampled with {', '.join(Sampling._fields)} = {was}, and rollout has {takes}"
-            return rows, "other_sampling", f"{words}: its log-probs are of another distribution"
+            return rows, "other_sampling", f"{words}: its log-probs belong to another distribution"
         return rows, None, ""

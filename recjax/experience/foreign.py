@@ -4,7 +4,7 @@ import csv
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from recjax.experience.store import CHAT_TEMPLATE, Experience, parts_of
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
-from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, Row, as_text, read_file, template_of
+from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, FileRow, as_text, read_file, template_of
 
 
 class Columns(NamedTuple):
@@ -43,10 +43,10 @@ class Imported(NamedTuple):
 
     rows: list[Experience]
     places: list[str]
-    left_aside: list[str]
+    unused: list[str]
 
 
-def imported(
+def import_rows(
     files: Sequence[str | Path],
     columns: Columns,
     time: datetime,
@@ -67,42 +67,36 @@ def imported(
         ValueError: an unreadable file or an unusable row; the message contains file, line or row, and reason.
     """
     if source is not None and columns.source is not None:
-        raise ValueError(f"--source {source!r} is not read beside --source_column {columns.source!r}; remove one")
-    # The newest field, `source`, counts only if set, so that files in older stores keep their ids.
+        raise ValueError(f"--source {source!r}: has no effect with --source_column {columns.source!r}; remove one")
     named = {name: column for name, column in columns._asdict().items() if (name, column) != ("source", None)}
     listed = ", ".join(f"{name}={column!r}" for name, column in named.items())
     digest = hashlib.sha256(f"({source!r}, Columns({listed}))".encode())
     for file in map(Path, files):
         if not file.is_file():
-            raise ValueError(f"{file}: there is no such file")
+            raise ValueError(f"{file}: no such file; correct --input")
         digest.update(file.read_bytes())
     name, rows, places, seen = digest.hexdigest()[:12], [], [], {}
     for file in map(Path, files):
-        for values, place in _read(file, columns):
+        is_csv = file.suffix.lower() == ".csv"
+        if not (is_csv or ENDING.search(file.name)):
+            raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
+        # Places are line numbers from 1, or row numbers from 0 in Parquet files.
+        for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input"):
             row, number = _Source(values, columns, place), len(rows)
             named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
             rows.append(_row(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
             places.append(place)
             seen |= dict.fromkeys(values)
     if not rows:
-        raise ValueError(f"{', '.join(map(str, files))}: no rows")
+        raise ValueError(f"{', '.join(map(str, files))}: has no rows; give a file with at least one")
     for column, wanted in columns._asdict().items():
         if wanted not in (*seen, Columns._field_defaults[column]):
-            raise ValueError(f"--{column}_column {wanted!r}: no row has it; the columns are {', '.join(seen)}")
+            raise ValueError(f"--{column}_column {wanted!r}: no row has this column; choose from {', '.join(seen)}")
     taken = {*columns, *(TEMPLATE_COLUMNS if any(row.messages for row in rows) else ())}
     return Imported(rows, places, [column for column in seen if column not in taken])
 
 
-def _read(file: Path, columns: Columns) -> Iterable[Row]:
-    """Reads the rows of a file with their places: line numbers from 1, or row numbers from 0 in Parquet files."""
-    if file.suffix.lower() == ".csv":
-        return _csv_rows(file, columns)
-    if not ENDING.search(file.name):
-        raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
-    return read_file(file, "--input")
-
-
-def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
+def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
     """Reads a CSV file with cells of text, numbers and JSON; an empty cell is null unless it is a completion."""
     structured = {columns.messages, columns.reward_parts, columns.prompt_tokens, columns.tokens, columns.logprobs}
     structured |= {columns.reward, columns.truncated}
@@ -118,21 +112,20 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[Row]:
                     raise ValueError(f"{place}: more or fewer cells than the {len(reader.fieldnames)} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():
-                    row[name] = _parsed(row[name], f"{place}: {name}")
-                yield Row(row, place)
+                    if (cell := row[name]) is None:
+                        continue
+                    try:
+                        # Spreadsheets write TRUE and FALSE.
+                        row[name] = json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
+                    except (ValueError, RecursionError) as error:
+                        reason = f"is neither a number nor JSON ({error})"
+                        raise ValueError(f"{place}: {name}: {cell!r:.80} {reason}") from error
+                yield FileRow(row, place)
         except csv.Error as error:
             raise ValueError(f"--input: {file}: line {reader.line_num}: {error}") from error
         except UnicodeDecodeError as error:
             place = f"--input: {file}: after line {reader.line_num}"
             raise ValueError(f"{place}: is not UTF-8 ({error.reason}); save the file as UTF-8") from error
-
-
-def _parsed(cell: str | None, place: str) -> Any:
-    try:
-        # Spreadsheets write TRUE and FALSE.
-        return None if cell is None else json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: {cell!r:.80} is neither a number nor JSON ({error})") from error
 
 
 class _Source(NamedTuple):
@@ -157,9 +150,23 @@ def _row(
     row: _Source, name: str, number: int, source: str, time: datetime, tokenizer: str | None, sampling: Sampling | None
 ) -> Experience:
     prompt, messages, completion = _texts(row)
-    template = {} if messages is None else template_of(Row(row.values, row.place))
+    template = {} if messages is None else template_of(FileRow(row.values, row.place))
     asked = prompt if messages is None else json.dumps([messages, template] if template else messages)
     group = hashlib.sha256(asked.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
+    parts = row.get("reward_parts")
+    if isinstance(parts, list) and all(isinstance(pair, dict) and pair.keys() == {"name", "value"} for pair in parts):
+        parts = parts_of(parts)
+    row.require(isinstance(parts, dict | None), "reward_parts", "takes names and numbers")
+    # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
+    parts = {part: value for part, value in (parts or {}).items() if value is not None}
+    truncated, reason = row.get("truncated"), row.get("finish_reason")
+    row.require(isinstance(truncated, bool | None), "truncated", "takes true and false")
+    endings = "takes stop (it ended) and length (it was cut off); other replies are no completions"
+    row.require(reason in (None, "stop", "length"), "finish_reason", endings)
+    agrees = None in (truncated, reason) or truncated == (reason == "length")
+    row.require(agrees, "truncated", f"contradicts {row.columns.finish_reason} = {reason!r}")
+    answer = as_text(row.get("answer"))
+    row.require(answer or row.get("answer") is None, "answer", "takes text or a number")
     return Experience(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
         group_id=f"{name}/{group}",
@@ -168,10 +175,10 @@ def _row(
         time=time,
         prompt=prompt,
         messages=messages,
-        answer=None if row.get("answer") is None else _answer(row),
+        answer=answer,
         reward=None if row.get("reward") is None else _number(row, "reward", row.get("reward")),
-        reward_parts=_reward_parts(row),
-        truncated=_truncated(row),
+        reward_parts={part: _number(row, "reward_parts", value) for part, value in parts.items()} or None,
+        truncated=bool(truncated) or reason == "length",
         metadata=json.dumps({CHAT_TEMPLATE: template}) if template else None,
         **_token_columns(row, tokenizer, sampling),
     )
@@ -186,12 +193,14 @@ def _texts(row: _Source) -> tuple[str | None, list | None, str]:
     if (prompt is None) == (messages is None):
         found = "both" if prompt is not None else f"neither; the row has {', '.join(map(repr, row.values))}"
         names = f"{row.columns.prompt!r} and {row.columns.messages!r}"
-        raise ValueError(f"{row.place}: a row has one of {names}; found {found}. Other names are flags")
+        raise ValueError(
+            f"{row.place}: give one of {names}; found {found}. --prompt_column and --messages_column set other names"
+        )
     if messages is not None:
         messages = _chat(row, column, messages)
         if completion is None:
             *messages, last = messages
-            reason = "without a completion, the last of two messages or more is the assistant's"
+            reason = "without a completion, give at least two messages, the last one from the assistant"
             row.require(messages and last["role"] == "assistant", column, reason)
             completion = last["content"]
     else:
@@ -214,7 +223,7 @@ def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         row.require(is_message, column, reason)
         more = [repr(key) for key, value in message.items() if value and key not in ("role", "content")]
-        said = f"a message has {', '.join(more)}, which a store cannot hold; put it into the content"
+        said = f"a message has {', '.join(more)}, which a store cannot hold; move the value into the content"
         row.require(not more, column, said)
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
@@ -225,52 +234,25 @@ def _label(row: _Source, column: str) -> str:
     return str(value)
 
 
-def _answer(row: _Source) -> str:
-    text = as_text(row.get("answer"))
-    row.require(text, "answer", "takes text or a number")
-    return text
-
-
 def _number(row: _Source, column: str, value: Any) -> float:
     row.require(is_finite_number(value), column, f"takes finite numbers of at most {MOST_REWARD:g}")
     return float(value)
 
 
-def _reward_parts(row: _Source) -> dict[str, float] | None:
-    parts = row.get("reward_parts")
-    if isinstance(parts, list) and all(isinstance(pair, dict) and pair.keys() == {"name", "value"} for pair in parts):
-        parts = parts_of(parts)
-    if parts is None:
-        return None
-    row.require(isinstance(parts, dict), "reward_parts", "takes names and numbers")
-    # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
-    return {name: _number(row, "reward_parts", value) for name, value in parts.items() if value is not None} or None
-
-
-def _truncated(row: _Source) -> bool:
-    truncated, reason = row.get("truncated"), row.get("finish_reason")
-    row.require(isinstance(truncated, bool | None), "truncated", "takes true and false")
-    endings = "takes stop (it ended) and length (it was cut off); others are no completions"
-    row.require(reason in (None, "stop", "length"), "finish_reason", endings)
-    agrees = None in (truncated, reason) or truncated == (reason == "length")
-    row.require(agrees, "truncated", f"contradicts {row.columns.finish_reason} = {reason!r}")
-    return bool(truncated) or reason == "length"
-
-
 def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | None) -> dict[str, Any]:
     prompt, tokens, logprobs = (row.get(name) for name in ("prompt_tokens", "tokens", "logprobs"))
-    unnamed = "token ids mean nothing without their vocabulary; give --tokenizer, its folder"
+    unnamed = "token ids need their vocabulary; give --tokenizer, the folder of the model's tokenizer"
     for column, value in (("prompt_tokens", prompt), ("tokens", tokens)):
         if value is not None:
             whole = isinstance(value, list) and all(type(token) is int for token in value)
             row.require(whole, column, "takes a list of token ids")
             row.require(tokenizer is not None, column, unnamed)
     if logprobs is not None:
-        alone = "log-probabilities need the ids of their tokens; give them, or leave these out"
-        row.require(tokens is not None, "logprobs", alone)
-        row.require(isinstance(logprobs, list), "logprobs", "takes a list of numbers, one a token")
-        of_what = "they are under the distribution that sampled the tokens; give its --temperature"
-        row.require(sampling is not None, "logprobs", of_what)
+        remedy = "log-probabilities need the ids of their tokens; give token ids, or remove the log-probabilities"
+        row.require(tokens is not None, "logprobs", remedy)
+        row.require(isinstance(logprobs, list), "logprobs", "takes a list of numbers, one for each token")
+        remedy = "log-probabilities need the distribution that sampled the tokens; give --temperature"
+        row.require(sampling is not None, "logprobs", remedy)
         logprobs = [_number(row, "logprobs", value) for value in logprobs]
     return {
         "tokenizer": None if prompt is None and tokens is None else tokenizer,

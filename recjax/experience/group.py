@@ -123,7 +123,7 @@ def completion_ids(groups: Sequence[Group]) -> tuple[str, ...]:
     return tuple(completion.id for group in groups for completion in group.completions)
 
 
-def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
+def add_grades(group: Group, grades: Mapping[str, Grade]) -> Group:
     """Adds grades, by completion id, to the group.
 
     Raises:
@@ -135,8 +135,7 @@ def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
     def complete(completion: Completion) -> Completion:
         given, known = grades.get(completion.id), completion.grade
         if given and known and known.reward != given.reward:
-            message = f"row {completion.id!r} has another reward, {known.reward}; a reward is given once"
-            raise ValueError(message)
+            raise ValueError(f"row {completion.id!r} already has another reward, {known.reward}; rewards cannot change")
         return completion._replace(grade=given or known)
 
     return group._replace(completions=tuple(map(complete, group.completions)))
@@ -186,7 +185,7 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
     return sum((step - 1 - version) * count for version, count in runs) / tokens if tokens else None
 
 
-def staleness(group: Group, step: int) -> int:
+def group_staleness(group: Group, step: int) -> int:
     """Optimizer steps from the oldest weights that sampled a completion to the weights that train on it at `step`.
 
     Ignores completions of other models; 0 for a group that consists only of such completions.

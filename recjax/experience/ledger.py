@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_ledger(folder: Path) -> Ledger | None:
-    """Reads a store's ledger; None if an earlier version of recjax, without ledgers, wrote the store.
+    """Reads a store's ledger; None if the store has none, for example because only its parts were copied.
 
     Raises:
         ValueError: the ledger is damaged.
@@ -41,7 +41,7 @@ def _read(path: Path, inode: int, modified: int) -> Ledger:
     try:
         return read_sealed(path)
     except ValueError as error:
-        raise ValueError(f"{error}; bring it back from a copy, or {_anew(path.parent)}") from error
+        raise ValueError(f"{error}; restore it from a backup, or {_accept(path.parent)}") from error
 
 
 def check_none_lost(folder: Path) -> None:
@@ -53,7 +53,7 @@ def check_none_lost(folder: Path) -> None:
     for name, states in (read_ledger(folder) or {}).items():
         if None not in states and not (folder / name).exists():
             raise ValueError(
-                f"{folder / name} is missing, a part of the store; bring it back from a copy, or {_anew(folder)}"
+                f"{folder / name} is missing, a part of the store; restore it from a backup, or {_accept(folder)}"
             )
 
 
@@ -65,15 +65,15 @@ def check_part(part: Path) -> None:
     """
     ledger = read_ledger(part.parent)
     if ledger is None:
-        _warn_once(f"{part.parent} is of an earlier recjax, without checksums: damage in it would not be noticed")
+        _warn_once(f"{part.parent} has no checksums ({NAME} is missing), so recjax cannot detect damage in it")
     elif part.name not in ledger:
-        _warn_once(f"{part} was not written by recjax, or got lost from {NAME}: damage in it would not be noticed")
+        _warn_once(f"{part} has no checksum in {NAME}, so recjax cannot detect damage in it")
     elif (found := size_and_digest(part)) not in ledger[part.name]:
         # A writer may have replaced the part after the ledger was read.
         if found not in (read_ledger(part.parent) or {}).get(part.name, [found]):
             raise ValueError(
-                f"{part} is damaged: it is not as it was written; bring it back from a copy, or, if it was changed on"
-                f" purpose, {_anew(part.parent)}"
+                f"{part} is damaged: its checksum has changed since it was written; restore it from a backup or, if you"
+                f" changed it on purpose, {_accept(part.parent)}"
             )
 
 
@@ -117,5 +117,5 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _anew(folder: Path) -> str:
-    return f"delete {folder / NAME}, and the store is taken as it is"
+def _accept(folder: Path) -> str:
+    return f"delete {folder / NAME} to accept the store's current files"

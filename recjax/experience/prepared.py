@@ -130,7 +130,12 @@ def prepared_rows(folder: str | Path, policy: Policy) -> Rows:
 
 
 def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
-    made_by = _of_tokenizer(policy)
+    with tempfile.TemporaryDirectory() as folder:
+        policy.tokenizer.save_pretrained(folder)
+        files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
+    versions = [__version__, VERSION, transformers.__version__, tokenizers.__version__]
+    # A digest of everything that determines how texts are tokenized.
+    made_by = _digest([files, policy.stop_ids[:1], turn_end(policy.tokenizer), policy.vocabulary, versions])
     folder = cache_folder("experience") / _digest([str(store), made_by])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,14 +144,14 @@ def _from_cache(store: Path, parts: Sequence[Path], policy: Policy) -> Rows:
     with locked_file(Path(f"{folder}.lock")):
         if not _is_current(folder, state):
             logger.info(
-                "%s: reading and checking %d parts, for this start and later ones, into %s", store, len(parts), folder
+                "%s: reading and checking %d parts into %s, once for this and later starts", store, len(parts), folder
             )
             with whole_file(folder / _FILE) as file:
                 ends = _write(file, parts, policy, state)
                 file.flush()
                 _check_ids(Rows(pa.OSFile(file.name)), parts, ends)
             if _state(parts, made_by) != state:
-                raise ValueError(f"{store} was changed while it was read; start again when nobody writes to it")
+                raise ValueError(f"{store} changed while recjax read it; start again when no process writes to it")
             write_manifest(folder)
         return Rows(pa.OSFile(str(folder / _FILE)))
 
@@ -159,18 +164,9 @@ def _is_current(folder: Path, state: str) -> bool:
         check_manifest(folder)
         schema = pa.ipc.open_file(str(folder / _FILE)).schema
     except (ValueError, OSError) as error:
-        logger.warning("a store in the cache: %s; it is made anew", error)
+        logger.warning("the cached copy of a store: %s; recjax makes it again", error)
         return False
     return schema.metadata[_STATE_KEY] == state.encode()
-
-
-def _of_tokenizer(policy: Policy) -> str:
-    """A digest of everything that determines how texts are tokenized."""
-    with tempfile.TemporaryDirectory() as folder:
-        policy.tokenizer.save_pretrained(folder)
-        files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
-    versions = [__version__, VERSION, transformers.__version__, tokenizers.__version__]
-    return _digest([files, policy.stop_ids[:1], turn_end(policy.tokenizer), policy.vocabulary, versions])
 
 
 def _state(parts: Sequence[Path], made_by: str) -> str:
@@ -213,18 +209,15 @@ def _with_tokens(table: pa.Table, name: str, policy: Policy) -> pa.Table:
     """Adds tokens to all rows that lack them; see `tokenized`."""
     named = set(table["tokenizer"].unique().to_pylist())
     lacking = table["prompt_tokens"].null_count or table["completion_tokens"].null_count
-    if named <= {name} and not lacking and _highest_token(table) < policy.vocabulary:
-        return table
+    if named <= {name} and not lacking:
+        columns = table["prompt_tokens"], table["completion_tokens"]
+        if max(pc.max(pc.list_flatten(column)).as_py() or 0 for column in columns) < policy.vocabulary:
+            return table
     rows = tokenized(list(to_rows(table)), policy)
     for column in ("tokenizer", "prompt_tokens", "completion_tokens", "completion_mask"):
         values = pa.array([getattr(row, column) for row in rows], SCHEMA.field(column).type)
         table = table.set_column(SCHEMA.get_field_index(column), SCHEMA.field(column), values)
     return table
-
-
-def _highest_token(table: pa.Table) -> int:
-    highest = (pc.max(pc.list_flatten(table[name])).as_py() for name in ("prompt_tokens", "completion_tokens"))
-    return max(token or 0 for token in highest)
 
 
 def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:
@@ -241,7 +234,7 @@ def _check_ids(rows: Rows, parts: Sequence[Path], ends: np.ndarray) -> None:
         place = int(np.searchsorted(ends, number, side="right"))
         part, row = parts[place], number - (int(ends[place - 1]) if place else 0)
         if name in seen:
-            raise ValueError(f"{part}: row {row}: id {name!r} is also that of {seen[name]}; ids are unique")
+            raise ValueError(f"{part}: row {row}: id {name!r} is also the id of {seen[name]}; ids must be unique")
         seen[name] = f"{part.name}, row {row}"
 
 

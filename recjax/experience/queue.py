@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
-from recjax.experience import followed, replay
+from recjax.experience import replay
 from recjax.experience.followed import Followed
 from recjax.experience.group import (
     Grade,
     Group,
+    add_grades,
     completion_ids,
-    graded,
     is_whole,
     oldest_version,
     without,
@@ -218,7 +218,7 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
         if one.groups:
             grades = one.grades if isinstance(one.grades, Sequence) else one.grades.result()
             by_id = dict(zip(one.ids, grades, strict=True))
-            found.append([graded(group, by_id) for group in one.groups])
+            found.append([add_grades(group, by_id) for group in one.groups])
             coming[place] = one._replace(grades=tuple(grades), groups=())
     return queue._replace(coming=tuple(coming)), found
 
@@ -248,7 +248,7 @@ def _rewarded(queue: Queue, now: dict[str, Grade]) -> Queue:
     """Gives rewards to waiting groups; counts the rewards whose completions have already left the queue."""
     here = {*completion_ids([one.group for one in queue.waiting])}
     none = {name for name, grade in now.items() if grade.reward is None}
-    waiting = tuple(one._replace(group=without(graded(one.group, now), none)) for one in queue.waiting)
+    waiting = tuple(one._replace(group=without(add_grades(one.group, now), none)) for one in queue.waiting)
     left = dict(queue.left)
     left["rows_without_reward"] += len(none & here)
     left["rewards_too_late"] += len(now.keys() - here)
@@ -310,7 +310,7 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
         return queue, None
     if settings.replay:
         seen = [entry._replace(group=settings.judge.seen(entry.group)) for entry in ready]
-        chosen = replay.sampled(seen, count, step, seed, settings.limits)
+        chosen = replay.sample_entries(seen, count, step, seed, settings.limits)
     elif settings.oldest_first:
         chosen = sorted(range(len(ready)), key=lambda place: oldest_version(ready[place].group) or 0)[:count]
     else:
@@ -351,7 +351,7 @@ def to_plain(queue: Queue) -> tuple[list[Experience], dict[str, Any]]:
     rows = rows_of([group for _, group, _ in placed], None, datetime.fromtimestamp(0, UTC))
     coming = [[one.ids, one.rounds, one.grades] for one in queue.coming]
     plain = {"round": queue.round, "added": queue.added, "idle": queue.idle, "left": queue.left, "coming": coming}
-    plain |= {"followed": followed.to_plain(queue.followed)} if any(queue.followed) else {}
+    plain |= {"followed": queue.followed.to_json()} if any(queue.followed) else {}
     return rows, plain | {"groups": [[place, *numbers] for place, _, numbers in placed]}
 
 
@@ -371,6 +371,6 @@ def from_plain(rows: Sequence[Experience], plain: dict[str, Any]) -> Queue:
         plain["idle"],
         tuple(coming),
         left=dict.fromkeys((*LOST, *LEFT), 0) | plain["left"],
-        followed=followed.from_plain(plain.get("followed", {})),
+        followed=Followed.from_json(plain.get("followed", {})),
         **places,
     )

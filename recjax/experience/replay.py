@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import Group, mean_absolute_advantage, reward_spread, staleness
+from recjax.experience.group import Group, group_staleness, mean_absolute_advantage, reward_spread
 from recjax.experience.trajectories import turn_rewards
 
 PRIORITIES: dict[str, Callable[[Group], float]] = {
@@ -60,7 +60,10 @@ class Judge(NamedTuple):
             names = {name for one in parts for name in one if self.part_weights.get(name, 1.0) != 0}
             columns += [[one[name] for one in parts if name in one] for name in names]
         if self.discount is not None:
-            returns = [_turn_returns(turn_rewards(one), self.discount) for one in group.completions]
+            # The return of a turn is the discounted sum of its reward and all later rewards.
+            discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
+            rewards = [turn_rewards(one).tolist() for one in group.completions]
+            returns = [list(itertools.accumulate(reversed(one), discounted))[::-1] for one in rewards]
             most = max(map(len, returns), default=0)
             columns += [[one[min(turn, len(one) - 1)] for one in returns] for turn in range(most)]
         return any(np.ptp(column) > 0 for column in columns)
@@ -74,34 +77,25 @@ def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
     return Judge(config.task, part_weights if algorithm.reads("reward_parts") else None, discount)
 
 
-def _turn_returns(rewards: np.ndarray, discount: float) -> list[float]:
-    """The return of each turn: the discounted sum of its reward and all later rewards."""
-    sums = itertools.accumulate(reversed(rewards.tolist()), lambda after, reward: reward + discount * after)
-    return list(sums)[::-1]
-
-
 def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Entry]:
     """Keeps the entries that are within `max_staleness` at `step`."""
     if limits.max_staleness is None:
         return list(entries)
-    return [entry for entry in entries if staleness(entry.group, step) <= limits.max_staleness]
+    return [entry for entry in entries if group_staleness(entry.group, step) <= limits.max_staleness]
 
 
-def sampled(entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig) -> list[int]:
+def sample_entries(entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig) -> list[int]:
     """Samples up to `count` entries to train on at `step`, without replacement; returns their sorted indices.
 
     The probability of a group is proportional to priority · 2^(−age / half_life), with the age in optimizer steps since
     the group became ready; priority 0 is chosen last. A pure function of its arguments.
     """
-    keys = np.array([_log_chance(entry, step, limits) for entry in entries])
+    priorities = [PRIORITIES[limits.priority](entry.group) for entry in entries]
+    keys = np.array([np.log(priority) if priority > 0 else -np.inf for priority in priorities])
+    if limits.half_life is not None:
+        keys += np.array([-np.log(2.0) * (step - entry.added) / limits.half_life for entry in entries])
     # The Gumbel-top-k trick: adding noise and taking the largest keys samples without replacement, in proportion to
     # probability. Among entries with probability 0, the latest comes first.
     noise = np.random.default_rng([seed, 5, step]).gumbel(size=len(keys))
     order = np.lexsort((np.arange(len(keys)), keys + noise))[::-1][:count]
     return sorted(order.tolist())
-
-
-def _log_chance(entry: Entry, step: int, limits: ReplayConfig) -> float:
-    priority = PRIORITIES[limits.priority](entry.group)
-    recency = 0.0 if limits.half_life is None else -np.log(2.0) * (step - entry.added) / limits.half_life
-    return (np.log(priority) if priority > 0 else -np.inf) + recency

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import Any
 
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store import Experience
@@ -52,6 +53,8 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
     chat = not isinstance(group.prompt, str)
     is_rewarded = completion.grade is not None and completion.grade.reward is not None
     reward, parts, accurate, _ = completion.grade if is_rewarded else (None,) * 4
+    metadata = {_VERSIONS: completion.version_runs, _TURNS: completion.turns}
+    metadata = {key: value for key, value in metadata.items() if value}
     return Experience(
         id=completion.id,
         group_id=group.id,
@@ -71,15 +74,9 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         accurate=accurate,
         truncated=completion.truncated,
         policy_version=completion.policy_version,
-        metadata=_metadata(completion),
+        metadata=json.dumps(metadata) if metadata else None,
         **dict(zip(Sampling._fields, completion.sampling or (None,) * len(Sampling._fields), strict=True)),
     )
-
-
-def _metadata(completion: Completion) -> str | None:
-    found = {_VERSIONS: completion.version_runs, _TURNS: completion.turns}
-    found = {key: value for key, value in found.items() if value}
-    return json.dumps(found) if found else None
 
 
 def groups_of(rows: Iterable[Experience]) -> list[Group]:
@@ -104,9 +101,10 @@ def _completion(rows: Sequence[Experience]) -> Completion:
     row, *others = rows
     if row.trajectory is not None and row.id != row.trajectory:
         raise ValueError(
-            f"row {row.id!r} is a part of the trajectory {row.trajectory!r}, whose first row is not before it; bring"
-            " that back, or remove the other rows of the trajectory as well"
+            f"row {row.id!r}: the first row of its trajectory {row.trajectory!r} is not before it; restore the first"
+            " row, or remove all rows of the trajectory"
         )
+    metadata = json.loads(row.metadata) if row.metadata else {}
     return Completion(
         id=row.id,
         source=row.source,
@@ -123,14 +121,13 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behavior_logprobs)
             for other in others
         ),
-        version_runs=_version_runs(rows),
-        turns=_turns(rows),
+        version_runs=_version_runs(metadata.get(_VERSIONS), rows),
+        turns=_turns(metadata.get(_TURNS), rows),
     )
 
 
-def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
-    """The token versions in a completion's metadata; empty if the metadata has another format."""
-    runs = json.loads(rows[0].metadata).get(_VERSIONS) if rows[0].metadata else None
+def _version_runs(runs: Any, rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
+    """Checks the token versions in a completion's metadata; empty if they have another format."""
     if runs is None or any(row.completion_mask is None for row in rows):
         return ()
     tokens = sum(int(row.completion_mask.sum()) for row in rows)
@@ -140,9 +137,8 @@ def _version_runs(rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
     return tuple(map(tuple, runs)) if are_runs and sum(count for _, count in runs) == tokens else ()
 
 
-def _turns(rows: Sequence[Experience]) -> tuple[Turn, ...]:
-    """The turns in a trajectory's metadata; empty if the metadata has another format."""
-    found = json.loads(rows[0].metadata).get(_TURNS) if rows[0].metadata else None
+def _turns(found: Any, rows: Sequence[Experience]) -> tuple[Turn, ...]:
+    """Checks the turns in a trajectory's metadata; empty if they have another format."""
     are_turns = isinstance(found, list) and all(
         isinstance(one, list)
         and len(one) == 3

@@ -48,8 +48,8 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
     if missing == "unneeded":
         if algorithm.needs_behavior_logprobs:
             raise ValueError(
-                "experience.missing_logprobs = 'unneeded', but this algorithm reads behavior log-probs; those that"
-                f" read none are {', '.join(_presets_without())}. Or take 'initial' or 'current'"
+                "experience.missing_logprobs = 'unneeded': this algorithm reads behavior log-probs; set 'initial' or"
+                f" 'current', or choose a preset that reads none: {', '.join(_presets_without())}"
             )
         return
     heads, columns = groups.heads, ["id", "source", *Sampling._fields]
@@ -57,28 +57,27 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
     if without.any() and missing == "error":
         (first,) = groups.rows.at(heads[without][:1]).select(columns).to_pylist()
         raise ValueError(
-            f"{without.sum()} of {len(heads)} rows have no behavior log-probs, the first {first['id']!r} of source"
-            f" {first['source']!r}; say in experience.missing_logprobs what stands for them: 'unneeded' (for"
-            f" {', '.join(_presets_without())}), 'initial' or 'current'"
+            f"{without.sum()} of {len(heads)} rows have no behavior log-probs, the first is {first['id']!r} of source"
+            f" {first['source']!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
+            f" {', '.join(_presets_without())}, 'unneeded'"
         )
-    others = ~without & ~groups.rows.each(lambda *found: _is_of(found, sampling), *Sampling._fields)[heads]
+
+    def certainly_from(*found: pa.Array) -> np.ndarray:
+        *found, min_p = found
+        columns = [*found, pc.fill_null(min_p, 0.0)]  # see `Experience.sampling`
+        equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
+        return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
+
+    others = ~without & ~groups.rows.each(certainly_from, *Sampling._fields)[heads]
     if others.any():
         (first,) = groups.rows.at(heads[others][:1]).select(columns).to_pylist()
         found = {name: first[name] for name in Sampling._fields} | {"min_p": first["min_p"] or 0.0}
         words = ", ".join(f"{name} {'unknown' if None in found.values() else value}" for name, value in found.items())
         raise ValueError(
             f"row {first['id']!r} of source {first['source']!r} was sampled with {words}, but rollout has"
-            f" {', '.join(map(str, sampling))}: its log-probs are of another distribution. Set rollout to the same, or"
-            " experience.missing_logprobs to 'unneeded'"
+            f" {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
+            " rollout, or experience.missing_logprobs to 'unneeded'"
         )
-
-
-def _is_of(columns: Sequence[pa.Array], sampling: Sampling) -> np.ndarray:
-    """Marks the rows that were certainly sampled from the given distribution."""
-    *columns, min_p = columns
-    columns = [*columns, pc.fill_null(min_p, 0.0)]  # see `Experience.sampling`
-    equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
-    return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
 
 
 def _presets_without() -> list[str]:
@@ -163,7 +162,7 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
         ValueError: fewer groups than `count`.
     """
     if len(groups) < count:
-        raise ValueError(f"there are {len(groups)} groups, fewer than the {count} of a batch; add some, or lower it")
+        raise ValueError(f"{len(groups)} groups are fewer than the {count} in a batch; add groups, or lower the batch")
     return [groups[place] for place in batch_indices(len(groups), count, batch, seed)]
 
 

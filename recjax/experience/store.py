@@ -22,9 +22,6 @@ from recjax.files import locked_file, size_and_digest, sync_folder, writing
 from recjax.models.sampling import Sampling
 
 VERSION = "4"
-# Columns that each older version lacks.
-_CAME_LATER = {"1": ("trajectory", "metadata", "min_p"), "2": ("metadata", "min_p"), "3": ("min_p",)}
-_READABLE = (*_CAME_LATER, VERSION)
 _VERSION_KEY = b"recjax.experience.version"
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
@@ -100,7 +97,7 @@ class Experience(NamedTuple):
 
     @property
     def sampling(self) -> Sampling | None:
-        """The distribution that sampled the tokens; None if not known. In older rows, without min_p, min_p is 0."""
+        """The distribution that sampled the tokens; None if not known. A missing min_p counts as 0."""
         found = Sampling(self.temperature, self.top_k, self.top_p, self.min_p or 0.0)
         return None if None in found else found
 
@@ -127,7 +124,7 @@ def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int]
     with locked(folder):
         parts = part_files(folder)
         if taken := ids(folder).intersection(table["id"].to_pylist()):
-            raise ValueError(f"{folder} has a row with id {min(taken)!r} already; ids are unique in a store")
+            raise ValueError(f"{folder}: already has a row with id {min(taken)!r}; give every row a new id")
         number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
         path = Path(folder) / f"part-{number:08d}.parquet"
         write_part(table, path)
@@ -155,7 +152,7 @@ def read(folder: str | Path) -> list[Experience]:
         table = read_part(part)
         for index, name in enumerate(table["id"].to_pylist()):
             if name in seen:
-                raise ValueError(f"{part}: row {index}: id {name!r} is also that of {seen[name]}; ids are unique")
+                raise ValueError(f"{part}: row {index}: id {name!r} is also the id of {seen[name]}; ids must be unique")
             seen[name] = f"{part.name}, row {index}"
         rows.extend(to_rows(table))
     return rows
@@ -171,8 +168,8 @@ def existing_parts(folder: str | Path) -> list[Path]:
     ledger.check_none_lost(Path(folder))
     if not parts:
         raise ValueError(
-            f"{str(folder)!r} holds no experience (no part-*.parquet); python -m recjax.generate_experience and"
-            " python -m recjax.import_experience make such a folder"
+            f"{str(folder)!r} is not an experience store (no part-*.parquet); create one with"
+            " python -m recjax.generate_experience or python -m recjax.import_experience"
         )
     return parts
 
@@ -184,7 +181,7 @@ def part_files(folder: str | Path) -> list[Path]:
         ValueError: the path is a file.
     """
     if Path(folder).is_file():
-        raise ValueError(f"{str(folder)!r} is a file; a store is a folder, so name another place")
+        raise ValueError(f"{str(folder)!r} is a file, and a store is a folder; give another path")
     return sorted(Path(folder).glob("part-*.parquet"))
 
 
@@ -210,7 +207,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     """Holds the store's write lock, which the operating system releases if the process dies."""
     lock = Path(folder) / ".lock"
     if lock.exists() and not lock.is_file():
-        raise ValueError(f"{lock} is no file, and a store's lock is one; remove it, or name another folder")
+        raise ValueError(f"{lock} must be a file, as it is the store's lock; remove it, or give another folder")
     with locked_file(lock):
         # Every writer holds the lock, so these files are from killed writers.
         for unfinished in Path(folder).glob(".part-*"):
@@ -225,19 +222,10 @@ def read_part(part: Path) -> pa.Table:
     Raises:
         ValueError: see `read`.
     """
-    table = _as_now(read_columns(part))
+    table = read_columns(part)
     check_schema(table.schema, SCHEMA, str(part))
     table = table.select(SCHEMA.names).cast(SCHEMA)
     check_rows(table, lambda row: f"{part}: row {row}")
-    return table
-
-
-def _as_now(table: pa.Table) -> pa.Table:
-    """Upgrades a table of an earlier version: adds the missing columns, with null values."""
-    found = (table.schema.metadata or {}).get(_VERSION_KEY, b"").decode()
-    for name in _CAME_LATER.get(found, ()):
-        if name not in table.schema.names:
-            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
     return table
 
 
@@ -251,16 +239,16 @@ def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         table = pq.read_table(part, columns=columns, partitioning=None)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{part} cannot be read ({error}); move it away, or bring it back from a copy") from error
+        raise ValueError(f"{part} cannot be read ({error}); restore the file from a backup, or move it away") from error
     found = (table.schema.metadata or {}).get(_VERSION_KEY)
-    if found not in [version.encode() for version in _READABLE]:
-        was = f"of version {found.decode()!r}" if found else "not marked as one"
+    if found != VERSION.encode():
+        problem = f"the file has store version {found.decode()!r}" if found else "the file was not written by a store"
         raise ValueError(
-            f"{part}: this recjax reads experience of versions {', '.join(_READABLE)}, and the file is {was}; read"
-            " it with the recjax that wrote it, or bring it in anew with python -m recjax.import_experience"
+            f"{part}: {problem}, and this recjax reads version {VERSION}; import the file with"
+            " python -m recjax.import_experience"
         )
     if not table.num_rows:
-        raise ValueError(f"{part} holds no rows; a part of a store has at least one, so remove the file")
+        raise ValueError(f"{part}: has no rows, and every part of a store has at least one; remove the file")
     return table
 
 
@@ -291,22 +279,20 @@ def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -
         ValueError: no rows, or a value with the wrong type for its column.
     """
     if not rows:
-        raise ValueError("there are no rows to append; a part of a store has at least one")
+        raise ValueError("there are no rows to append; give at least one")
     records = [row._replace(reward_parts=reward_pairs(row.reward_parts))._asdict() for row in rows]
     try:
         return pa.Table.from_pylist(records, SCHEMA)
     except _MISFITS:
         for index, record in enumerate(records):
             for field in SCHEMA:
-                _check_fits(record[field.name], field, place(index))
+                value = record[field.name]
+                try:
+                    pa.array([value], field.type)
+                except _MISFITS as error:
+                    reason = f"{value!r:.80} is not {field.type} ({error})"
+                    raise ValueError(f"{place(index)}: column {field.name}: {reason}") from error
         raise
-
-
-def _check_fits(value: Any, field: pa.Field, place: str) -> None:
-    try:
-        pa.array([value], field.type)
-    except _MISFITS as error:
-        raise ValueError(f"{place}: column {field.name}: {value!r:.80} is not {field.type} ({error})") from error
 
 
 def to_bytes(rows: Sequence[Experience]) -> bytes:
@@ -318,7 +304,7 @@ def to_bytes(rows: Sequence[Experience]) -> bytes:
 
 def from_bytes(parquet: bytes) -> list[Experience]:
     """Converts the bytes of `to_bytes` back to rows."""
-    return list(to_rows(_as_now(pq.read_table(pa.BufferReader(parquet)))))
+    return list(to_rows(pq.read_table(pa.BufferReader(parquet))))
 
 
 def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:

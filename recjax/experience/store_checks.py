@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from recjax.tasks.grading.reward import MOST_REWARD
 
 _NEEDED = ("id", "group_id", "source", "completion", "truncated", "time")
-_REWARD = f"must be finite and at most {MOST_REWARD:g}, or null while it is pending"
+_REWARD = f"takes a finite number of at most {MOST_REWARD:g}, or null while the reward is pending"
 _PARTS = f"takes pairs of a name, each once, and a finite value of at most {MOST_REWARD:g}"
 _ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0
 # Conditions for numbers that are not null.
@@ -21,11 +21,11 @@ _NUMBERS = (
         lambda x: np.abs(x) <= MOST_REWARD,
         _REWARD,
     ),
-    ("policy_version", lambda x: x >= 0, "counts updates: 0 or more, or null"),
-    ("temperature", lambda x: (x >= 0) & np.isfinite(x), "must be a finite number, 0 or more, or null"),
-    ("top_k", lambda x: x >= 0, "must be 0 (all tokens) or more, or null"),
-    ("top_p", lambda x: (x > 0) & (x <= 1), "must be above 0 and at most 1, or null"),
-    ("min_p", lambda x: (x >= 0) & (x <= 1), "must be from 0 to 1, or null"),
+    ("policy_version", lambda x: x >= 0, "takes the number of updates, 0 or more, or null"),
+    ("temperature", lambda x: (x >= 0) & np.isfinite(x), "takes a finite number, 0 or more, or null"),
+    ("top_k", lambda x: x >= 0, "takes 0 (all tokens) or more, or null"),
+    ("top_p", lambda x: (x > 0) & (x <= 1), "takes a number above 0 and at most 1, or null"),
+    ("min_p", lambda x: (x >= 0) & (x <= 1), "takes a number from 0 to 1, or null"),
 )
 
 
@@ -40,9 +40,9 @@ def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
         if name not in types:
             raise ValueError(f"{place}: column {name} is missing; write the file again with recjax.experience.store")
         if name not in stored:
-            raise ValueError(f"{place}: column {name} is not one of a store's; they are {expected.names}")
+            raise ValueError(f"{place}: column {name} is unknown; remove it, as stores have only {expected.names}")
         if types[name] != stored[name]:
-            raise ValueError(f"{place}: column {name} has the type {types[name]}; a store's is {stored[name]}")
+            raise ValueError(f"{place}: column {name} has type {types[name]}; convert it to {stored[name]}")
 
 
 def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
@@ -71,36 +71,51 @@ Rule = tuple[str, np.ndarray, str]
 
 def _rules(table: pa.Table) -> Iterator[Rule]:
     """Yields column name, mask of bad rows, and reason; a rule may rely on all earlier rules."""
+
+    def is_object(text: str) -> bool:
+        try:
+            return isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError):
+            return False
+
+    def are_messages(turns: list[dict | None]) -> bool:
+        return bool(turns) and all(turn and turn["role"] and turn["content"] is not None for turn in turns)
+
+    def are_parts(parts: list[dict | None]) -> bool:
+        names = [part["name"] for part in parts if part and part["name"]]
+        values = [part["value"] for part in parts if part and part["value"] is not None]
+        return len({*names}) == len(values) == len(parts) and all(abs(value) <= MOST_REWARD for value in values)
+
     for name in _NEEDED:
         yield name, _is_null(table[name]), "must be given in every row"
     for name in ("id", "group_id", "source", "tokenizer", "prompt"):
         yield name, _filled(pc.equal(table[name], ""), False), "must not be empty"
-    yield "id", table["id"].to_pandas().duplicated().to_numpy(), "is the id of an earlier row; ids are unique"
+    yield "id", table["id"].to_pandas().duplicated().to_numpy(), "is the id of an earlier row; ids must be unique"
     yield "prompt", ~(_is_null(table["prompt"]) ^ _is_null(table["messages"])), "give one of prompt and messages"
     yield from _token_rules(table)
     yield from _logprob_rules(table)
     for name, fits, reason in _NUMBERS:
         yield name, ~(fits(_numbers(table[name])) | _is_null(table[name])), reason
     unrewarded = _is_null(table["reward"]) & ~_is_null(table["reward_parts"])
-    yield "reward_parts", unrewarded, "has parts of a reward that is not there"
-    yield "reward_parts", _unless(table, "reward_parts", _sound), _PARTS
-    yield "metadata", _unless(table, "metadata", _is_object), "takes the text of a JSON object, or null"
+    yield "reward_parts", unrewarded, "has reward parts, but the reward is null"
+    yield "reward_parts", _unless(table, "reward_parts", are_parts), _PARTS
+    yield "metadata", _unless(table, "metadata", is_object), "takes the text of a JSON object, or null"
     reason = "takes one message or more, each with role and content"
-    yield "messages", _unless(table, "messages", lambda turns: turns and all(map(_whole, turns))), reason
+    yield "messages", _unless(table, "messages", are_messages), reason
 
 
 def _token_rules(table: pa.Table) -> Iterator[Rule]:
     lengths = {name: _lengths(table[name]) for name in ("completion_tokens", "completion_mask", "prompt_tokens")}
     tokens = lengths["completion_tokens"]
     for name in ("prompt_tokens", "completion_tokens"):
-        yield name, lengths[name] == 0, "holds no token; a prompt and a completion each have at least one"
+        yield name, lengths[name] == 0, "has no tokens; prompts and completions need at least one"
         yield name, _any_item(table[name], lambda x: ~(x >= 0)), "token ids are whole numbers, 0 or more"
         unnamed = (lengths[name] > 0) & _is_null(table["tokenizer"])
-        yield name, unnamed, "tokens mean nothing without the column tokenizer, which is null"
+        yield name, unnamed, "tokens need the name of their vocabulary in the column tokenizer, which is null"
     yield "completion_mask", lengths["completion_mask"] != tokens, "must be as long as completion_tokens"
-    yield "completion_mask", _any_item(table["completion_mask"], np.isnan), "holds a null; it takes true and false"
+    yield "completion_mask", _any_item(table["completion_mask"], np.isnan), "has a null; it takes true and false"
     drawn = _any_item(table["completion_mask"], lambda x: x == 1)
-    yield "completion_mask", (tokens > 0) & ~drawn, "is false everywhere: the policy chose no token of this row"
+    yield "completion_mask", (tokens > 0) & ~drawn, "is false everywhere; the policy must have chosen a token"
 
 
 def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
@@ -111,7 +126,7 @@ def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
     rows, logprobs = _items(column)
     _, sampled = _items(table.filter(pc.is_valid(column))["completion_mask"])
     bad = (sampled == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
-    reason = "log-probabilities of sampled tokens are finite and at most 0; where they are not known, give null"
+    reason = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
     yield "behavior_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
 
 
@@ -148,20 +163,3 @@ def _any_item(column: pa.ChunkedArray, fits: Any) -> np.ndarray:
 def _unless(table: pa.Table, name: str, fits: Callable[[Any], Any]) -> np.ndarray:
     """Marks the rows whose value is not null and for which `fits` is False."""
     return np.array([value is not None and not fits(value) for value in table[name].to_pylist()])
-
-
-def _whole(message: dict | None) -> bool:
-    return bool(message) and bool(message["role"]) and message["content"] is not None
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _sound(parts: list[dict]) -> bool:
-    names = [part["name"] for part in parts if part and part["name"]]
-    values = [part["value"] for part in parts if part and part["value"] is not None]
-    return len({*names}) == len(values) == len(parts) and all(abs(value) <= MOST_REWARD for value in values)

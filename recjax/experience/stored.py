@@ -46,24 +46,34 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     """
     mix, rollout = config.experience.mix, config.rollout
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
+
+    def without_reward(group: Group, _: int) -> Group:
+        return group._replace(completions=tuple(row._replace(grade=Grade(0.0)) for row in group.completions))
+
+    def of_this_run(group: Group, _: int) -> Group:
+        # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
+        versions = [0 if row.policy_version == 0 else None for row in group.completions]
+        rows = map(as_trained, group.completions, [config.task.success] * len(versions), versions)
+        return group._replace(completions=tuple(rows))
+
     try:
         everything = load_groups(store, policy)
         pending = everything.rows.each(is_missing, "reward")[everything.heads]
         if config.experience.regrade:
-            everything, pending = everything.changed(_with_no_reward), np.zeros_like(pending)
+            everything, pending = everything.changed(without_reward), np.zeros_like(pending)
         is_whole = ~everything.any_in(pending)
         waiting, whole = everything.chosen(~is_whole), everything.chosen(is_whole)
         if not len(whole):
             raise ValueError(
-                f"all {len(everything)} groups wait for rewards; python -m recjax.feedback gives them theirs"
+                f"all {len(everything)} groups wait for rewards; add rewards with python -m recjax.feedback"
             )
         if len(whole) < stored_per_batch(config):
             raise ValueError(
-                f"there are {len(whole)} groups with all their rewards ({len(waiting)} wait for some),"
-                f" fewer than the {stored_per_batch(config)} that each batch takes from here, with"
-                f" rollout.prompts_per_step = {rollout.prompts_per_step}; add some, or lower that"
+                f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
+                f" {stored_per_batch(config)} that each batch takes from the store; add groups, or lower"
+                f" rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
-        whole = whole.changed(lambda group, _: _as_trained(group, config.task.success))
+        whole = whole.changed(of_this_run)
         prompts, tokens = (whole.rows.each(lengths, name) for name in ("prompt_tokens", "completion_tokens"))
         longest = prompts[whole.firsts].max(), tokens[whole.heads].max()
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), *map(int, longest))
@@ -81,7 +91,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         _warn_of_little_to_compare(store, whole.sizes, ranges, config)
     if any(left.values()):
         counts = ", ".join(f"{count} {name}" for name, count in left.items())
-        logger.warning("%s: left out, as their groups wait for rewards: %s", store, counts)
+        logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
     return Stored(whole, shape, left, digest)
 
 
@@ -97,13 +107,13 @@ def with_rewards(stored: Stored, grades: Sequence[Grade], config: Config) -> Sto
     rewards = np.fromiter((np.nan if grade.reward is None else grade.reward for grade in grades), np.float64)
     rewarded = ~np.isnan(rewards)
     if without := len(rewards) - rewarded.sum():
-        logger.warning("%s: the reward function gave none to %d completions, which are left out", store, without)
+        logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
     sizes = np.add.reduceat(rewarded, stored.groups.index.starts[:-1], dtype=np.int64)
     groups = stored.groups.chosen(sizes > 0)
     if len(groups) < stored_per_batch(config):
         raise ValueError(
-            f"experience.regrade: {len(groups)} groups of {store!r} got rewards, fewer than the"
-            f" {stored_per_batch(config)} that each batch takes from there; see the reward function"
+            f"experience.regrade: the reward function gave rewards to {len(groups)} groups of {store!r}, fewer than the"
+            f" {stored_per_batch(config)} that each batch takes from the store; correct the reward function"
         )
 
     def graded(group: Group, first: int) -> Group:
@@ -129,7 +139,7 @@ def _warn_of_little_to_compare(
     alone = int((sizes == 1).sum())
     if alone and not joined and config.algorithm.ignores_singletons():
         logger.warning(
-            "%s: %d of %d groups have one completion, and %s makes nothing of them; set"
+            "%s: %d of %d groups have a single completion, from which %s learns nothing; set"
             " algorithm.advantage={singleton: reward}, or another advantage such as raw_reward",
             store,
             alone,
@@ -140,9 +150,7 @@ def _warn_of_little_to_compare(
     spread = max(highest) - min(lowest)
     if len(ranges) > 1 and max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
         listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
-        logger.warning(
-            "%s: sources have rewards of different ranges, which are compared as they are: %s", store, listed
-        )
+        logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
 
 
 def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
@@ -155,10 +163,10 @@ def check_prompts(others: ByPrompt, store: str, prompts: Prompts) -> None:
     shared = sum(tokens in others for tokens in asked)
     if not shared:
         raise ValueError(
-            f"experience.mix.store = {store!r} answers none of the task's {len(asked)} training prompts, and only"
-            " rows with the same prompt tokens join a group; bring answers to these, or set experience.mix.of to batch"
+            f"experience.mix.store = {store!r}: has no completions of the task's {len(asked)} training prompts, and"
+            " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"
         )
-    logger.info("%s: answers %d of %d training prompts", store, shared, len(asked))
+    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(asked))
 
 
 def with_chosen_logprobs(stored: Stored, config: Config, policy: Policy, params: dict) -> Stored:
@@ -177,17 +185,6 @@ def with_logprobs_of_now(
     if config.experience.missing_logprobs != "current":
         return groups
     return with_logprobs(groups, shape, policy, params, config.rollout.sampling(), config.model.logprob_chunk)
-
-
-def _with_no_reward(group: Group, _: int) -> Group:
-    return group._replace(completions=tuple(row._replace(grade=Grade(0.0)) for row in group.completions))
-
-
-def _as_trained(group: Group, success: float) -> Group:
-    # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
-    versions = [0 if row.policy_version == 0 else None for row in group.completions]
-    rows = map(as_trained, group.completions, [success] * len(versions), versions)
-    return group._replace(completions=tuple(rows))
 
 
 def as_trained(row: Completion, success: float, version: int | None) -> Completion:

@@ -172,10 +172,15 @@ def groups_in(rows: Rows, store: str) -> StoredGroups:
     firsts = np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1))
     own = ~rows.each(is_missing, "trajectory")
     prompts = _prompts(rows, number, firsts, own, store)
-    is_head = rows.each(_is_head, "trajectory", "id")
+
+    def is_first_row(trajectory: pa.StringArray, name: pa.StringArray) -> np.ndarray:
+        return pc.fill_null(pc.equal(trajectory, name), True).to_numpy(zero_copy_only=False)
+
+    is_head = rows.each(is_first_row, "trajectory", "id")
     order = np.argsort(number, kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
     heads = order if is_head.all() else order[is_head[order]]
-    row_starts, starts = (_starts(number, len(firsts)) for number in (number, number[is_head]))
+    counts = (np.bincount(numbers, minlength=len(firsts)) for numbers in (number, number[is_head]))
+    row_starts, starts = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
     index = Index(order, row_starts, heads, starts, prompts)
     groups = StoredGroups(rows, index, np.arange(len(firsts), dtype=np.int32))
     with_trajectories = np.zeros(len(firsts), bool)
@@ -193,14 +198,19 @@ def _prompts(rows: Rows, number: np.ndarray, firsts: np.ndarray, own: np.ndarray
         firsts: number of each group's first row.
         own: mask of rows whose prompt is an agent's own context and not the group's prompt.
     """
-    found = rows.each(lambda tokens: checksums(_items(tokens)), "prompt_tokens")
+
+    def of_tokens(column: pa.ListArray) -> np.ndarray:
+        values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+        return checksums(values[begin:end] for begin, end in itertools.pairwise(offsets))
+
+    found = rows.each(of_tokens, "prompt_tokens")
     prompts = found[firsts]
     two = np.flatnonzero((found != prompts[number]) & ~own)
     if len(two):
         row, first = (rows.select(["id", "group_id"]).at(one[:1]).to_pylist()[0] for one in (two, firsts[number[two]]))
         raise ValueError(
-            f"{store}: group {row['group_id']!r} has two prompts, those of rows {first['id']!r} and {row['id']!r};"
-            " rewards are compared between answers to one question, so import them as groups of their own"
+            f"{store}: group {row['group_id']!r}: rows {first['id']!r} and {row['id']!r} have different prompts, and"
+            " all completions in a group must answer the same prompt; import the rows as separate groups"
         )
     return prompts
 
@@ -221,22 +231,6 @@ def is_missing(column: pa.Array) -> np.ndarray:
 def has_unsampled(mask: pa.ListArray) -> np.ndarray:
     """Marks the rows with a token that the policy did not choose; every row needs at least one token."""
     return ~np.logical_and.reduceat(mask.values.to_numpy(zero_copy_only=False), mask.offsets.to_numpy()[:-1])
-
-
-def _is_head(trajectory: pa.StringArray, name: pa.StringArray) -> np.ndarray:
-    """Marks the first row of each completion."""
-    return pc.fill_null(pc.equal(trajectory, name), True).to_numpy(zero_copy_only=False)
-
-
-def _items(column: pa.ListArray) -> Iterator[np.ndarray]:
-    """Yields the items of each row in a column of lists without nulls."""
-    values = column.values.to_numpy(zero_copy_only=False)
-    return itertools.starmap(lambda begin, end: values[begin:end], itertools.pairwise(column.offsets.to_pylist()))
-
-
-def _starts(numbers: np.ndarray, count: int) -> np.ndarray:
-    """The start of each number in the sorted array of all numbers, and the end of the last."""
-    return np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))])
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

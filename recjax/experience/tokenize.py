@@ -1,5 +1,6 @@
 """Tokenizes the texts of a store's rows for a policy."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -32,9 +33,14 @@ def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             a token without an embedding in the model, or a completion without tokens; the message names the row. Or a
             chat that the tokenizer's template rejects.
     """
-    name, prompts, done = tokenizer_name(policy.tokenizer), {}, []
-    writes_chats = any(row.completion_tokens is None and row.messages is not None for row in rows)
-    begin = _turn_begin(policy.tokenizer) if writes_chats else ""
+    name, prompts, done, begin = tokenizer_name(policy.tokenizer), {}, [], ""
+    if any(row.completion_tokens is None and row.messages is not None for row in rows):
+        # The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2.
+        opening, reply = [{"role": "user", "content": "hello"}], {"role": "assistant", "content": "recjax-reply"}
+        with contextlib.suppress(ValueError):
+            prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
+            space, found, _ = chat.removeprefix(prompt).partition(reply["content"])
+            begin = space if found and chat.startswith(prompt) and not space.strip() else ""
     # All rows of a group have the same prompt, so render each chat only once.
     asked = {_chat_of(row): row for row in rows if row.prompt_tokens is None and row.messages}
     chats, variables = [row.messages for row in asked.values()], [chat_template_of(row) for row in asked.values()]
@@ -44,18 +50,22 @@ def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
         if row.tokenizer not in (None, name):
             raise ValueError(
                 f"row {row.id!r} of source {row.source!r} has tokens of another vocabulary ({row.tokenizer}) than this"
-                f" policy's ({name}); train the model that they are of, or import the texts without tokens"
+                f" policy's ({name}); train the model with that vocabulary, or import the texts without tokens"
             )
         if row.prompt_tokens is None and row.prompt == PROMPT_LEFT_OUT:
             raise ValueError(
                 f"row {row.id!r} of source {row.source!r}: its prompt was not recorded, so it cannot be trained on;"
-                " record prompts, and leave this row out"
+                " remove the row, and record prompts"
             )
         if row.prompt_tokens is None:
             is_chat = row.messages is not None
             text = rendered[_chat_of(row)] if is_chat else row.prompt
             if (text, is_chat) not in prompts:
-                prompts[text, is_chat] = _prompt_tokens(policy.tokenizer, text, row)
+                try:
+                    (ids,) = encode_prompts(policy.tokenizer, [text], rendered=is_chat)
+                except ValueError as error:
+                    raise ValueError(f"row {row.id!r} of source {row.source!r}: {error}") from error
+                prompts[text, is_chat] = np.array(ids, np.int32)
             row = row._replace(prompt_tokens=prompts[text, is_chat])
         if row.completion_tokens is None:
             is_whole = row.messages is None or row.completion.startswith(begin)
@@ -78,31 +88,13 @@ def _chat_of(row: Experience) -> str:
     return json.dumps([row.messages, chat_template_of(row)])
 
 
-def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, row: Experience) -> np.ndarray:
-    try:
-        return np.array(encode_prompts(tokenizer, [text], rendered=row.messages is not None)[0], np.int32)
-    except ValueError as error:
-        raise ValueError(f"row {row.id!r} of source {row.source!r}: {error}") from error
-
-
-def _turn_begin(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2."""
-    asked, reply = [{"role": "user", "content": "hello"}], "recjax-reply"
-    try:
-        prompt, chat = render_chats(tokenizer, [asked, [*asked, {"role": "assistant", "content": reply}, *asked]])
-    except ValueError:
-        return ""
-    begin, found, _ = chat.removeprefix(prompt).partition(reply)
-    return begin if found and chat.startswith(prompt) and not begin.strip() else ""
-
-
 def _completion_tokens(row: Experience, policy: Policy, text: str) -> np.ndarray:
     try:
         tokens = encode_after(policy.tokenizer, row.prompt_tokens, text)
     except ValueError as error:
         raise ValueError(
             f"row {row.id!r} of source {row.source!r}: completion {row.completion!r:.80} has text outside the policy's"
-            " vocabulary; leave the row out, or train a model that knows it"
+            " vocabulary; remove the row, or train a model with a larger vocabulary"
         ) from error
     end = None if row.messages is None else turn_end(policy.tokenizer)
     tokens = [*tokens, *([] if row.truncated else policy.stop_ids[:1] if end is None else [end])]

@@ -46,7 +46,8 @@ def pad_trajectories(
     for place, (number, completion, *_) in enumerate(numbered):
         units.setdefault(number if whole_groups else completion.id if together else place, []).append(place)
     count, size = row_counts
-    size = _doubled(size, max(map(len, units.values()), default=0))
+    while size < max(map(len, units.values()), default=0):
+        size *= 2
     while (places := _places(list(units.values()), count, size)) is None:
         count *= 2
     batch = _empty(count * size, time, len(groups), [completion for _, completion, *_ in numbered])
@@ -74,8 +75,8 @@ def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
     """
     if not completion.turns:
         raise ValueError(
-            f"row {completion.id!r}: its turns were not recorded, as earlier versions did not; choose an advantage of"
-            " whole trajectories, or begin the run anew"
+            f"row {completion.id!r}: the metadata has no turns; choose an advantage that compares whole trajectories,"
+            " or start a new run"
         )
     rewards = np.array([turn.reward for turn in completion.turns])
     rewards[-1] += completion.grade.reward - rewards.sum()
@@ -99,12 +100,6 @@ def rows_of_trajectory(completion: Completion, group: Group) -> list[Row]:
     prompt = group.prompt_tokens if completion.prompt_tokens is None else completion.prompt_tokens
     first = Row(prompt, completion.tokens, completion.mask, completion.behavior_logprobs)
     return [row for row in (first, *completion.further) if len(row.tokens)]
-
-
-def _doubled(size: int, needed: int) -> int:
-    while size < needed:
-        size *= 2
-    return size
 
 
 def _places(units: list[list[int]], count: int, size: int) -> list[int] | None:

@@ -105,7 +105,7 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
     name, weights = sampled_from(config, model)
     return [
         *([Item("sample", name, f"{size} B × trained", _bytes(weights))] if name == CAST else []),
-        Item("sample", "keys and values", formula, capacity.cache_bytes(decoder, **sizes)),
+        Item("sample", "keys and values", formula, capacity.key_value_bytes(decoder, **sizes)),
         Item("sample", "scores of the next token", scores, capacity.score_bytes(decoder, rows)),
     ]
 

@@ -83,7 +83,7 @@ def cache_bytes(config: Config, decoder: Decoder, plan: SamplingPlan) -> int:
     copies = plan.prompts + (0 if plan.slots == plan.rows else plan.slots)
     sizes = {"prompts": copies, "prompt_tokens": plan.prompt_tokens, "rows": plan.slots}
     with jax.set_mesh(plan.mesh):
-        return capacity.cache_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
+        return capacity.key_value_bytes(decoder, **sizes, completion_tokens=config.rollout.max_completion_tokens)
 
 
 def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: dict, frozen: dict) -> list[Executable]:
@@ -139,10 +139,10 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
     sizes = capacity.slot_numbers(plan.slots)
     if len(sizes) > 1:
         kept = jax.ShapeDtypeStruct((sizes[-2],), jnp.int32)
-        fewer = keys_values.gathered.trace(keys_values.Memory(prompts, later[-1]), kept, time=lengths[-1])
+        fewer = keys_values.gather_slots.trace(keys_values.Memory(prompts, later[-1]), kept, time=lengths[-1])
         found.append(Executable(fewer, plan.mesh, 1, 1, bytes_on_device(weights) + waiting))
     counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
-    rows = decoding.Rows(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
+    rows = decoding.SlotState(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
     decoded = decoding.decode.trace(
         weights,
         keys_values.Memory(prompts, later[-1]),

@@ -76,7 +76,7 @@ class AgentGrades:
         unknown = [part for part in self._config.task.reward_weights if part not in {*parts, TURNS, ROWS}]
         if unknown:
             raise ValueError(
-                f"task.reward_weights.{unknown[0]}: the agent returned the parts {', '.join(parts)}; name one of them"
+                f"task.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns: {', '.join(parts)}"
             )
         reward = sum(self._weights.get(part, 1.0) * value for part, value in parts.items())
         return self._with_counts(tried, reward, parts, None)

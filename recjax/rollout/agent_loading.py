@@ -31,11 +31,11 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     agent = named("task.agent", task.agent)
     place, form = f"task.agent = {task.agent!r}:", "write it as async def agent(problem, policy)"
     if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))):  # noqa: B004
-        raise ValueError(f"{place} is no coroutine function; {form}")
+        raise ValueError(f"{place} must be a coroutine function; {form}")
     try:
         inspect.signature(agent).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{place} does not take a problem and a policy ({error}); {form}") from error
+        raise ValueError(f"{place} must take a problem and a policy ({error}); {form}") from error
     return agent
 
 

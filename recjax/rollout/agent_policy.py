@@ -54,8 +54,8 @@ class Reply(NamedTuple):
         return {"role": "assistant", "content": self.text}
 
 
-class Limits(NamedTuple):
-    """Limits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
+class AgentLimits(NamedTuple):
+    """AgentLimits of one agent: tokens per reply, tokens per prompt with its reply, number of replies."""
 
     reply: int
     context: int
@@ -70,7 +70,7 @@ class AgentPolicy:
         live: LiveEngine,
         policy: Policy,
         sampling: Sampling,
-        limits: Limits,
+        limits: AgentLimits,
         key: Callable[[int], UInt32[np.ndarray, " words"]],
         at_work: Callable[[bool], None],
         template: Mapping[str, Any] = MappingProxyType({}),
@@ -185,7 +185,7 @@ class AgentPolicy:
         if not sound:
             raise InvalidReward(f"policy.reward({value!r:.200}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
-            raise ValueError(f"policy.reward({value!r}): there is no reply yet; ask the policy first")
+            raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")
         turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
         self.rewards[turn] = self.rewards.get(turn, 0.0) + float(value)
 

@@ -15,9 +15,9 @@ FAILURES = {
     "raised": "correct the agent",
     "timeout": "raise task.agent_seconds, or let the agent do less",
     "invalid": "correct what the agent returns",
-    "silent": "let the agent ask the policy",
-    "context": "raise rollout.max_context_tokens, or let the agent ask for less",
-    "turns": "raise task.agent_turns, or let the agent ask less often",
+    "silent": "let the agent call the policy",
+    "context": "raise rollout.max_context_tokens, or let the agent send shorter prompts",
+    "turns": "raise task.agent_turns, or let the agent call the policy less often",
 }
 # The agent's own mistakes. A full context and spent turns are not: the policy can learn to avoid them.
 MISTAKES = ("raised", "timeout", "invalid", "silent")
@@ -64,7 +64,7 @@ class Trial:
         if self.done.done():
             return
         if failure is None and not self._policy.trajectory.turns:
-            failure, words = "silent", "it returned without asking the policy"
+            failure, words = "silent", "it returned without a call of the policy"
         if failure is None and returned is not None:
             failure, words = _wrong_with(returned)
         self.done.set_result(Tried(self._policy, returned, failure, words))
@@ -74,7 +74,7 @@ class Trial:
 
     def _at_work(self, waits: bool) -> None:
         if waits and self.done.done():
-            raise asyncio.CancelledError("this agent's time is over")
+            raise asyncio.CancelledError("this agent has reached its time limit")
         if waits and self._asking == 0:
             self._stop_clock()
         self._asking += 1 if waits else -1
@@ -84,18 +84,15 @@ class Trial:
     def _start_clock(self) -> None:
         if not self.done.done():
             self._since = self._loop.time()
-            self._timer = self._loop.call_later(max(self._left, 0), self._time_out)
+            words = f"it spent task.agent_seconds = {self._seconds} without waiting for the policy"
+            self._timer = self._loop.call_later(max(self._left, 0), self.end, "timeout", words)
 
     def _stop_clock(self) -> None:
         if self._timer:
             self._timer.cancel()
             self._left, self._timer = self._left - (self._loop.time() - self._since), None
 
-    def _time_out(self) -> None:
-        self._timer = None
-        self.end("timeout", f"it was at something else for task.agent_seconds = {self._seconds}")
-
-    def end(self, failure: str = "raised", words: str = "the batch ended before it did") -> None:
+    def end(self, failure: str = "raised", words: str = "the batch ended before the agent") -> None:
         """Ends the agent if it still runs."""
         self._finish(failure=failure, words=words)
         self._task.cancel()

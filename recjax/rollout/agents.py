@@ -17,7 +17,7 @@ from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
 from recjax.rollout.agent_loading import load_agent, named
-from recjax.rollout.agent_policy import AgentPolicy, Limits
+from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES, MISTAKES, Trial, Tried
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
@@ -52,8 +52,8 @@ class Agents:
         """
         if jax.process_count() > 1:
             raise ValueError(
-                f"task.agent = {config.task.agent!r}: agents run in one process, and this run has"
-                f" {jax.process_count()}; start one"
+                f"task.agent = {config.task.agent!r}: agents need a run with a single process, and this run has"
+                f" {jax.process_count()}; start one process"
             )
         task = config.task
         functions = {name: named("task.tools", name) for name in task.tools}
@@ -111,7 +111,9 @@ class Agents:
         groups = []
         for place, problem in enumerate(prompts.problems):
             own = tuple(completions[place * group_size : (place + 1) * group_size])
-            groups.append(Group(f"{name}/{place:05d}", _first_prompt(own), own, problem.prompt, problem.answer))
+            # Stores record the prompt of a group's first agent as the prompt of the group.
+            prompt = own[0].prompt_tokens
+            groups.append(Group(f"{name}/{place:05d}", prompt, own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
         openings = [
             thoughts_opening(group, completion, policy.tokenizer)
@@ -124,7 +126,7 @@ class Agents:
         self, live: LiveEngine, policy: Policy, problems: Sequence[Problem], keys: np.ndarray, sampling: Sampling
     ) -> list[Tried]:
         rollout, task = self._config.rollout, self._config.task
-        limits = Limits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
+        limits = AgentLimits(rollout.max_completion_tokens, rollout.max_context_tokens, task.agent_turns)
         async with live:
 
             def policy_of(place: int, at_work: Callable[[bool], None]) -> AgentPolicy:
@@ -155,8 +157,8 @@ class Agents:
         place = f"task.agent = {self._config.task.agent!r}:"
         if fatal and len(mistakes) == len(tried) and self._config.task.agent_failure_reward is None:
             raise ValueError(
-                f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct it, or"
-                " set task.agent_failure_reward"
+                f"{place} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct the"
+                " agent, or set task.agent_failure_reward"
             )
         counts = ", ".join(f"{reason} {count}" for reason, count in Counter(one.failure for one in failed).items())
         said = f"{place} {len(failed)} of {len(tried)} agents failed: {counts}"
@@ -166,7 +168,7 @@ class Agents:
             return
         first = next(one for one in failed if _reason(one) == most)
         logger.error(
-            "%s; most of the batch failed for the same reason, and little is learned from it: %s; %s",
+            "%s; most of the batch failed for the same reason, so the policy learns little from it: %s; %s",
             said,
             first.words,
             FAILURES[first.failure],
@@ -210,8 +212,3 @@ def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weig
             for turn, end in enumerate(trajectory.ends)
         ),
     )
-
-
-def _first_prompt(completions: Sequence[Completion]) -> np.ndarray:
-    """The prompt of a group's first agent, which stores record as the prompt of the group."""
-    return completions[0].prompt_tokens

@@ -20,7 +20,7 @@ CHANGING = 1.5  # peak memory over that of the full cache, while copying doubles
 ALWAYS_FREE = 2**24  # bytes that are assumed to be free without a check
 
 
-def cache_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
+def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows: int, completion_tokens: int) -> int:
     """Bytes of keys and values on each device of the mesh in context while completions are sampled.
 
     2 × layers × kv_heads × head_dim × bytes × (prompts × prompt_tokens + rows × completion_tokens), divided by the
@@ -49,17 +49,14 @@ def free_bytes() -> int:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             free.append(stats["bytes_limit"] - stats["bytes_in_use"])
-        else:
-            free.append(_free_on_host() // jax.local_device_count())
+            continue
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                on_host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        except (OSError, StopIteration):
+            on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free.append(on_host // jax.local_device_count())
     return hosts.least(min(free))
-
-
-def _free_on_host() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def slots_that_fit(
@@ -81,7 +78,7 @@ def slots_that_fit(
         copies = prompts if slots == rows else prompts + slots
         time = int(CHANGING * (completion_tokens + 2 * ROUND))
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": time}
-        return cache_bytes(decoder, prompts=copies, rows=slots, **tokens) + score_bytes(decoder, slots)
+        return key_value_bytes(decoder, prompts=copies, rows=slots, **tokens) + score_bytes(decoder, slots)
 
     if needed(rows) <= ALWAYS_FREE:
         return rows
@@ -134,7 +131,7 @@ def cache_length(longest: int, needed: int, slots: int, most: int) -> int:
     quickly, and a batch whose completions end one by one uses a single length for each number of slots.
     """
     lengths = cache_lengths(longest)
-    return at_least(lengths, max(needed, lengths[0] * most // (2 * slots)))
+    return first_enough(lengths, max(needed, lengths[0] * most // (2 * slots)))
 
 
 def round_time(longest: int) -> int:
@@ -142,6 +139,6 @@ def round_time(longest: int) -> int:
     return max(1, min(ROUND, longest - 1))
 
 
-def at_least(sizes: Sequence[int], needed: int) -> int:
+def first_enough(sizes: Sequence[int], needed: int) -> int:
     """The first size that is enough, or the last."""
     return next((size for size in sizes if size >= needed), sizes[-1])

@@ -1,6 +1,5 @@
 """Turns prompts into groups: the engine samples completions, and their grades may still be computed."""
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -107,13 +106,15 @@ def _prefixes(prompts: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
 
 def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*batches rows words"]:
     """Key data of a batch's completions: fold_in(key, 0), fold_in(key, 1), …; several keys give several batches."""
-    return on_host(_folded(key, rows))
+    return on_host(_row_keys(key, rows))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _folded(key: Key[Array, "*batches"], rows: int) -> Array:
-    fold = jax.vmap(jax.random.fold_in, (None, 0))
-    return jax.random.key_data((jax.vmap(fold, (0, None)) if key.ndim else fold)(key, jnp.arange(rows)))
+_fold_rows = jax.vmap(jax.random.fold_in, (None, 0))
+_fold_batches = jax.vmap(_fold_rows, (0, None))
+_row_keys = jax.jit(
+    lambda key, rows: jax.random.key_data((_fold_batches if key.ndim else _fold_rows)(key, jnp.arange(rows))),
+    static_argnums=1,
+)
 
 
 class Grades:

@@ -23,7 +23,7 @@ from recjax.rollout.keys_values import (
 )
 
 
-class Rows(NamedTuple):
+class SlotState(NamedTuple):
     """The state of the slots.
 
     Attributes:
@@ -134,7 +134,7 @@ def extend(
         slots: indices of the slots; a slot that occurs twice has equal tokens both times.
         tokens: right-padded; `memory.later` has room for all of them, padding included.
         mask: True at real tokens.
-        lengths, cached: values for these slots, see `Rows`.
+        lengths, cached: values for these slots, see `SlotState`.
     """
     read = read_slots(memory, slots)
     positions = (lengths + cached)[:, None] + jnp.arange(tokens.shape[1])
@@ -148,7 +148,7 @@ def extend(
 def decode(
     params: dict,
     memory: Memory,
-    rows: Rows,
+    rows: SlotState,
     enough: Int[Array, ""],
     *,
     decoder: Decoder,
@@ -195,7 +195,7 @@ def whole_batch(
     tokens, logprobs = first_tokens(scores, of, keys, sampling=sampling, chunk=len(limits))
     zeros, places = jnp.zeros_like(of), jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
     live = ~jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) & (limits > 1)
-    rows = Rows(live, mask.sum(-1)[of], zeros, tokens, zeros + 1, limits, keys)
+    rows = SlotState(live, mask.sum(-1)[of], zeros, tokens, zeros + 1, limits, keys)
     options = {"decoder": decoder, "sampling": sampling, "stop_ids": stop_ids, "round_time": round_time}
     state = _round(params, cache, (Context(*cache, mask, places),), rows, jnp.zeros((), jnp.int32), **options)
     tokens = jnp.concatenate([tokens[:, None], state.tokens], axis=1)
@@ -206,7 +206,7 @@ def _round(
     params: dict,
     like: tuple,
     contexts: tuple[Context, ...],
-    rows: Rows,
+    rows: SlotState,
     enough: Int[Array, ""],
     *,
     decoder: Decoder,

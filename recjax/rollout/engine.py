@@ -12,7 +12,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import moved_params, on_host
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import capacity, decoding
-from recjax.rollout.capacity import FEWEST_CONTINUED, at_least, filled_up, power_of_two
+from recjax.rollout.capacity import FEWEST_CONTINUED, filled_up, first_enough, power_of_two
 from recjax.rollout.requests import (
     Admitted,
     Prefilled,
@@ -23,7 +23,7 @@ from recjax.rollout.requests import (
     by_sampling,
     check_requests,
     padded,
-    taken,
+    selected,
 )
 from recjax.rollout.sampling_mesh import sampling_mesh
 from recjax.rollout.slots import Slots
@@ -204,8 +204,8 @@ class Engine:
             requests, tickets = requests + more.requests, tickets + more.tickets
         if found := self._slots.continuations(requests):
             places = list(found)
-            self._go_on(np.array(list(found.values()), np.int32), *taken(places, requests, tickets))
-            requests, tickets = taken([x for x in range(len(requests)) if x not in found], requests, tickets)
+            self._go_on(np.array(list(found.values()), np.int32), *selected(places, requests, tickets))
+            requests, tickets = selected([x for x in range(len(requests)) if x not in found], requests, tickets)
         if requests:
             prefixes = {request.prefix.tobytes(): request.prefix for request in requests}
             numbers = {prefix: number for number, prefix in enumerate(prefixes)}
@@ -261,7 +261,7 @@ class Engine:
     def _seat(self, waiting: Prefilled) -> bool:
         """Moves waiting completions into free slots; returns True if all of them found a slot."""
         started, rows, prompts, cache, lengths, group_size, weights = waiting
-        current, count = weights == self._weights, at_least(self._sizes, int(self._slots.live.sum()) + len(rows))
+        current, count = weights == self._weights, first_enough(self._sizes, int(self._slots.live.sum()) + len(rows))
         if self._slots.memory is None and group_size and count == len(lengths) * group_size:
             # With a slot for every row, each group reads a single copy of its prompt.
             self._slots.open_for(cache, lengths, group_size, self._cache_time(0, count))
@@ -328,7 +328,7 @@ class Engine:
         kept = live if self._longest else live | slots.columns.current
         needed = int(slots.columns.cached[kept].max()) + time
         # Halves step by step, so that each number of slots is reached by one compiled program.
-        while self._longest and at_least(self._sizes, slots.fewest + self._waiting()) < slots.count:
+        while self._longest and first_enough(self._sizes, slots.fewest + self._waiting()) < slots.count:
             fewer = capacity.next_lower(self._sizes, slots.count)
             slots.change_number(fewer, self._cache_time(needed, fewer))
         length = self._cache_time(needed, slots.count)

@@ -30,10 +30,17 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
         try:
             return await played(world, problem, policy)
         finally:
-            await _close(world)
+            try:
+                closing = getattr(world, "close", lambda: None)()
+                if inspect.isawaitable(closing):
+                    await closing
+            except Exception:
+                logger.warning("an environment's close() failed", exc_info=True)
 
     async def played(world: Any, problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
-        observation, info = world.reset(seed=_seed(problem))
+        # The seed depends only on the problem, so that all agents of a group play the same game.
+        digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()
+        observation, info = world.reset(seed=int.from_bytes(digest[:4], "big"))
         begin = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
         told, steps = _told(begin, observation), []
         for _ in range(turns):
@@ -43,7 +50,7 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
             steps.append((float(reward), reply))
             if terminated or truncated:
                 break
-            told = _told(_said(told, reply), observation)
+            told = _told(told + reply.raw if isinstance(told, str) else [*told, reply.message], observation)
         if "parts" in info:
             return info["parts"]
         for reward, reply in steps:
@@ -53,29 +60,7 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
     return play
 
 
-async def _close(world: Any) -> None:
-    """Closes an environment if it can be closed; an error while closing does not fail the agent."""
-    try:
-        closing = getattr(world, "close", lambda: None)()
-        if inspect.isawaitable(closing):
-            await closing
-    except Exception:
-        logger.warning("an environment could not be closed", exc_info=True)
-
-
-def _seed(problem: Problem) -> int:
-    """A seed that depends only on the problem, so that all agents of a group play the same game."""
-    return int.from_bytes(hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()[:4], "big")
-
-
 def _told(before: str | list, observation: str) -> str | list:
     if isinstance(before, str):
         return before + observation
     return [*before, {"role": "user", "content": observation}] if observation else before
-
-
-def _said(told: str | list, reply: Any) -> str | list:
-    """The conversation with the reply appended."""
-    if isinstance(told, str):
-        return told + reply.raw
-    return [*told, reply.message]

@@ -133,11 +133,18 @@ class Generators:
     def start(self, sampler: Sampler, *arguments: Any) -> None:
         """Starts the processes, in each of which `sampler(*arguments)` opens the function that samples."""
         gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
+        variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if gpus > 0 else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
+        if self._regime.address is None:
+            # Generators on this machine share the trainer's modules, such as a user's reward, and compiled programs.
+            variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
+            least = jax.config.jax_persistent_cache_min_compile_time_secs
+            variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(least)
         self._actor = self._ray.remote(Generator).options(
             num_cpus=1,
             num_gpus=gpus,
-            max_concurrency=AT_A_TIME + self._regime.swap_within,  # new weights come while batches are sampled
-            runtime_env={"env_vars": _environment(self._regime, on_gpu=gpus > 0)},
+            max_concurrency=AT_A_TIME + self._regime.swap_within,  # new weights arrive while batches are sampled
+            runtime_env={"env_vars": variables},
         )
         self._arguments = sampler, self._ray.put(arguments)
         self._actors = [self._actor.remote(*self._arguments) for _ in range(self._regime.generators)]
@@ -192,7 +199,9 @@ class Generators:
                 found += self._received(done[0])
             elif time.monotonic() > answer_by:
                 # Every answer has been read, so a generator past its deadline has really not answered.
-                self._restart_silent()
+                for generator in sorted({one.generator for one in self._assigned.values()}):
+                    if time.monotonic() - self._since[generator] > self._seconds:
+                        self._restart(generator, f"has not answered for regime.generator_seconds = {self._seconds:g}")
             elif found or not wait:
                 break
         self.waited_seconds += time.monotonic() - started if wait else 0.0
@@ -222,36 +231,19 @@ class Generators:
         self._since[generator], self._failures[generator] = time.monotonic(), 0
         return [(number, result)]
 
-    def _restart_silent(self) -> None:
-        for generator in sorted({one.generator for one in self._assigned.values()}):
-            if time.monotonic() - self._since[generator] > self._seconds:
-                self._restart(generator, f"has not answered for regime.generator_seconds = {self._seconds:g}")
-
     def _restart(self, generator: int, why: str) -> None:
         numbers, name = self._at(generator), f"generator {generator + 1} of {self._regime.generators}"
         self._failures[generator] += 1
         self.restarts += 1
         if self._failures[generator] > RESTARTS:
             raise RuntimeError(
-                f"{name} {why}, for the {RESTARTS + 1}th time in a row; it was at batch {numbers[0]}. Give it more"
-                " regime.generator_seconds or memory, and the cluster a free CPU for each generator; its own last words"
-                " are in the logs of Ray, /tmp/ray/session_latest/logs"
+                f"{name} {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}; raise"
+                " regime.generator_seconds or its memory, and give the cluster a free CPU for each generator. Ray has"
+                " its logs in /tmp/ray/session_latest/logs"
             )
-        logger.warning("%s %s; it is started again, for batches %s", name, why, numbers)
+        logger.warning("%s %s; recjax restarts it for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])
         self._assigned = {key: one for key, one in self._assigned.items() if one.generator != generator}
         self._actors[generator], self._since[generator] = self._actor.remote(*self._arguments), time.monotonic()
         for number in numbers:
             self._send(number, generator)
-
-
-def _environment(regime: RegimeConfig, on_gpu: bool) -> dict[str, str]:
-    """Environment variables of a generator's process."""
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if on_gpu else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
-    if regime.address is None:
-        # Generators on this machine share the trainer's modules, such as a user's reward, and compiled programs.
-        variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
-        least = jax.config.jax_persistent_cache_min_compile_time_secs
-        variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(least)
-    return variables

@@ -62,7 +62,7 @@ def resized(cache: tuple, *, time: int) -> tuple:
 
 
 @functools.partial(jax.jit, static_argnames="time")
-def gathered(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
+def gather_slots(memory: Memory, order: Int[Array, " slots"], *, time: int) -> Memory:
     """Memory of the slots in `order`, each with its own copy of its prompt and room for `time` later tokens.
 
     Args:

@@ -95,7 +95,7 @@ class RemoteEngine:
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self.left_out:
             counts = ", ".join(f"{why} {number}" for why, number in self.left_out.most_common())
-            words = "%s: %d replies were no completions of the policy and were asked for again (%s); %d are missing"
+            words = "%s: %d replies were not completions of the policy (%s); after retries %d completions are missing"
             logger.warning(words, self._place, self.left_out.total(), counts, self.missing)
         self._client.close()
 
@@ -180,7 +180,7 @@ class RemoteEngine:
             plain = self._sent("POST", path, body)
             if plain.is_success and self._gives_ids:  # the server refused only the extra fields
                 self._gives_ids = False
-                self._warn("ids", "the server knows no return_token_ids, so its completions are kept as texts")
+                self._warn("ids", "the server does not support return_token_ids, so the store gets only texts")
             return self._read(plain)
         return self._read(self._sent("POST", path, body))
 
@@ -204,24 +204,25 @@ class RemoteEngine:
                 time.sleep(min(wait, _MOST_WAIT))
                 wait *= 2
         raise ValueError(
-            f"--engine {self._address.url}: the server {failure}, after {tries + 1} tries; when it is there, the same"
-            " command goes on"
+            f"--engine {self._address.url}: the server {failure}, after {tries + 1} tries; start the same command again"
+            " when the server is available"
         )
 
     def _read(self, reply: httpx.Response) -> dict[str, Any]:
         words = _words(reply)
-        if reply.status_code == 400 and _error_code(reply) == "content_filter":  # Azure's filter of prompts
-            return {"choices": [{"finish_reason": "content_filter"}]}
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if reply.status_code == 400 and reply.json()["error"]["code"] == "content_filter":  # Azure refuses a prompt
+                return {"choices": [{"finish_reason": "content_filter"}]}
         if reply.status_code in (401, 403):
-            raise ValueError(f"{self._place} refuses ({words}); give --api_key_file, a file with one key")
+            raise ValueError(f"{self._place} refuses the request ({words}); give --api_key_file, a file with one key")
         if not reply.is_success:
-            raise ValueError(f"{self._place} refuses, with status {reply.status_code}: {words}")
+            raise ValueError(f"{self._place} refuses the request with status {reply.status_code}: {words}")
         try:
             found = reply.json()
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise ValueError(f"{self._place}: a reply is no object of JSON: {words}")
+            raise ValueError(f"{self._place}: a reply must be a JSON object: {words}")
         return found
 
     def _chosen_model(self) -> str:
@@ -234,8 +235,8 @@ class RemoteEngine:
         if asked is None and len(names) == 1:
             return names[0]
         if asked not in names:
-            said = f"--model {asked!r}: there is no such model" if asked else "give --model"
-            raise ValueError(f"{self._place}: {said}; it has {', '.join(names[:20]) or 'none'}")
+            said = f"--model {asked!r}: unknown" if asked else "give --model"
+            raise ValueError(f"{self._place}: {said}; the server has {', '.join(names[:20]) or 'no models'}")
         return asked
 
     # --- Replies.
@@ -246,10 +247,10 @@ class RemoteEngine:
         prompt, tokens = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
         if not tokens or not prompt:
             if self._gives_ids:
-                self._warn("none", "the server gives no token ids, so its completions are kept as texts")
+                self._warn("none", "the server sends no token ids, so the store gets only texts")
             return plain
         if not self._is_of_vocabulary(prompt, None) or not self._is_of_vocabulary(tokens, text):
-            self._warn("vocabulary", "token ids are of another vocabulary than the policy's, so texts are kept alone")
+            self._warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
             return plain
         return plain._replace(prompt=prompt, tokens=tokens, logprobs=self._logprobs(reply, choice, len(tokens)))
 
@@ -277,7 +278,7 @@ class RemoteEngine:
             return None
         # Servers other than recjax report log-probs of the plain softmax, regardless of the sampling settings.
         if "policy_version" not in reply and self._rollout.sampling() != Sampling():
-            self._warn("sampling", "log-probs may be of another distribution than that of rollout, and are left out")
+            self._warn("sampling", "dropped the log-probs, which may belong to another distribution than rollout's")
             return None
         return [min(float(value), 0.0) for value in values]
 
@@ -297,13 +298,8 @@ def _wrong_with(choice: dict[str, Any]) -> str | None:
         return "no finish_reason" if reason is None else f"finish_reason {reason!s:.50}"
     text = said.get("content") if "message" in choice else choice.get("text")
     if not text and (said.get("reasoning_content") or said.get("reasoning")):
-        return "reasoning alone"
+        return "only reasoning"
     return None if isinstance(text, str) else "no text"
-
-
-def _error_code(reply: httpx.Response) -> Any:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return reply.json()["error"]["code"]
 
 
 def _words(reply: httpx.Response) -> str:
@@ -326,5 +322,5 @@ def read_key(file: str | None) -> str | None:
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--api_key_file {file} cannot be read ({error}); give a text file with one key") from error
     if not key or not key.isascii() or len(key.split()) != 1:
-        raise ValueError(f"--api_key_file {file}: takes one key, of ASCII without spaces")
+        raise ValueError(f"--api_key_file {file}: takes one key, in ASCII without spaces")
     return key

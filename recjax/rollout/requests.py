@@ -37,18 +37,18 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
         if request.limit < 1:
             raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
         if not len(request.prefix):
-            raise ValueError(f"request {place}: its prefix is empty; give one token at least, such as the BOS")
+            raise ValueError(f"request {place}: its prefix is empty; give at least one token, such as the BOS")
         leader = requests[place - place % (group_size or 1)]
         if leader.prefix is not request.prefix and not np.array_equal(leader.prefix, request.prefix):
-            raise ValueError(f"request {place}: its prefix differs from its group's; take another group_size, or None")
+            raise ValueError(f"request {place}: its prefix differs from its group's; change group_size, or give None")
     if group_size and len(requests) % group_size:
-        raise ValueError(f"{len(requests)} requests are not whole groups of {group_size}; take another group_size")
+        raise ValueError(f"{len(requests)} requests: not a multiple of group_size = {group_size}; change group_size")
     tokens = np.concatenate([request.prefix for request in requests[:: group_size or 1]] or [[0]])
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
         place = next(place for place, request in enumerate(requests) if wrong in request.prefix)
         raise ValueError(
-            f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; take the policy's tokenizer"
+            f"request {place}: token {wrong} is outside the vocabulary of {vocabulary}; use the policy's tokenizer"
         )
 
 
@@ -109,7 +109,7 @@ class Admitted(NamedTuple):
         if self.group_size is not None:
             return self
         left = [place for place, ticket in enumerate(self.tickets) if ticket not in gone]
-        return Admitted(*taken(left, self.requests, self.tickets), None)
+        return Admitted(*selected(left, self.requests, self.tickets), None)
 
 
 class Prefilled(NamedTuple):
@@ -145,7 +145,7 @@ def by_sampling(requests: list[Request]) -> dict[Sampling, Int[np.ndarray, " som
     return {sampling: np.array(places) for sampling, places in found.items()}
 
 
-def taken(places: list[int], *columns: list) -> list[list]:
+def selected(places: list[int], *columns: list) -> list[list]:
     """Selects some places of each column."""
     return [[column[place] for place in places] for column in columns]
 

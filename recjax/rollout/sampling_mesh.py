@@ -20,27 +20,23 @@ WEIGHTS_SHARE = 0.45  # share of a device's free memory for weights; keys and va
 def sampling_mesh(decoder: Decoder) -> Mesh:
     """The devices of the mesh in context, grouped by the memory that is free at the first call."""
     mesh = jax.sharding.get_mesh()
-    return mesh if mesh.size <= 1 else _for_this_process(decoder, mesh)
+    return mesh if mesh.size <= 1 else grouped(decoder, mesh)
 
 
-@functools.lru_cache(maxsize=4)
-def _for_this_process(decoder: Decoder, mesh: Mesh) -> Mesh:
-    # Cached, because a different result for a later batch would make JAX compile all programs again.
-    return grouped(decoder, mesh, free_bytes())
-
-
-def grouped(decoder: Decoder, mesh: Mesh, free: int) -> Mesh:
+# Cached, because a different result for a later batch would make JAX compile all programs again.
+@functools.lru_cache(maxsize=16)
+def grouped(decoder: Decoder, mesh: Mesh, free: int | None = None) -> Mesh:
     """The mesh's devices as groups ("data"), in each of which "tensor" splits the weights.
 
     Groups are the smallest in which weights take at most WEIGHTS_SHARE of a device's free memory. If none fit, they are
     the largest groups whose devices can share the heads and are no more than training splits weights over.
 
     Args:
-        free: free bytes of each device.
+        free: free bytes of each device; None: measured at the first call.
     Returns:
         The mesh itself if the groups have no room for the weights.
     """
-    weights, shape = abstract_weights(decoder), decoder.config
+    weights, shape, free = abstract_weights(decoder), decoder.config, free_bytes() if free is None else free
     found, needed = mesh, 0
     for size in range(1, mesh.shape["fsdp"] * mesh.shape["tensor"] + 1):
         if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):

@@ -1,6 +1,5 @@
 """The engine's slots: their state on the host, and their keys and values on the device."""
 
-import functools
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
@@ -11,17 +10,17 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
-from recjax.rollout.decoding import Decoded, Rows
+from recjax.rollout.decoding import Decoded, SlotState
 from recjax.rollout.keys_values import Memory
 from recjax.rollout.requests import Request, Sampled, Started
 
 
-class Columns(NamedTuple):
+class SlotColumns(NamedTuple):
     """The state of each slot. A free slot (ticket -1) still holds the tokens of its last completion.
 
     Attributes:
         tickets: ticket of the completion that the slot samples; -1 if it is free.
-        lengths, cached, last, counts, limits, keys: see `recjax.rollout.decoding.Rows`.
+        lengths, cached, last, counts, limits, keys: see `recjax.rollout.decoding.SlotState`.
         current: True if all keys and values of the slot come from the current weights.
         requests: latest Request of the slot.
         tokens, logprobs, versions: samples of the latest request; only the first `counts` places are valid.
@@ -116,9 +115,9 @@ class Slots:
         places = np.argsort(~own & (count < self.count), axis=1, kind="stable")
         order = (places[:, new % held] + held * np.arange(shards)[:, None]).ravel()
         again = np.tile(new >= held, shards)
-        self.columns = Columns(*(column[order] for column in self.columns))
+        self.columns = SlotColumns(*(column[order] for column in self.columns))
         self.columns.tickets[again], self.columns.current[again] = -1, False
-        self.memory = keys_values.gathered(self.memory, order.astype(np.int32), time=time)
+        self.memory = keys_values.gather_slots(self.memory, order.astype(np.int32), time=time)
 
     def resize(self, time: int) -> None:
         """Changes the room to `time` tokens behind each prompt."""
@@ -180,7 +179,7 @@ class Slots:
 
     # --- Sampling in slots.
 
-    def rows(self, live: Bool[np.ndarray, " slots"]) -> Rows:
+    def rows(self, live: Bool[np.ndarray, " slots"]) -> SlotState:
         """Copies of the columns for a round in which the slots in `live` sample.
 
         On a CPU, a program reads the host's array in place. Without copies, a slow device could read values of a later
@@ -188,7 +187,7 @@ class Slots:
         """
         columns = self.columns
         known = columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys
-        return Rows(live, *(column.copy() for column in known))
+        return SlotState(live, *(column.copy() for column in known))
 
     def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
         """Adds a round's tokens to the columns of the slots that sampled them."""
@@ -241,21 +240,15 @@ class Slots:
         return found
 
 
-def _columns(count: int) -> Columns:
+def _columns(count: int) -> SlotColumns:
     """Columns of empty slots."""
     room = np.zeros((count, 0), np.int32)
-    return Columns(
+    return SlotColumns(
         *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
-        keys=np.zeros((count, _key_words()), np.uint32),
+        keys=np.zeros((count, jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size), np.uint32),
         current=np.zeros(count, bool),
         requests=np.full(count, None),
         tokens=room,
         logprobs=room.astype(np.float32),
         versions=room.copy(),
     )
-
-
-@functools.cache
-def _key_words() -> int:
-    """Number of words in a key's data."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size

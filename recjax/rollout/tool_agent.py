@@ -59,17 +59,14 @@ def parsed_calls(text: str) -> list[Call]:
             calls.append(Call("", {}, f"this is not JSON: {error}"))
             continue
         for call in parsed if isinstance(parsed, list) else [parsed]:
-            calls.append(_call(call))
+            if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+                calls.append(Call("", {}, 'a call is {"name": …, "arguments": {…}}'))
+                continue
+            arguments = call.get("arguments", call.get("parameters", {}))
+            is_object = isinstance(arguments, dict)
+            problem = None if is_object else "arguments must be an object"
+            calls.append(Call(call["name"], arguments if is_object else {}, problem))
     return calls
-
-
-def _call(call: Any) -> Call:
-    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        return Call("", {}, 'a call is {"name": …, "arguments": {…}}')
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return Call(call["name"], {}, "arguments must be an object")
-    return Call(call["name"], arguments)
 
 
 async def answered(tools: Tools, call: Call) -> str:

@@ -70,35 +70,27 @@ class Trajectory:
             text: text of the prompt, if the prompt was given as text.
         """
         self.turns.append(sampled)
-        place = self._row_before(prompt)
+        whole = [np.concatenate(_parts(row)) for row in self._rows]
+        places = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
         ones = np.ones(len(sampled.tokens), bool)
-        if place is None:
+        if places:
+            place = max(places, key=lambda place: len(whole[place]))
+            row, between = self._rows[place], prompt[len(whole[place]) :]
+            self._rows[place] = Row(
+                row.prompt_tokens,
+                np.concatenate([row.tokens, between, sampled.tokens]),
+                np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
+                np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
+            )
+        else:
+            place = len(self._rows)
             self._rows.append(Row(prompt, sampled.tokens, ones, sampled.logprobs))
             self._texts.append(None)
-            place = len(self._rows) - 1
-        else:
-            self._rows[place] = _grown(self._rows[place], prompt, sampled, ones)
         self.ends.append((place, len(self._rows[place].tokens)))
         written = decode_after(self._tokenizer, prompt, sampled.tokens)
         self._texts[place] = None if text is None else text + written
         return written
 
-    def _row_before(self, prompt: np.ndarray) -> int | None:
-        """The longest row that a prompt begins with."""
-        whole = [np.concatenate(_parts(row)) for row in self._rows]
-        places = [place for place, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
-        return max(places, key=lambda place: len(whole[place]), default=None)
-
 
 def _parts(row: Row) -> Sequence[np.ndarray]:
     return row.prompt_tokens, row.tokens
-
-
-def _grown(row: Row, prompt: np.ndarray, sampled: Sampled, ones: np.ndarray) -> Row:
-    between = prompt[len(row.prompt_tokens) + len(row.tokens) :]
-    return Row(
-        row.prompt_tokens,
-        np.concatenate([row.tokens, between, sampled.tokens]),
-        np.concatenate([row.mask, np.zeros(len(between), bool), ones]),
-        np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), sampled.logprobs]),
-    )

@@ -12,8 +12,7 @@ import numpy as np
 
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.tokenizers import encode_prompts
-from recjax.serving import asked as bodies
-from recjax.serving.asked import Asked
+from recjax.serving.asked import Asked, read_chat, read_generate, read_text
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling
 from recjax.serving.refusals import Refused
@@ -23,7 +22,7 @@ from recjax.serving.served import Served
 from recjax.serving.units import Session
 from recjax.serving.versions import Versions
 
-READ = {"chat": bodies.chat, "text": bodies.text, "generate": bodies.generate}
+READ = {"chat": read_chat, "text": read_text, "generate": read_generate}
 
 
 class Prompt(NamedTuple):
@@ -83,10 +82,10 @@ class Answering:
         """
         began, asked = time.monotonic(), READ[kind](body)
         if asked.model not in (None, self.name):
-            raise Refused(404, f"there is no model {asked.model!r:.100}; this server has {self.name!r}", param="model")
+            raise Refused(404, f"model = {asked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
         held = None
         if session is not None:
-            held = self.taken_recorder().book.session(session)
+            held = self.require_recorder().book.session(session)
             check_sampling(held, session, asked.sampling)
         try:
             prompts = await self._prompts(asked, held)
@@ -99,16 +98,14 @@ class Answering:
         )
         return Job(form, prompts, limits, session, began)
 
-    def taken_recorder(self) -> Recorder:
+    def require_recorder(self) -> Recorder:
         """The recorder.
 
         Raises:
             Refused: the server has no recorder.
         """
         if self.recorder is None:
-            raise Refused(
-                404, "this server records nothing (--norecording), so it has no sessions and takes no rewards"
-            )
+            raise Refused(404, "this server does not record (--norecording), so it has no sessions and no rewards")
         return self.recorder
 
     async def _prompts(self, asked: Asked, session: Session | None) -> list[Prompt]:

@@ -20,7 +20,7 @@ from recjax.serving.fields import Fields
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
-from recjax.serving.replies import Chunks, last_chunk, whole
+from recjax.serving.replies import Chunks, full_reply, last_chunk
 from recjax.serving.sampler import Piece
 from recjax.serving.served import Feedback
 from recjax.serving.units import session_row
@@ -53,7 +53,7 @@ class Server:
         for kind, path in _PATHS.items():
             for prefix in ("", "/sessions/{session}"):
                 routes.append(Route(prefix + path, self._answers(kind), methods=["POST"]))
-        handlers = {Refused: _refused, HTTPException: _http_error, Exception: _failed}
+        handlers = dict.fromkeys((Refused, HTTPException, Exception), _refused)
         starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
         self.app = Guard(_Counted(starlette, numbers), guarded)
 
@@ -66,20 +66,19 @@ class Server:
                 stack.enter_context(self.answering.sampler.places(job.count, job.asked.sampling))
                 if job.asked.stream:
                     return _Events(self._events(job), stack.pop_all())
-                pieces = await _unless_gone(request, self._all(job))
-            return JSONResponse(whole(job.form, [prompt.tokens for prompt in job.prompts], pieces))
+                pieces = await _unless_gone(request, complete(job))
+            return JSONResponse(full_reply(job.form, [prompt.tokens for prompt in job.prompts], pieces))
+
+        async def complete(job: Job) -> list[Piece]:
+            found: dict[int, Piece] = {}
+            async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
+                async for index, piece in pieces:
+                    found[index] = piece
+            done = [found[index] for index in range(job.count)]
+            await self.answering.record(job, done)
+            return done
 
         return answer
-
-    async def _all(self, job: Job) -> list[Piece]:
-        """Waits for all completions of a request, records them on disk, and returns them."""
-        found: dict[int, Piece] = {}
-        async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
-            async for index, piece in pieces:
-                found[index] = piece
-        done = [found[index] for index in range(job.count)]
-        await self.answering.record(job, done)
-        return done
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
@@ -108,25 +107,25 @@ class Server:
 
     async def feedback(self, request: Request) -> Response:
         """Takes a reward for a completion, by the id of its reply or of its row."""
-        recorder, fields = self.answering.taken_recorder(), Fields(await _body(request))
+        recorder, fields = self.answering.require_recorder(), Fields(await _body(request))
         reply, index = fields.text("id", 512), fields.whole("index", None, 0, 2**31 - 1)
         given = Feedback.read(fields)
         fields.finish()
         if reply is None:
-            raise Refused(400, "id is missing; give that of a reply", param="id")
+            raise Refused(400, "id is missing; give the id of a reply", param="id")
         row = reply if "/" in reply else recorder.book.row_of(reply, index)
         return await self._rewarded(row, given)
 
     async def session_reward(self, request: Request) -> Response:
         """Takes the reward of a session."""
-        self.answering.taken_recorder()
+        self.answering.require_recorder()
         fields = Fields(await _body(request))
         given = Feedback.read(fields)
         fields.finish()
         return await self._rewarded(session_row(_session(request)), given)
 
     async def _rewarded(self, row: str, given: Feedback) -> Response:
-        is_new = await self.answering.taken_recorder().reward(row, given)
+        is_new = await self.answering.require_recorder().reward(row, given)
         self._numbers.rewards.inc(is_new)
         return JSONResponse({"id": row, "reward": given.reward, "new": is_new})
 
@@ -140,7 +139,7 @@ class Server:
         model |= {"max_model_len": limits.context, "policy_version": answering.versions.version}
         asked = request.path_params.get("model")
         if asked not in (None, answering.name):
-            raise Refused(404, f"there is no model {asked!r:.100}; this server has {answering.name!r}", param="model")
+            raise Refused(404, f"model = {asked!r:.100}: unknown; this server has {answering.name!r}", param="model")
         return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
@@ -201,7 +200,7 @@ class _Counted:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
-_FAILED = Refused(500, "the server has failed at this request; its log says more")
+_FAILED = Refused(500, "the server failed at this request; its log has the error")
 
 
 def _event(value: dict[str, Any]) -> bytes:
@@ -223,9 +222,9 @@ async def _body(request: Request) -> Any:
         values = json.loads(content)
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeError:
-        raise Refused(400, "the body is not UTF-8, or has half of a surrogate pair") from None
+        raise Refused(400, "the body must be UTF-8, without half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON ({type(error).__name__}: {str(error):.200})") from None
+        raise Refused(400, f"the body must be JSON ({type(error).__name__}: {str(error):.200})") from None
     return values
 
 
@@ -248,14 +247,10 @@ async def _unless_gone(request: Request, work: Awaitable[list[Piece]]) -> list[P
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _refused(request: Request, error: Refused) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        words = {404: f"unknown path {request.url.path!r:.200}", 405: f"this path does not support {request.method}"}
+        error = Refused(error.status_code, words.get(error.status_code, error.detail))
+    if not isinstance(error, Refused):
+        error = _FAILED
     return JSONResponse(error.body, error.status, error.headers)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    words = {404: f"there is no {request.url.path!r:.200} here", 405: f"{request.method} is not for this path"}
-    return await _refused(request, Refused(error.status_code, words.get(error.status_code, error.detail)))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, _FAILED)

@@ -61,7 +61,7 @@ class Asked(NamedTuple):
     template: dict[str, Any] = {}
 
 
-def chat(body: Any) -> Asked:
+def read_chat(body: Any) -> Asked:
     """Parses the body of /v1/chat/completions.
 
     Raises:
@@ -73,34 +73,45 @@ def chat(body: Any) -> Asked:
     if messages is None:
         raise Refused(400, "messages is missing; give a list of messages", param="messages")
     takes = f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}"
-    tools = fields.take("tools", None, _are_tools, takes)
+
+    def are_tools(value: Any) -> bool:
+        if not isinstance(value, list) or len(value) > MOST_TOOLS:
+            return False
+        functions = [
+            tool.get("function") for tool in value if isinstance(tool, dict) and tool.get("type") == "function"
+        ]
+        named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        return len(named) == len(value)
+
+    tools = fields.take("tools", None, are_tools, takes)
     variables = fields.take("chat_template_kwargs", {}, lambda value: True, "")
     if reason := wrong_with_variables(variables):
         raise Refused(400, f"chat_template_kwargs = {variables!r:.100}: {reason}", param="chat_template_kwargs")
     if fields.take("tool_choice", "auto", lambda value: value in ("auto", "none"), "'auto' or 'none'") == "none":
         tools = None
-    most = _either(fields, "max_completion_tokens", "max_tokens")
+    limits = [fields.whole(key, None, 1, 2**31 - 1) for key in ("max_completion_tokens", "max_tokens")]
+    most = next((limit for limit in limits if limit is not None), None)
     fields.neutral({name: values for name, values in _CHAT.items() if name != "tool_choice"})
     logprobs = fields.flag("logprobs")
     asked = _asked(fields, [_message(message) for message in messages], [], tools or None, most, logprobs)
     return asked._replace(template=dict(variables))
 
 
-def text(body: Any) -> Asked:
+def read_text(body: Any) -> Asked:
     """Parses the body of /v1/completions.
 
     Raises:
         Refused: with the invalid key.
     """
     fields = Fields(body)
-    takes = "text, token ids, or a list of such"
+    takes = "text, token ids, or a list of texts or of lists of token ids"
     prompt = fields.take("prompt", None, lambda value: isinstance(value, str | list) and bool(value), takes)
     if prompt is None:
         raise Refused(400, f"prompt is missing; it takes {takes}", param="prompt")
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
     if len(prompt) > MOST_CHOICES:
-        raise Refused(400, f"prompt: {len(prompt)} prompts at once; give {MOST_CHOICES} at most", param="prompt")
+        raise Refused(400, f"prompt: has {len(prompt)} prompts; give {MOST_CHOICES} at most", param="prompt")
     prompts = [one if isinstance(one, str) and one else _token_ids(one, "prompt") for one in prompt]
     # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
     logprobs = fields.whole("logprobs", None, 0, 1) is not None
@@ -108,7 +119,7 @@ def text(body: Any) -> Asked:
     return _asked(fields, None, prompts, None, fields.whole("max_tokens", 16, 1, 2**31 - 1), logprobs)
 
 
-def generate(body: Any) -> Asked:
+def read_generate(body: Any) -> Asked:
     """Parses the body of vLLM's /inference/v1/generate: tokens in, tokens out.
 
     Raises:
@@ -140,6 +151,14 @@ def _asked(
     fields.neutral(_COMMON)
     options = whole.take("stream_options", {}, lambda value: isinstance(value, dict), "an object")
     usage = Fields(options)
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, dict) or len(value) > 16:
+            return False
+        return all(len(key) <= 64 and isinstance(one, str) and len(one) <= 512 for key, one in value.items())
+
+    takes = "an object of at most 16 texts of at most 512 characters, with keys of at most 64"
+    values = {"metadata": whole.take("metadata", {}, fits, takes), "user": whole.text("user", 512)}
     asked = Asked(
         messages=messages,
         prompts=prompts,
@@ -154,7 +173,7 @@ def _asked(
         logprobs=logprobs,
         token_ids=whole.flag("return_token_ids"),
         model=whole.text("model", 1024),
-        metadata=_metadata(whole),
+        metadata={key: value for key, value in values.items() if value},
     )
     usage.flag("continuous_usage_stats")
     usage.finish()
@@ -187,28 +206,17 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _metadata(fields: Fields) -> dict[str, Any]:
-    def fits(value: Any) -> bool:
-        if not isinstance(value, dict) or len(value) > 16:
-            return False
-        return all(len(key) <= 64 and isinstance(one, str) and len(one) <= 512 for key, one in value.items())
-
-    takes = "an object of at most 16 texts of at most 512 characters, with keys of at most 64"
-    metadata, user = fields.take("metadata", {}, fits, takes), fields.text("user", 512)
-    return ({"metadata": metadata} if metadata else {}) | ({"user": user} if user else {})
-
-
 def _message(message: Any) -> dict[str, Any]:
     """Converts a message for the template: joins its content into one text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise Refused(400, f"messages: {message!r:.100} is no message; it has a role, and content", param="messages")
+        raise Refused(400, f"messages: {message!r:.100}: takes an object with role and content", param="messages")
     content = message.get("content")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise Refused(400, "messages: content takes text, or parts of type text alone", param="messages")
+            raise Refused(400, "messages: content takes text, or parts that all have type text", param="messages")
         content = "".join(parts)
     if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
         raise Refused(400, f"messages: content = {content!r:.100}: takes text", param="messages")
@@ -221,21 +229,8 @@ def _message(message: Any) -> dict[str, Any]:
     return made | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
 
 
-def _are_tools(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) > MOST_TOOLS:
-        return False
-    functions = [tool.get("function") for tool in value if isinstance(tool, dict) and tool.get("type") == "function"]
-    named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
-    return len(named) == len(value)
-
-
 def _token_ids(value: Any, param: str) -> np.ndarray:
     fits = isinstance(value, list) and value and all(type(one) is int and 0 <= one < 2**31 for one in value)
     if not fits:
         raise Refused(400, f"{param} = {value!r:.100}: takes token ids, at least one", param=param)
     return np.array(value, np.int32)
-
-
-def _either(fields: Fields, name: str, old: str) -> int | None:
-    values = [fields.whole(key, None, 1, 2**31 - 1) for key in (name, old)]
-    return next((value for value in values if value is not None), None)

@@ -13,7 +13,7 @@ from recjax.experience import store
 from recjax.experience.tokenize import tokenizer_name
 from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback, Served
-from recjax.serving.units import Session, Unit, feedback_of, session_row
+from recjax.serving.units import Session, StoreUnit, feedback_of, session_row
 
 
 class Book:
@@ -37,8 +37,8 @@ class Book:
         """
         self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
         self._prompts, self._sessions = prompts, sessions
-        self.units: dict[str, Unit] = {}
-        self._unit_of: dict[str, Unit] = {}  # by ids of rows that take feedback
+        self.units: dict[str, StoreUnit] = {}
+        self._unit_of: dict[str, StoreUnit] = {}  # by ids of rows that take feedback
         self._turns: dict[str, str] = {}  # names of sessions by reply
         self._growing: Counter[str] = Counter()  # for each session's unit, the number of turns being written
         self._folder, self._read = folder, {}  # inode and time of each part that was read
@@ -85,13 +85,13 @@ class Book:
         if row in self.stored or (unit and unit.given):
             raise Refused(
                 409,
-                f"session {name!r} is over: it has its reward, or has waited too long for one, or the server was"
-                " stopped since; take another id",
+                f"session {name!r} is over: it has its reward, waited too long for one, or the server has stopped"
+                " since; use another id",
                 code="session_over",
             )
         if unit is None:
             if sum(isinstance(one, Session) for one in self.units.values()) >= self._sessions:
-                raise Refused(429, f"{self._sessions} sessions are under way; reward one, or try again later")
+                raise Refused(429, f"{self._sessions} sessions are active; reward one, or try again later")
             return Session(name, self._prompts, self._tokenizer)
         return unit
 
@@ -103,9 +103,9 @@ class Book:
         """
         if reply in self._turns:
             where = f"POST /sessions/{self._turns[reply]}/reward"
-            raise Refused(409, f"{reply!r} is a turn of a session, whose turns have one reward: {where}", param="id")
+            raise Refused(409, f"{reply!r} is a turn of a session, which has a single reward; use {where}", param="id")
         if index is None and (f"{reply}/1" in self._unit_of or f"{reply}/1" in self.stored):
-            raise Refused(400, f"{reply!r} has several choices; name one with index", param="index")
+            raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
         return f"{reply}/{index or 0}"
 
     def is_new(self, row: str, given: Feedback) -> bool:
@@ -115,12 +115,14 @@ class Book:
             Refused: the row does not exist, or has another reward.
         """
         if row not in self._unit_of and row not in self.stored:
-            raise Refused(404, f"nothing that was served has the id {row!r}", param="id")
+            raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
         unit = self._unit_of.get(row)
         before = unit.given.get(row) if unit else self.stored[row]
         if before not in (None, given):
             raise Refused(
-                409, f"{row!r} has another reward, {before.reward:g}; a reward is given once", code="reward_given"
+                409,
+                f"{row!r} already has another reward, {before.reward:g}; rewards cannot change",
+                code="reward_given",
             )
         return before is None
 
@@ -149,7 +151,9 @@ class Book:
             name = session_row(one.session) if one.session else one.id
             if name not in self.units:
                 made = (
-                    Session(one.session, self._prompts, self._tokenizer) if one.session else Unit(name, self._prompts)
+                    Session(one.session, self._prompts, self._tokenizer)
+                    if one.session
+                    else StoreUnit(name, self._prompts)
                 )
                 self.units[name] = made
             unit = self.units[name]
@@ -198,21 +202,18 @@ class Book:
         if any(one.tokenizer != self.tokenizer_name for one in served):
             raise ValueError(
                 "the journal has completions of another model's vocabulary; start the server with that model once, or"
-                " name another folder with --record"
+                " give another folder with --record"
             )
-        self.add(line, [one for one in served if not self._is_stored(one)])
-
-    def _is_stored(self, served: Served) -> bool:
-        rows = [session_row(served.session)] if served.session else served.rows
-        return any(row in self.stored for row in rows)
+        rows_of = [[session_row(one.session)] if one.session else one.rows for one in served]
+        self.add(line, [one for one, rows in zip(served, rows_of, strict=True) if self.stored.keys().isdisjoint(rows)])
 
     # --- Moving units to the store.
 
-    def take_due(self, seconds: float) -> list[Unit]:
+    def take_due(self, seconds: float) -> list[StoreUnit]:
         """Removes and returns units that have all their rewards, or have not changed for `seconds`."""
         before = time.monotonic() - seconds
         still = [unit for unit in self.units.values() if not self._growing[unit.name]]
-        due = [unit for unit in still if unit.is_rewarded or unit.touched <= before]
+        due = [unit for unit in still if unit.is_rewarded or unit.changed <= before]
         for unit in due:
             del self.units[unit.name]
             for row in unit.row_ids:
@@ -220,7 +221,7 @@ class Book:
                 self.stored[row] = unit.given.get(row)
         return due
 
-    def put_back(self, units: Sequence[Unit]) -> None:
+    def put_back(self, units: Sequence[StoreUnit]) -> None:
         """Restores units that could not be written, with the rewards that arrived during the attempt."""
         for unit in units:
             self.units[unit.name] = unit
@@ -230,7 +231,7 @@ class Book:
                 if given is not None:
                     self.give(row, given, line)
 
-    def forget_turns(self, units: Sequence[Unit]) -> None:
+    def forget_turns(self, units: Sequence[StoreUnit]) -> None:
         """Forgets the turns of sessions that are over."""
         for served in (one for unit in units for one in unit.served):
             self._turns.pop(served.reply, None)

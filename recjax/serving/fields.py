@@ -17,7 +17,8 @@ class Fields:
             Refused: the body is not an object.
         """
         if not isinstance(values, Mapping):
-            raise Refused(400, f"the body is {_kind(values)}; send a JSON object")
+            kind = "null" if values is None else f"a {type(values).__name__}"
+            raise Refused(400, f"the body is {kind}; send a JSON object")
         self._values, self._read = values, set()
 
     def take(self, name: str, default: Any, fits: Callable[[Any], bool], takes: str) -> Any:
@@ -66,14 +67,10 @@ class Fields:
     def neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Accepts keys that recjax does not support, but only at values with no effect."""
         for name, values in neutral.items():
-            shown = " or ".join(map(repr, values)) or "nothing but null"
-            self.take(name, None, lambda value, values=values: value in values, f"{shown}; more is not supported")
+            shown = " or ".join(map(repr, values)) or "null"
+            self.take(name, None, lambda value, values=values: value in values, f"only {shown}")
 
     def finish(self) -> None:
         """Refuses keys that were not read."""
         if unknown := sorted(map(str, self._values.keys() - self._read)):
-            raise Refused(400, f"{unknown[0]!r:.100} is not read; remove it", param=unknown[0])
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+            raise Refused(400, f"{unknown[0]!r:.100}: unknown key; remove it", param=unknown[0])

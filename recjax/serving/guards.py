@@ -56,16 +56,13 @@ class Guard:
         except Exception:
             if not client.is_slow:
                 raise
-            logger.info("a client did not take its reply in %g s, and is left", self._guarded.client_seconds)
+            logger.info("a client did not receive its reply within %g s: disconnected", self._guarded.client_seconds)
 
     def _check(self, scope: Scope) -> None:
         headers, guarded = Headers(scope=scope), self._guarded
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if guarded.hosts is not None and host.strip("[]") not in guarded.hosts:
-            raise Refused(
-                403,
-                f"this server is not called {host!r:.100}, but {', '.join(guarded.hosts)}",
-            )
+            raise Refused(403, f"Host = {host!r:.100}: unknown; use one of {', '.join(guarded.hosts)}")
         if guarded.keys and scope["path"] != "/health":
             given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE).encode()
             # Compares all keys, so that the response time reveals no key.
@@ -102,7 +99,8 @@ class _Client:
             message = await self._piece()
         except TimeoutError:
             seconds = self._guarded.client_seconds
-            raise Refused(408, f"the body was not there in {seconds:g} s", headers={"connection": "close"}) from None
+            message = f"the body did not arrive within {seconds:g} s; send it faster"
+            raise Refused(408, message, headers={"connection": "close"}) from None
         if self._size > self._guarded.body_bytes:
             raise _too_large(self._guarded.body_bytes)
         return message
@@ -120,18 +118,13 @@ class _Client:
             self._closes = Headers(raw=message["headers"]).get("connection") == "close"
         elif self._closes and not self._is_whole and not message.get("more_body"):
             await self._send_in_time(message | {"more_body": True})
-            await self._discard()
+            # Closing a connection with unread data resets it, and the client loses the reply.
+            self._deadline = asyncio.get_running_loop().time() + self._guarded.client_seconds
+            with contextlib.suppress(TimeoutError):
+                while not self._is_whole and self._size <= _MOST_DISCARDED:
+                    await self._piece()
             message = {"type": "http.response.body"}
         await self._send_in_time(message)
-
-    async def _discard(self) -> None:
-        """Reads the rest of a refused body. Closing a connection with unread data resets it, and the client loses the
-        reply.
-        """
-        self._deadline = asyncio.get_running_loop().time() + self._guarded.client_seconds
-        with contextlib.suppress(TimeoutError):
-            while not self._is_whole and self._size <= _MOST_DISCARDED:
-                await self._piece()
 
     async def _send_in_time(self, message: Message) -> None:
         try:

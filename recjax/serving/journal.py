@@ -49,10 +49,10 @@ class Journal:
             if not line.endswith(b"\n") or digest(said).encode() != checksum:
                 if number < len(lines):
                     raise ValueError(
-                        f"{self._path}: line {number} is damaged: it is not as it was written; bring the file back from"
-                        " a copy, or remove it, and what it holds and the store does not is lost"
+                        f"{self._path}: line {number} is damaged; restore the file from a backup, or remove it and lose"
+                        " the completions and rewards that are not in the store yet"
                     )
-                logger.warning("%s: the last line was not written whole, and nobody was told that it was", self._path)
+                logger.warning("%s: removed an incomplete last line, which no client relies on", self._path)
                 self.size -= len(line)
                 os.truncate(self._path, self.size)
             else:
@@ -95,7 +95,9 @@ class Journal:
                 if self._kept:
                     kept, self._kept = b"".join(self._kept()), None
                     try:
-                        await loop.run_in_executor(self._thread, self._replace, kept)
+                        await loop.run_in_executor(self._thread, write_whole, self._path, kept)
+                        await loop.run_in_executor(self._thread, sync_folder, self._path.parent)
+                        self.size = len(kept)
                     except ValueError as error:  # the old file is still valid
                         logger.warning("%s", error)
                 entries, self._entries = self._entries, []
@@ -105,7 +107,14 @@ class Journal:
                 except OSError as caught:
                     error = caught
                 for entry in entries:
-                    _finish(entry, error)
+                    failure = error
+                    try:
+                        if failure is None:
+                            entry.apply(entry.line)
+                    except Exception as caught:  # fails only this entry's task; other entries continue
+                        failure = caught
+                    if not entry.done.done():
+                        entry.done.set_result(None) if failure is None else entry.done.set_exception(failure)
         finally:
             self._writing = None
 
@@ -126,22 +135,6 @@ class Journal:
         if is_new:
             sync_folder(self._path.parent)
         self.size += len(content)
-
-    def _replace(self, content: bytes) -> None:
-        write_whole(self._path, content)
-        sync_folder(self._path.parent)
-        self.size = len(content)
-
-
-def _finish(entry: _Entry, error: Exception | None) -> None:
-    """Applies an entry that is on disk, and notifies its waiting task."""
-    try:
-        if error is None:
-            entry.apply(entry.line)
-    except Exception as caught:  # fails only this entry's task; other entries continue
-        error = caught
-    if not entry.done.done():
-        entry.done.set_result(None) if error is None else entry.done.set_exception(error)
 
 
 def line_of(said: bytes) -> bytes:

@@ -21,15 +21,15 @@ class Numbers:
         """
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("recjax_requests", "Requests.", ["path", "status"], registry=registry)
-        self.completions = Counter(
-            "recjax_completions", "Completions by how they ended.", ["finish"], registry=registry
-        )
+        self.completions = Counter("recjax_completions", "Completions by finish reason.", ["finish"], registry=registry)
         self.prompt_tokens = Counter("recjax_prompt_tokens", "Tokens of prompts.", registry=registry)
         self.tokens = Counter("recjax_completion_tokens", "Tokens of completions.", registry=registry)
-        self.rewards = Counter("recjax_rewards", "Rewards taken.", registry=registry)
+        self.rewards = Counter("recjax_rewards", "Accepted rewards.", registry=registry)
         seconds = {"buckets": _SECONDS, "registry": registry}
-        self.first_token = Histogram("recjax_first_token_seconds", "From a request to its first tokens.", **seconds)
-        self.whole = Histogram("recjax_request_seconds", "From a request to its completions' ends.", **seconds)
+        first = "Seconds from the arrival of a request to its first tokens."
+        self.first_token = Histogram("recjax_first_token_seconds", first, **seconds)
+        last = "Seconds from the arrival of a request to the end of its completions."
+        self.whole = Histogram("recjax_request_seconds", last, **seconds)
         for name, (words, value) in gauges.items():
             Gauge(f"recjax_{name}", words, registry=registry).set_function(value)
 

@@ -24,7 +24,7 @@ from recjax.serving.book import Book
 from recjax.serving.journal import Journal
 from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback, Served
-from recjax.serving.units import Unit
+from recjax.serving.units import StoreUnit
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Recorder:
         try:
             self._lock.enter_context(locked_file(options.folder / ".served.lock", seconds=0))
         except Timeout:
-            message = f"{options.folder}: another server records there; name another folder with --record"
+            message = f"{options.folder}: another server records there; give another folder with --record"
             raise ValueError(message) from None
         self.book = Book(options.folder, tokenizer, options.prompts, options.sessions)
         self._journal = Journal(options.folder / ".served.jsonl")
@@ -82,11 +82,17 @@ class Recorder:
             self.book.late = {row: late for row, late in self.book.late.items() if row in self.book.stored}
         for row, (given, _) in self.book.late.items():
             if (before := self.book.stored.get(row)) not in (None, given):
-                self.refused[row] = f"row {row!r} has another reward, {before.reward}; a reward is given once"
+                self.refused[row] = f"row {row!r} already has another reward, {before.reward}; rewards cannot change"
 
     async def __aenter__(self) -> "Recorder":
         """Starts writing parts."""
-        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+        async def write_parts() -> None:
+            while True:
+                await asyncio.sleep(self.options.part_seconds)
+                await asyncio.shield(self.flush(self.options.reward_seconds))
+
+        self._ticking = asyncio.get_running_loop().create_task(write_parts())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -133,7 +139,10 @@ class Recorder:
             Refused: the row does not exist or has another reward, or the disk is not writable.
         """
         if self.book.is_stored(row):
-            await self._look()
+            # Other programs may have rewarded the row.
+            async with self._looking:
+                with self._trying("the store's rewards cannot be read"):
+                    self.book.take_in(await asyncio.to_thread(self.book.new_in_store))
         is_new = self.book.is_new(row, given)
         # Set before writing, so that no other reward gets in between. An equal reward also waits for the disk.
         self.book.give(row, given, b"")
@@ -146,12 +155,6 @@ class Recorder:
             raise
         return is_new
 
-    async def _look(self) -> None:
-        """Takes over rewards that other programs have given to rows of the store."""
-        async with self._looking:
-            with self._trying("the store's rewards cannot be read"):
-                self.book.take_in(await asyncio.to_thread(self.book.new_in_store))
-
     @contextlib.contextmanager
     def _trying(self, failure: str) -> Iterator[None]:
         """A block that may fail and is tried again later; failures appear in the log and in `trouble`."""
@@ -159,7 +162,7 @@ class Recorder:
             yield
             self._failures.pop(failure, None)
         except (ValueError, OSError) as error:
-            self._failures[failure] = f"{self.options.folder}: {failure}, and it is tried again: {error}"
+            self._failures[failure] = f"{self.options.folder}: {failure}; the server retries: {error}"
             logger.error("%s", self._failures[failure])
 
     async def _write(self, entry: dict[str, Any], apply: Callable[[bytes], None]) -> None:
@@ -168,15 +171,10 @@ class Recorder:
         except OSError as error:
             self.error = f"{self.options.folder} cannot be written ({error.strerror or error})"
             logger.error("%s", self.error)
-            raise Refused(503, f"{self.error}, and nothing is served that is not recorded; make room there") from error
+            raise Refused(503, f"{self.error}, and the server must record all replies; free disk space") from error
         self.error = None
 
     # --- Writing to the store.
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(self.options.part_seconds)
-            await asyncio.shield(self.flush(self.options.reward_seconds))
 
     async def flush(self, seconds: float) -> None:
         """Writes a part with units that have rewards or have waited `seconds`, and adds late rewards to existing parts.
@@ -191,28 +189,25 @@ class Recorder:
             self.book.put_back(left)
             self.book.forget_turns([unit for unit in due if unit not in left])
             await self._give_late()
-            await self._delete_old()
+            if self.options.keep_days is not None:
+                before = datetime.now(UTC) - timedelta(days=self.options.keep_days)
+                with self._trying("old parts cannot be deleted"):
+                    for name in await asyncio.to_thread(delete_before, self.options.folder, before):
+                        for known in (self.book.stored, self.book.late, self.refused):
+                            known.pop(name, None)
             live, size = sum(map(len, self.book.lines())), self._journal.size
             forgetting = seconds == 0 or self.options.keep_days is not None
             if size > max(_LEAST_REWRITE, 2 * live) or (size > live and forgetting):
                 self._journal.rewrite(self.book.lines)
 
-    async def _delete_old(self) -> None:
-        if self.options.keep_days is not None:
-            before = datetime.now(UTC) - timedelta(days=self.options.keep_days)
-            with self._trying("old parts cannot be deleted"):
-                for name in await asyncio.to_thread(delete_before, self.options.folder, before):
-                    for known in (self.book.stored, self.book.late, self.refused):
-                        known.pop(name, None)
-
-    def _append(self, units: Sequence[Unit]) -> Sequence[Unit]:
+    def _append(self, units: Sequence[StoreUnit]) -> Sequence[StoreUnit]:
         """Writes a part. Returns units that were not written: all of them, or only units that no store accepts."""
         try:
             store.append(self.options.folder, [row for unit in units for row in unit.rows(self.options.source)])
             return []
         except (ValueError, OSError) as error:
             if len(units) == 1 or isinstance(error.__cause__, OSError):
-                self._failures[_PART] = f"{self.options.folder}: {_PART}, and it is tried again: {error}"
+                self._failures[_PART] = f"{self.options.folder}: {_PART}; the server retries: {error}"
                 logger.error("%s", self._failures[_PART])
                 return units
         return [left for unit in units for left in self._append([unit])]
@@ -225,25 +220,26 @@ class Recorder:
         def refuse(number: int, why: str) -> None:
             refused[rows[number]] = why
 
-        entries = [_entry(row, given) for row, (given, _) in late.items()]
+        # A session's reward goes to all its rows.
+        keys = ["group_id" if row.startswith("session/") else "id" for row in rows]
+        entries = [{key: row, **late[row][0]._asdict()} for key, row in zip(keys, rows, strict=True)]
         with self._trying("late rewards cannot be written"):
             if entries:
                 await asyncio.to_thread(give_rewards, self.options.folder, entries, "a late reward".format, refuse)
             for row in late.keys() - refused.keys():
                 self.book.late.pop(row, None)
         for why in refused.values():
-            logger.error("%s: %s; it stays in .served.jsonl", self.options.folder, why)
+            logger.error("%s: %s; the reward stays in .served.jsonl", self.options.folder, why)
         self.refused |= refused
 
 
-def check_sampling(unit: Unit, session: str, sampling: Sampling) -> None:
+def check_sampling(unit: StoreUnit, session: str, sampling: Sampling) -> None:
     """Refuses a turn with another distribution than earlier turns, as a row's log-probs have one distribution."""
     if unit.served and unit.served[0].sampling != sampling:
         raise Refused(
             409,
-            f"session {session!r} was begun with {', '.join(Sampling._fields)} ="
-            f" {', '.join(map(str, unit.served[0].sampling))}; its turns are one trajectory, of one distribution: ask"
-            " with these, or take another session",
+            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, unit.served[0].sampling))},"
+            " and all turns of a session have the same values; send these values, or use another session",
             param="temperature",
         )
 
@@ -259,9 +255,3 @@ def delete_before(folder: Path, time: datetime) -> list[str]:
     if firsts:
         store.keep_parts(folder, lambda first: first not in firsts)
     return [name for names in old for name in names]
-
-
-def _entry(row: str, given: Feedback) -> dict[str, Any]:
-    """A reward in the form that `give_rewards` takes; a session's reward goes to all its rows."""
-    key = "group_id" if row.startswith("session/") else "id"
-    return {key: row, **given._asdict()}

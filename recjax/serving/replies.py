@@ -38,7 +38,7 @@ class Form(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def whole(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
+def full_reply(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
     """The complete reply to a request.
 
     Args:
@@ -50,27 +50,23 @@ def whole(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) ->
     if form.kind == "generate":
         reply = {"request_id": form.id, "choices": choices, "prompt_logprobs": None}
     else:
-        reply = _head(form, OBJECTS[form.kind]) | {"choices": choices, "usage": usage(prompts, pieces, n)}
-    return reply | {"policy_version": oldest_version(pieces)} | _tokens_of_prompts(form, prompts)
+        reply = _head(form, OBJECTS[form.kind]) | {"choices": choices, "usage": usage(prompts, pieces)}
+    reply["policy_version"] = oldest_sampled_version(pieces)
+    if form.asked.token_ids and len(prompts) == 1:
+        reply["prompt_token_ids"] = prompts[0].tolist()
+    return reply
 
 
-def oldest_version(pieces: Sequence[Piece]) -> int:
+def oldest_sampled_version(pieces: Sequence[Piece]) -> int:
     """The oldest version of the weights that sampled a token; weights may change within a completion."""
     return min(int(piece.sampled.versions.min()) for piece in pieces)
-
-
-def _tokens_of_prompts(form: Form, prompts: Sequence[np.ndarray]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if form.asked.token_ids and len(prompts) == 1:
-        found["prompt_token_ids"] = prompts[0].tolist()
-    return found
 
 
 def _head(form: Form, object_: str) -> dict[str, Any]:
     return {"id": form.id, "object": object_, "created": form.created, "model": form.model}
 
 
-def usage(prompts: Sequence[np.ndarray], pieces: Sequence[Piece], n: int) -> dict[str, int]:
+def usage(prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, int]:
     """Token counts; a prompt counts once for all its completions."""
     asked, given = sum(map(len, prompts)), sum(len(piece.sampled.tokens) for piece in pieces)
     return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
@@ -192,10 +188,15 @@ class Chunks:
 
     def next(self, piece: Piece) -> list[dict[str, Any]]:
         """The new content of a piece; the last piece also has the finish reason."""
-        self._version = oldest_version([piece]) if len(piece.sampled.versions) else self._version
+        self._version = oldest_sampled_version([piece]) if len(piece.sampled.versions) else self._version
         text, calls = piece.text, []
         if self._form.asked.tools and self._form.kind == "chat":
-            text, calls = self._without_calls(piece)
+            # Until the completion ends, only text before a tool call is certain.
+            if piece.finish is None:
+                text = piece.text.partition(CALL_BEGINS)[0].rstrip()
+            else:
+                content, calls = message_parts(self._form, self._index, piece.text)
+                text = content or ""
         new = text[len(self._text) :] if text.startswith(self._text) else ""
         finish = _finish(piece, calls)
         if not (new or finish or (self._form.asked.token_ids and len(piece.sampled.tokens) > self._tokens)):
@@ -212,13 +213,6 @@ class Chunks:
         self._tokens = len(piece.sampled.tokens)
         return [self._chunk(delta, extra)]
 
-    def _without_calls(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """The text before a tool call until the completion ends; then its content and calls."""
-        if piece.finish is None:
-            return piece.text.partition(CALL_BEGINS)[0].rstrip(), []
-        content, calls = message_parts(self._form, self._index, piece.text)
-        return content or "", calls
-
     def _chunk(self, delta: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, **delta, "logprobs": None, "finish_reason": None} | extra
         object_ = OBJECTS[self._form.kind] + (".chunk" if self._form.kind == "chat" else "")
@@ -228,4 +222,4 @@ class Chunks:
 def last_chunk(form: Form, prompts: Sequence[np.ndarray], pieces: Sequence[Piece]) -> dict[str, Any]:
     """The token counts at the end of a stream."""
     object_ = OBJECTS[form.kind] + (".chunk" if form.kind == "chat" else "")
-    return _head(form, object_) | {"choices": [], "usage": usage(prompts, pieces, form.asked.n)}
+    return _head(form, object_) | {"choices": [], "usage": usage(prompts, pieces)}

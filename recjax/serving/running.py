@@ -65,14 +65,14 @@ def made(serving: Serving, when_ready: str) -> Server:
     sampler = Sampler(live, policy, limits, serving.seed)
     numbers = Numbers(
         {
-            "under_way": ("Completions that are sampled or wait.", lambda: sampler.under_way),
+            "under_way": ("Completions that run or wait.", lambda: sampler.under_way),
             "policy_version": ("Optimizer updates of the weights.", lambda: versions.version),
             "records_waiting": (
                 "Prompts and sessions that are not in the store yet.",
                 lambda: len(recorder.book.units) if recorder else 0,
             ),
             "late_rewards": (
-                "Rewards of the store's rows that are not in the store yet.",
+                "Rewards for rows in the store that are not in the store yet.",
                 lambda: len(recorder.book.late) if recorder else 0,
             ),
         }
@@ -97,9 +97,9 @@ def serve(serving: Serving, listening: socket.socket) -> None:
         ValueError: see `made`.
     """
     host, port = listening.getsockname()[:2]
-    place = f"recorded in {serving.recording.folder}" if serving.recording else "nothing is recorded"
+    place = f"recording in {serving.recording.folder}" if serving.recording else "recording is off"
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    server = made(serving, f"{serving.name}, version {serving.weights.version}, is served at {where}; {place}")
+    server = made(serving, f"serving {serving.name}, version {serving.weights.version}, at {where}; {place}")
     options = {
         "loop": "asyncio",
         "http": "h11",

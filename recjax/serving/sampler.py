@@ -75,11 +75,11 @@ class Sampler:
         """
         most = self.limits.slots + self.limits.queue
         if count > most:
-            raise Refused(400, f"{count} completions are asked for at once; this server takes {most} at most")
+            raise Refused(400, f"the request is for {count} completions; this server takes {most} at most")
         if self.under_way + count > most:
             raise Refused(
                 429,
-                f"{self.under_way} completions are under way or wait, of {most} at most; try again later",
+                f"{self.under_way} completions run or wait, of {most} at most; try again later",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
@@ -87,9 +87,8 @@ class Sampler:
             known = ", ".join("/".join(f"{value:g}" for value in one) for one in sorted(self._distributions))
             raise Refused(
                 400,
-                f"{'/'.join(Sampling._fields)} of this request are one distribution more than the"
-                f" {len(self._distributions)} that this server compiles programs for; take one of {known}, or start it"
-                " with more --distributions",
+                f"{'/'.join(Sampling._fields)}: a new distribution, and this server already has programs for"
+                f" {len(self._distributions)}; use one of {known}, or start the server with more --distributions",
                 param="temperature",
             )
         self._distributions.add(sampling)
@@ -105,11 +104,8 @@ class Sampler:
             origin, self._asked = f"server {self._seed} {self._asked}", self._asked + 1
         else:
             origin = f"request {seed}"
-        return [self._key(f"{origin} {place}") for place in range(count)]
-
-    def _key(self, name: str) -> UInt32[np.ndarray, " words"]:
-        digest = hashlib.sha512(name.encode()).digest()
-        return np.frombuffer(digest, np.uint32)[: self._words].copy()
+        digests = [hashlib.sha512(f"{origin} {place}".encode()).digest() for place in range(count)]
+        return [np.frombuffer(digest, np.uint32)[: self._words].copy() for digest in digests]
 
     def limit(self, prompt: Int[np.ndarray, " time"], asked: int | None) -> int:
         """The most tokens that a completion may have.
@@ -122,12 +118,12 @@ class Sampler:
             raise Refused(400, f"token {prompt.max()} is outside the vocabulary of {vocabulary}", param="prompt")
         if asked is not None and asked > limits.completion:
             raise Refused(
-                400, f"max_tokens = {asked}: this server gives {limits.completion} at most", param="max_tokens"
+                400, f"max_tokens = {asked}: this server samples {limits.completion} at most", param="max_tokens"
             )
         if (room := limits.context - len(prompt)) < 1:
             raise Refused(
                 400,
-                f"the prompt has {len(prompt)} tokens, and with a completion there is room for {limits.context}",
+                f"the prompt has {len(prompt)} tokens, and prompt and completion share {limits.context}; shorten it",
                 param="prompt",
                 code="context_length_exceeded",
             )

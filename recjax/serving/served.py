@@ -115,13 +115,13 @@ class Feedback(NamedTuple):
         def are_parts(value: Any) -> bool:
             return isinstance(value, dict) and 0 < len(value) <= 64 and all(map(is_finite_number, value.values()))
 
-        takes = f"a number of at most {MOST_REWARD:g} either way"
+        takes = f"a number from -{MOST_REWARD:g} to {MOST_REWARD:g}"
         reward = fields.number("reward", None, is_finite_number, takes)
         if reward is None:
             raise Refused(400, f"reward is missing; it takes {takes}", param="reward")
         parts = fields.take("reward_parts", None, are_parts, "an object of at most 64 numbers by name")
         if parts is not None and "" in parts:
-            raise Refused(400, "reward_parts: a part needs a name", param="reward_parts")
+            raise Refused(400, "reward_parts: has a part without a name; name every part", param="reward_parts")
         accurate = fields.take("accurate", None, lambda value: isinstance(value, bool), "true or false")
         comment = fields.text("comment", 10_000)
         return cls(reward, parts and {name: float(value) for name, value in parts.items()}, accurate, comment)

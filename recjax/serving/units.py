@@ -11,12 +11,11 @@ from recjax.experience.group import Completion, Group, Row, runs_of
 from recjax.experience.rows import rows_of
 from recjax.experience.store import PROMPT_LEFT_OUT, Experience
 from recjax.models.sampling import Sampling
-from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
 from recjax.serving.served import Feedback, Served
 
 
-class Unit:
+class StoreUnit:
     """Future rows of the store; the journal holds them until the store does.
 
     Attributes:
@@ -24,7 +23,7 @@ class Unit:
         served: completions in the order of recording.
         given: feedback by row id; a session has a single row id, for its trajectory.
         lines: lines of the journal.
-        touched: time of the last record, by time.monotonic.
+        changed: time of the last record, by time.monotonic.
     """
 
     def __init__(self, name: str, prompts: bool):
@@ -33,7 +32,7 @@ class Unit:
         Args:
             prompts: True if rows include prompts.
         """
-        self.name, self.touched, self._prompts = name, time.monotonic(), prompts
+        self.name, self.changed, self._prompts = name, time.monotonic(), prompts
         self.served: list[Served] = []
         self.given: dict[str, Feedback] = {}
         self.lines: list[bytes] = []
@@ -56,7 +55,7 @@ class Unit:
     def add(self, served: Served) -> None:
         """Adds recorded completions."""
         self.served.append(served)
-        self.touched = time.monotonic()
+        self.changed = time.monotonic()
 
     def rows(self, source: str) -> list[Experience]:
         """Converts to rows of a store, in their order there."""
@@ -95,23 +94,22 @@ class Unit:
         )
 
 
-class Session(Unit):
+class Session(StoreUnit):
     """The turns of one agent: one trajectory with one reward.
 
     Attributes:
         trajectory: trajectory of the turns; prompts that continue it keep its tokens.
-        written: text of the policy, by the id of a tool call in it.
     """
 
-    def __init__(self, name: str, touched: float, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, name: str, prompts: bool, tokenizer: PreTrainedTokenizerBase):
         """Creates an empty session.
 
         Args:
             name: name in its URL.
+            prompts: True if rows include prompts.
         """
-        super().__init__(session_row(name), touched)
+        super().__init__(session_row(name), prompts)
         self.trajectory = Trajectory(tokenizer)
-        self.written: dict[str, str] = {}
 
     @property
     def row_ids(self) -> list[str]:
@@ -144,7 +142,11 @@ class Session(Unit):
 
     def _completions(self, source: str) -> tuple[Completion, ...]:
         turns = [one for served in self.served for one in served.sampled]
-        first, *further = self.trajectory.rows if self.has_prompts else [_joined(turns)]
+        if self.has_prompts:
+            first, *further = self.trajectory.rows
+        else:
+            tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
+            first, further = Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs), []
         return (
             Completion(
                 id=self.name,
@@ -167,12 +169,6 @@ class Session(Unit):
 def session_row(name: str) -> str:
     """The id of a session's first row, and of its group."""
     return f"session/{name}"
-
-
-def _joined(turns: list[Sampled]) -> Row:
-    """Concatenates turns without their prompts."""
-    tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
-    return Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs)
 
 
 def feedback_of(row: Experience) -> Feedback | None:

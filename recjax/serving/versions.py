@@ -54,7 +54,7 @@ class Versions:
                 # Between two rounds: open completions continue, and each token records the version that sampled it.
                 await self._live.replace_weights(weights.params, weights.version)
             except Exception:  # the current weights can still be served if new ones are invalid
-                logger.exception("newer weights cannot be taken; those of version %d are served on", self.version)
+                logger.exception("newer weights cannot be used; the server keeps version %d", self.version)
                 continue
             self.version, self.run = weights.version, weights.run
-            logger.info("version %d is served", self.version)
+            logger.info("serving version %d", self.version)

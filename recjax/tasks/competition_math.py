@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from recjax.tasks.grading.notation import braced
 from recjax.tasks.problems import Problem, chat
-from recjax.tasks.reading import Row, as_text
+from recjax.tasks.reading import FileRow, as_text
 
 TRAIN, EVALUATION = "data/train-*.parquet", "test.jsonl"
 
@@ -23,7 +23,7 @@ SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the 
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
 
-def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     r"""One problem per row.
 
     Raises:
@@ -32,7 +32,7 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
     return [_problem(row, system_prompt) for row in rows]
 
 
-def _problem(row: Row, system_prompt: str) -> Problem:
+def _problem(row: FileRow, system_prompt: str) -> Problem:
     given = row.values.get("answer")
     is_given = given is not None and given == given and given != ""  # NaN also means no answer
     if is_given:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from recjax.config import FileTask
 from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import Row, read_file, template_of
+from recjax.tasks.reading import FileRow, read_file, template_of
 
 
 def file_problems(path: str, config: FileTask, system_prompt: str | None = None) -> list[Problem]:
@@ -22,7 +22,7 @@ def file_problems(path: str, config: FileTask, system_prompt: str | None = None)
     return [_problem(row, config, system_prompt) for row in read_file(Path(path), "task.file")]
 
 
-def _problem(row: Row, config: FileTask, system_prompt: str | None) -> Problem:
+def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Problem:
     names = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "difficulty_column")}
     for key, column in names.items():
         if column is not None and row.values.get(column) is None:

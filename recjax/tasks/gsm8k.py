@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from recjax.tasks.problems import Problem, chat
-from recjax.tasks.reading import Row
+from recjax.tasks.reading import FileRow
 
 TRAIN, EVALUATION = "main/train-*.parquet", "main/test-*.parquet"
 
@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
 _NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+", re.ASCII)
 
 
-def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """One problem per row.
 
     Raises:
@@ -33,7 +33,7 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
     return [Problem(chat(system_prompt, row.text("question")), _answer(row)) for row in rows]
 
 
-def _answer(row: Row) -> str:
+def _answer(row: FileRow) -> str:
     _, mark, last = row.text("answer").rpartition("####")
     number = last.strip().removeprefix("$")
     if not mark or not _NUMBER.fullmatch(number):

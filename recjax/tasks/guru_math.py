@@ -13,14 +13,14 @@ Reward: `guru_math`, 1 if the answers are symbolically equal, 0 otherwise.
 from collections.abc import Sequence
 
 from recjax.tasks.problems import Problem, is_chat
-from recjax.tasks.reading import Row, as_text
+from recjax.tasks.reading import FileRow, as_text
 
 TRAIN, EVALUATION = "train/math__combined_54.4k.parquet", "online_eval/math__math_500.parquet"
 
 SYSTEM_PROMPT = "Reason step by step about the user's problem, and end with the final answer inside \\boxed{}."
 
 
-def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """One problem per row.
 
     Raises:
@@ -29,7 +29,7 @@ def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Pr
     return [_problem(row, system_prompt) for row in rows]
 
 
-def _problem(row: Row, system_prompt: str) -> Problem:
+def _problem(row: FileRow, system_prompt: str) -> Problem:
     prompt, reward_model = row.values.get("prompt"), row.values.get("reward_model")
     if not is_chat(prompt):
         raise row.error("prompt", f"must hold a list of messages with role and content; got {prompt!r:.80}")

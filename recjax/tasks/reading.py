@@ -21,7 +21,7 @@ MORE_ENDINGS = "(.ndjson, .json, .jsonl.gz, .ndjson.gz and .json.gz are read as 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """One row of a data set: its columns, and its place for error messages."""
 
     values: Mapping[str, Any]
@@ -74,7 +74,7 @@ def as_text(value: Any) -> str | None:
     return "0" if digits == "-0" else digits
 
 
-def template_of(row: Row) -> dict[str, Any]:
+def template_of(row: FileRow) -> dict[str, Any]:
     """Chat template variables of a row, from its columns `chat_template_kwargs` and `tools`.
 
     Both columns hold objects or JSON text.
@@ -109,7 +109,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def read_file(file: Path, key: str) -> list[Row]:
+def read_file(file: Path, key: str) -> list[FileRow]:
     """The rows of a file, in file order.
 
     .jsonl and .ndjson have one row a line, .json has one row a line or one list of rows; each may end in .gz.
@@ -127,7 +127,9 @@ def read_file(file: Path, key: str) -> list[Row]:
     if not ending:
         raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
     if ending[2]:
-        rows = [Row(_of_parquet(value), f"{where}: row {index}") for index, value in enumerate(_parquet(file, where))]
+        rows = [
+            FileRow(_of_parquet(value), f"{where}: row {index}") for index, value in enumerate(_parquet(file, where))
+        ]
     else:
         content = _content(file, where)
         is_list = ending[1].lower() == "json" and not _has_lines(content)
@@ -140,7 +142,7 @@ def read_file(file: Path, key: str) -> list[Row]:
     return rows
 
 
-def read_split(where: str, files: str, split: str, key: str) -> list[Row]:
+def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     """The rows of one split of a data set from the Hugging Face hub or a local copy.
 
     Args:
@@ -202,18 +204,18 @@ def _has_lines(content: bytes) -> bool:
     return content.lstrip().startswith(b"{") and b"\n{" in content
 
 
-def _rows_of_lines(content: bytes, where: str) -> list[Row]:
+def _rows_of_lines(content: bytes, where: str) -> list[FileRow]:
     # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
     lines = enumerate(content.split(b"\n"), start=1)
     texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
-    return [Row(_parsed(line, place), place) for place, line in texts.items()]
+    return [FileRow(_parsed(line, place), place) for place, line in texts.items()]
 
 
-def _rows_of_list(content: bytes, where: str) -> list[Row]:
+def _rows_of_list(content: bytes, where: str) -> list[FileRow]:
     rows = _parsed(content, where) if content.strip() else []
     if not isinstance(rows, list):
         raise ValueError(f"{where}: must hold one list of rows, or several rows of one line each; got {rows!r:.80}")
-    return [Row(value, f"{where}: row {index}") for index, value in enumerate(rows)]
+    return [FileRow(value, f"{where}: row {index}") for index, value in enumerate(rows)]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recjax.tasks.problems import Problem
-from recjax.tasks.reading import Row
+from recjax.tasks.reading import FileRow
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\x00"}  # characters that a Python
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def problems(rows: Sequence[Row], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
+def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> list[Problem]:
     """One problem for every assistant turn with function calls.
 
     Raises:
@@ -95,7 +95,7 @@ def _functions(system: str) -> str:
     return system.strip()
 
 
-def _turns(row: Row) -> list[tuple[str, str]]:
+def _turns(row: FileRow) -> list[tuple[str, str]]:
     turns = row.values.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise row.error("conversations", f"must hold a list of turns; got {turns!r:.80}")

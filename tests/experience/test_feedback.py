@@ -65,7 +65,7 @@ def test_entries_that_cannot_be_used_may_be_refused_one_by_one(folder):
     refused = {}
     assert give_rewards(folder, entries, refuse=refused.__setitem__) == Given(5, 0)
     assert [row.reward for row in store.read(folder)] == [1, None, 4, 3, 3, 3, 1]
-    assert refused.keys() == {1, 2, 3, 4, 5} and "another reward above" in refused[1] and "no row" in refused[2]
+    assert refused.keys() == {1, 2, 3, 4, 5} and "in an earlier entry" in refused[1] and "no such row" in refused[2]
     with pytest.raises(ValueError, match="another reward"):
         give_rewards(folder, entries)
 
@@ -95,8 +95,8 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"id": "row 9", "reward": 1}, "no row of the store has the id 'row 9'"),
-        ({"group_id": "row 1", "reward": 1}, "no row of the store has the group_id 'row 1'"),
+        ({"id": "row 9", "reward": 1}, "id = 'row 9': the store has no such row"),
+        ({"group_id": "row 1", "reward": 1}, "group_id = 'row 1': the store has no such row"),
         ({"reward": 1}, "one of id and group_id"),
         ({"id": "row 1", "group_id": "group 0", "reward": 1}, "one of id and group_id"),
         ({"id": "row 1"}, "reward = None: takes finite"),
@@ -105,10 +105,10 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
         ({"id": "row 1", "reward": [1]}, r"reward = \[1\]: takes finite"),
         ({"id": "row 1", "reward": 1, "accurate": 1}, "accurate = 1: takes true"),
         ({"id": "row 1", "reward": 1, "reward_parts": {"a": "b"}}, "reward_parts = .*finite numbers"),
-        ({"id": "row 1", "reward": 1, "score": 1}, "'score' is not read"),
-        ({"group_id": "group 0", "reward": [1, 0]}, "reward has 2 values, but the group has 3 rows"),
-        ({"id": "row 0", "reward": 2}, "row 'row 0' has another reward above, 1.0"),
-        ({"id": "text 6", "reward": 2}, "row 'text 6' has another reward, 1.0"),
+        ({"id": "row 1", "reward": 1, "score": 1}, "unknown key 'score'"),
+        ({"group_id": "group 0", "reward": [1, 0]}, "reward has 2 values; give one for each of the 3 rows"),
+        ({"id": "row 0", "reward": 2}, "row 'row 0' has another reward, 1.0, in an earlier entry"),
+        ({"id": "text 6", "reward": 2}, "row 'text 6' has another reward, 1.0, in the store"),
         ([1], "must be an object with named columns"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_bad_line_changes_nothing(folder, tmp_path, entry, reason):
 
 
 def test_where_there_is_no_store_none_is_made(tmp_path):
-    with pytest.raises(ValueError, match="holds no experience"):
+    with pytest.raises(ValueError, match="is not an experience store"):
         give_rewards(tmp_path / "none", [{"id": "row 0", "reward": 1}])
     assert not (tmp_path / "none").exists()
 
@@ -147,7 +147,7 @@ def test_the_command(folder, tmp_path):
     (tmp_path / "r.jsonl").write_text('{"id": "row 0", "reward": 1}\n{"id": "row 1", "reward": 0}\n')
     command = [sys.executable, "-m", "recjax.feedback", str(folder), "--file", str(tmp_path / "r.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert "2 rows completed, 0 had the same reward before" in done.stdout, done.stderr
+    assert "2 rows got rewards, 0 already had the same reward" in done.stdout, done.stderr
     (tmp_path / "r.jsonl").write_text('{"id": "row 9", "reward": 1}\n')
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "line 1: no row of the store has the id 'row 9'" in done.stderr
+    assert done.returncode == 1 and "line 1: id = 'row 9': the store has no such row" in done.stderr

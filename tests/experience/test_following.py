@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import followed, store
+from recjax.experience import store
 from recjax.experience.feedback import give_rewards
 from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
@@ -58,7 +58,7 @@ def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
     store.append(live, [row(4, 2)])
     taken = reader.compacted(taken.with_taken(["row 2", "row 3"]))
     assert taken == Followed(parts=frozenset({"row 0"}))
-    assert followed.from_plain(json.loads(json.dumps(followed.to_plain(taken)))) == taken
+    assert Followed.from_json(json.loads(json.dumps(taken.to_json()))) == taken
     # Another process that goes on from there, and a part that is replaced once more.
     shutil.copy(live / "part-00000000.parquet", tmp_path / "copy")
     (tmp_path / "copy").replace(live / "part-00000000.parquet")

@@ -64,10 +64,10 @@ def test_a_damaged_ledger_is_named_with_the_way_to_go_on(folder):
     assert len(store.read(folder)) == len(store.read(folder)) == 2 * PARTS
 
 
-def test_a_store_of_an_earlier_recjax_is_read_with_one_warning_and_gets_a_ledger(folder, warned):
+def test_a_store_without_a_ledger_is_read_with_one_warning_and_gets_one(folder, warned):
     (folder / ledger.NAME).unlink()
     assert len(store.read(folder)) == 2 * PARTS and len(store.ids(folder)) == 2 * PARTS
-    assert len([text for text in warned if "of an earlier recjax, without checksums" in text]) == 1
+    assert len([text for text in warned if "has no checksums" in text]) == 1
     store.append(folder, [make_row(50)])
     warned.clear()
     store.part_files(folder)[0].unlink()
@@ -78,9 +78,9 @@ def test_a_store_of_an_earlier_recjax_is_read_with_one_warning_and_gets_a_ledger
 
 def test_a_part_that_the_ledger_does_not_know_is_warned_of(folder, warned):
     (folder / "part-00000009.parquet").write_bytes(store.part_files(folder)[0].read_bytes())
-    with pytest.raises(ValueError, match="id 'row 0' is also that of"):
+    with pytest.raises(ValueError, match="id 'row 0' is also the id of"):
         store.read(folder)
-    assert [text for text in warned if "part-00000009.parquet was not written by recjax" in text]
+    assert [text for text in warned if "part-00000009.parquet has no checksum" in text]
 
 
 class Killed(BaseException):

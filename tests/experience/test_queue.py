@@ -129,7 +129,7 @@ def test_two_rewards_for_a_completion_are_refused():
     queue = Queue(waiting=(Waiting(half, 0),))
     again = deliver(queue._replace(coming=(Coming(("row 0",), (0,), (Grade(0.0),)),)), 1, settings_with())
     assert again.left == NOTHING_LOST and len(again.waiting) == 1
-    with pytest.raises(ValueError, match="row 'row 0' has another reward, 0.0"):
+    with pytest.raises(ValueError, match="row 'row 0' already has another reward, 0.0"):
         deliver(queue._replace(coming=(Coming(("row 0",), (0,), (Grade(1.0),)),)), 1, settings_with())
 
 

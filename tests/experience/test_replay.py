@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recjax.config import LateConfig, ReplayConfig
 from recjax.experience import store
-from recjax.experience.group import reward_spread, staleness
+from recjax.experience.group import group_staleness, reward_spread
 from recjax.experience.queue import (
     Queue,
     Settings,
@@ -84,7 +84,7 @@ def test_limits_hold_and_every_group_is_accounted_for(steps, limits, seed):
         uses.update(group.id for group in chosen)
         assert all(count <= limits.max_reuse for count in uses.values())
         for group in chosen:
-            assert limits.max_staleness is None or staleness(group, step) <= limits.max_staleness
+            assert limits.max_staleness is None or group_staleness(group, step) <= limits.max_staleness
             assert limits.keep_no_signal or reward_spread(group) > 0
         for entry in queue.ready:
             assert entry.used == uses[entry.group.id] < limits.max_reuse
@@ -152,5 +152,5 @@ def test_what_leaves_is_counted_by_reason():
 
 def test_the_oldest_row_makes_a_group_stale():
     group = group_of("g", (make_row(0, policy_version=7), make_row(1, policy_version=3), text_row(2)))
-    assert staleness(group, 10) == 6
-    assert staleness(group_of("g", (text_row(2),)), 10) == 0
+    assert group_staleness(group, 10) == 6
+    assert group_staleness(group_of("g", (text_row(2),)), 10) == 0

@@ -85,8 +85,8 @@ def test_a_batch_says_what_its_rows_say():
 
 def test_what_does_not_fit_is_refused():
     for shape, message in [
-        (Shape(3, 4, 9, 9), "4 groups do not fit a batch of 3"),
-        (Shape(4, 3, 9, 9), "group 'group 2' has 4 rows; the batch has 3"),
+        (Shape(3, 4, 9, 9), "4 groups do not fit in a batch of 3"),
+        (Shape(4, 3, 9, 9), "group 'group 2' has 4 completions; the batch has room for 3"),
         (Shape(4, 4, 2, 9), "prompt of group 'group 1' has 3 tokens; the batch has room for 2"),
         (Shape(4, 4, 9, 4), "row 'row 22' has 5 tokens; the batch has room for 4"),
     ]:
@@ -117,7 +117,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
     algorithm = build_algorithm(preset, {})
     groups = stored(tmp_path, make_row(0), text_row(1, group=1, prompt="12"))
     with pytest.raises(
-        ValueError, match="1 of 2 rows have no behavior log-probs, the first 'text 1' of source 'other'"
+        ValueError, match="1 of 2 rows have no behavior log-probs, the first is 'text 1' of source 'other'"
     ):
         check_logprobs(groups, algorithm, SAMPLING, "error")
     for choice in ("initial", "current"):
@@ -125,7 +125,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
     if preset in WITHOUT:
         check_logprobs(groups, algorithm, SAMPLING, "unneeded")
     else:
-        with pytest.raises(ValueError, match=f"this algorithm reads.*none are {', '.join(WITHOUT)}"):
+        with pytest.raises(ValueError, match=f"this algorithm reads.*none: {', '.join(WITHOUT)}"):
             check_logprobs(groups, algorithm, SAMPLING, "unneeded")
 
 
@@ -142,7 +142,7 @@ def test_log_probs_of_another_distribution_are_refused(tmp_path):
     algorithm = build_algorithm("grpo", {})
     for change in (dict(temperature=1.0), dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1), dict(temperature=None)):
         groups = stored(tmp_path / str(change), make_row(0, **change))
-        with pytest.raises(ValueError, match="row 'row 0' .* of another distribution"):
+        with pytest.raises(ValueError, match="row 'row 0' .* belong to another distribution"):
             check_logprobs(groups, algorithm, SAMPLING, "error")
     check_logprobs(stored(tmp_path / "same", make_row(0)), algorithm, SAMPLING, "error")
     cut = SAMPLING._replace(min_p=0.1)
@@ -200,7 +200,7 @@ def test_a_store_becomes_tokenized_groups(tmp_path):
         1,
     ] and cut.tokens.tolist() == TOKENIZER.encode("3")
     store.append(tmp_path, [text_row(7, group=2, prompt="21", completion="3")])
-    with pytest.raises(ValueError, match="group 'group 2' has two prompts, those of rows 'text 0' and 'text 7'"):
+    with pytest.raises(ValueError, match="group 'group 2': rows 'text 0' and 'text 7' have different prompts"):
         load_groups(tmp_path, POLICY)
 
 
@@ -235,7 +235,7 @@ def test_an_epoch_has_every_group_once():
     for epoch in range(3):
         assert sorted(order[7 * epoch : 7 * epoch + 7]) == sorted(group.id for group in groups)
     assert order[:7] != order[7:14]
-    with pytest.raises(ValueError, match="7 groups, fewer than the 8"):
+    with pytest.raises(ValueError, match="7 groups are fewer than the 8"):
         groups_at(groups, 8, 1, 0)
 
 

@@ -137,7 +137,7 @@ def test_an_id_in_two_parts_is_refused(place, tmp_path):
     table = store.to_table([make_row(20, tokenizer=NAME), make_row(6, tokenizer=NAME), make_row(9, tokenizer=NAME)])
     with store.locked(tmp_path):
         store.write_part(table, tmp_path / "part-00000003.parquet")
-    found = "part-00000003.parquet: row 1: id 'row 6' is also that of part-00000001.parquet, row 2; ids are unique"
+    found = "part-00000003.parquet: row 1: id 'row 6' is also the id of part-00000001.parquet, row 2; ids must be"
     for read in (store.read, lambda folder: load_groups(folder, POLICY)):
         with pytest.raises(ValueError, match=found):
             read(tmp_path)
@@ -146,7 +146,7 @@ def test_an_id_in_two_parts_is_refused(place, tmp_path):
 def test_a_trajectory_that_lost_its_first_row_is_refused(place, tmp_path):
     rows = [row for row in scattered_rows(0) if row.trajectory != row.id]
     in_parts(tmp_path, rows)
-    with pytest.raises(ValueError, match="is a part of the trajectory .*, whose first row is not before it"):
+    with pytest.raises(ValueError, match="the first row of its trajectory .* is not before it"):
         load_groups(tmp_path, POLICY)
 
 
@@ -173,7 +173,7 @@ def test_a_store_is_prepared_once_for_each_of_its_states(place, tmp_path, monkey
     for damage in (lambda content: content[:-100], lambda content: content.replace(b"row 3", b"row X")):
         file.write_bytes(damage(file.read_bytes()))
         opened(True)
-        assert "rows.arrow is damaged" in caplog.text and "made anew" in caplog.text
+        assert "rows.arrow is damaged" in caplog.text and "makes it again" in caplog.text
         opened(False)
     longer = POLICY._replace(stop_ids=(2,))
     assert [group.completions[0].tokens[-1] for group in load_groups(folder, longer)].count(2) > 0

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recjax.config import FileTask
-from recjax.experience.foreign import Columns, imported
+from recjax.experience.foreign import Columns, import_rows
 from recjax.tasks.files import file_problems
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2", "reward": 1}
@@ -106,7 +106,7 @@ def outcome(path, expected):
     """What is wrong with how a file is read: nothing, or a line."""
     readers = {
         "task": lambda: file_problems(str(path), FileTask(train=str(path))),
-        "import": lambda: imported([path], Columns(), datetime(2026, 1, 1, tzinfo=UTC)),
+        "import": lambda: import_rows([path], Columns(), datetime(2026, 1, 1, tzinfo=UTC)),
     }
     wrong = []
     for name, read in readers.items():

@@ -20,7 +20,7 @@ from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
 from recjax.experience import store
-from recjax.experience.followed import from_plain
+from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
@@ -139,7 +139,7 @@ class _Both:
     def address(self) -> str | None:
         """Of the server that was started last, once it answers."""
         log = self._processes["server"][1] if "server" in self._processes else None
-        found = re.search(r"is served at (http://[^/]*)", log.read_text(errors="replace")) if log else None
+        found = re.search(r"\bserving .* at (http://[^/]*)", log.read_text(errors="replace")) if log else None
         return found and found.group(1)
 
 
@@ -246,7 +246,7 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     follower = Follower(config, policy, said["totals"]["run"])
-    followed = from_plain(said["queue"]["followed"])
+    followed = Followed.from_json(said["queue"]["followed"])
     found, taken = follower.found(followed, step + 1), set()
     for part in store.part_files(both.store):
         first, *others = store.read_columns(part, ["id"])["id"].to_pylist()

@@ -21,7 +21,7 @@ from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import with_adapters
 from recjax.rollout import agents
-from recjax.rollout.agent_policy import AgentPolicy, Limits
+from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
@@ -100,7 +100,7 @@ def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(mad
     tokenizer.backend_tokenizer.post_processor = post
     chat = [{"role": "user", "content": "hi"}]
     key = np.zeros(2, np.uint32)
-    asker = AgentPolicy(live, policy, Sampling(), Limits(5, 90, 9), lambda turn: key, lambda waits: None)
+    asker = AgentPolicy(live, policy, Sampling(), AgentLimits(5, 90, 9), lambda turn: key, lambda waits: None)
     reply = asyncio.run(asker.chat(chat))
     asyncio.run(asker.chat([*chat, reply.message, *chat]))
     asyncio.run(asker.complete("hi"))
@@ -427,7 +427,7 @@ def test_weights_are_of_what_agents_return_and_of_their_turns(made):
     _, grades = sampled(*parts)
     for grade in grades:
         np.testing.assert_allclose(grade.reward, 2 * grade.reward_parts["digits"] - 1, atol=1e-6)
-    with pytest.raises(ValueError, match=r"task.reward_weights.digit: the agent returned the parts digits, accuracy"):
+    with pytest.raises(ValueError, match=r"task.reward_weights.digit: unknown part; choose .*: digits, accuracy"):
         sampled(*made("several_turns", "task.reward_weights={digit: 2.0}"))
 
 
@@ -452,7 +452,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
             assert turns.tolist() == [0] * len(first) + [1] * len(second)
     assert {*batch.token_turns[batch.completion_mask].tolist()} == {0, 1, 2}
     assert (batch.token_turns[~batch.completion_mask] == -1).all()
-    with pytest.raises(ValueError, match="its turns were not recorded"):
+    with pytest.raises(ValueError, match="the metadata has no turns"):
         bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
         pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
 
@@ -516,8 +516,8 @@ def test_an_environment_is_closed_when_its_agent_is_canceled(does):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("not_async", "is no coroutine function; write it as async def"),
-        ("of_one", "does not take a problem and a policy"),
+        ("not_async", "must be a coroutine function; write it as async def"),
+        ("of_one", "must take a problem and a policy"),
         ("nowhere", "AttributeError.*must be importable"),
     ],
 )

@@ -139,7 +139,13 @@ def test_short_limits(max_tokens, slots):
 
 def test_batches_of_any_lengths_share_few_programs():
     decoder, params, prompts, mask = problem(PLAIN)
-    programs = (decoding.prefill, decoding.first_tokens, decoding.decode, keys_values.gathered, keys_values.put_prompts)
+    programs = (
+        decoding.prefill,
+        decoding.first_tokens,
+        decoding.decode,
+        keys_values.gather_slots,
+        keys_values.put_prompts,
+    )
 
     def counts_after(keys):
         weights = params
@@ -164,7 +170,7 @@ def test_batches_of_any_lengths_share_few_programs():
 @pytest.fixture
 def sizes(monkeypatch):
     """What is decoded and gathered from here on: (slots, tokens in the cache), and what it becomes where it changes."""
-    found, decode, gathered = [], decoding.decode, keys_values.gathered
+    found, decode, gathered = [], decoding.decode, keys_values.gather_slots
 
     def of(memory):
         return keys_values.cache_rows(memory.later), keys_values.cache_time(memory.later)
@@ -178,7 +184,7 @@ def sizes(monkeypatch):
         return gathered(memory, order, time=time)
 
     monkeypatch.setattr(decoding, "decode", decoded)
-    monkeypatch.setattr(keys_values, "gathered", fewer)
+    monkeypatch.setattr(keys_values, "gather_slots", fewer)
     return found
 
 
@@ -291,7 +297,10 @@ def test_what_a_program_reads_stays_as_it_was(monkeypatch):
 
         return called
 
-    programs = (decoding, ("prefill", "first_tokens", "extend", "decode")), (keys_values, ("put_prompts", "gathered"))
+    programs = (
+        (decoding, ("prefill", "first_tokens", "extend", "decode")),
+        (keys_values, ("put_prompts", "gather_slots")),
+    )
     for module, name in [(module, name) for module, names in programs for name in names]:
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
     decoder, params, *_ = problem(PLAIN)
@@ -402,7 +411,7 @@ def test_bytes_are_those_of_arrays():
     sizes = {"prompts": 3, "prompt_tokens": 5, "rows": 7, "completion_tokens": 11}
     like = tuple(np.zeros((2, 1, 2, 1, 4), jnp.bfloat16) for _ in range(2))
     made = keys_values.empty(like, rows=3, time=5), keys_values.empty(like, rows=7, time=11)
-    assert capacity.cache_bytes(decoder, **sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    assert capacity.key_value_bytes(decoder, **sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(made))
     assert capacity.score_bytes(decoder, 7) == 2 * np.zeros((7, 23), np.float32).nbytes
     assert capacity.free_bytes() > 2**20
 
@@ -413,14 +422,14 @@ def test_what_cannot_be_sampled_is_refused():
     for wrong, message in [
         (request._replace(prefix=request.prefix[:0]), "request 1: its prefix is empty; give"),
         (request._replace(limit=0), "request 1: limit = 0: takes 1 or more"),
-        (request._replace(prefix=np.array([3, 23], np.int32)), "token 23 is outside the vocabulary of 23; take"),
+        (request._replace(prefix=np.array([3, 23], np.int32)), "token 23 is outside the vocabulary of 23; use"),
         (request._replace(prefix=np.array([-1], np.int32)), "token -1 is outside"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.admit([request, wrong])
-    with pytest.raises(ValueError, match="request 3: its prefix differs from its group's; take another group_size"):
+    with pytest.raises(ValueError, match="request 3: its prefix differs from its group's; change group_size"):
         engine.admit(requests_of(), group_size=4)
-    with pytest.raises(ValueError, match="3 requests are not whole groups of 2; take"):
+    with pytest.raises(ValueError, match="3 requests: not a multiple of group_size = 2; change"):
         engine.admit([request] * 3, group_size=2)
     with pytest.raises(ValueError, match="no weights; call replace_weights"):
         Engine(decoder, LATE, slots=None, prefix_time=5).round()

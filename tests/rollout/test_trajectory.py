@@ -171,7 +171,7 @@ def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):
     for rows in (stored, from_bytes(to_bytes(rows_of(GROUPS, None, TIME)))):
         found = groups_of(rows)
         assert [str(group) for group in found] == [str(group) for group in GROUPS]
-    with pytest.raises(ValueError, match=r"row 'a\+1' is a part of the trajectory 'a'"):
+    with pytest.raises(ValueError, match=r"row 'a\+1': the first row of its trajectory 'a'"):
         groups_of(stored[1:])
 
 

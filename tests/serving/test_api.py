@@ -18,8 +18,8 @@ from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
-from recjax.serving.asked import chat
-from recjax.serving.replies import Chunks, Form, message_parts, place_of, whole
+from recjax.serving.asked import read_chat
+from recjax.serving.replies import Chunks, Form, full_reply, message_parts, place_of
 from recjax.serving.sampler import Piece, Sampler, certain
 from tests.hub.test_tokenizers import sentencepiece_like
 from tests.serving.some_server import LIMITS, PARAMS, POLICY, SHAPE, TOKENIZER, chunks, post, serve
@@ -152,7 +152,7 @@ def test_templates_get_the_arguments_of_calls_as_objects(client, monkeypatch):
         "{% if c.function.arguments is mapping %}{{ c.function.arguments | length }}{% endif %}": "2;0;;",
     }
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": CALLS}, HELLO[0]]
-    sent = chat({"messages": messages}).messages
+    sent = read_chat({"messages": messages}).messages
     for way, expected in ways.items():
         monkeypatch.setattr(TOKENIZER, "chat_template", loop.replace("%s", way))
         assert render_chats(TOKENIZER, [sent]) == [expected], way
@@ -276,7 +276,7 @@ def a_piece(text, finish):
     ],
 )
 def test_tool_calls_are_read_and_streamed(written, content, names):
-    asked = chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    asked = read_chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
     form = Form("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER)
     said, calls = message_parts(form, 2, written)
     assert said == content and [call["function"]["name"] for call in calls] == names
@@ -298,7 +298,7 @@ def test_tool_calls_are_read_and_streamed(written, content, names):
 def _finishes(form, written, finish):
     """Why a reply has ended, whole and streamed."""
     piece, prompt = a_piece(written, finish), np.zeros(1, np.int32)
-    (choice,) = whole(form._replace(asked=form.asked._replace(n=1)), [prompt], [piece])["choices"]
+    (choice,) = full_reply(form._replace(asked=form.asked._replace(n=1)), [prompt], [piece])["choices"]
     return [choice["finish_reason"], Chunks(form, 0, prompt).next(piece)[-1]["choices"][0]["finish_reason"]]
 
 
@@ -309,7 +309,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     "more", ["", "\n", " and", "<tool_c", "\n<tool_call>", '<tool_call>{"name": "ad', f"{CALL}<tool_call>{{"]
 )
 def test_a_reply_that_is_cut_off_inside_a_call_says_length(more):
-    asked = chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    asked = read_chat({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
     form = Form("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER)
     assert _finishes(form, CALL + more, "length") == ["length"] * 2
     assert _finishes(form, CALL + more, "stop") == ["tool_calls"] * 2

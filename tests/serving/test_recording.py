@@ -382,7 +382,7 @@ def test_prompts_can_be_left_out(tmp_path):
 def test_nothing_is_recorded_where_that_is_off():
     with serve(None) as client:
         name = post(client, TEXT, prompt="a", max_tokens=2)["id"]
-        assert "records nothing" in post(client, FEEDBACK, status=404, id=name, reward=1)["error"]["message"]
+        assert "does not record" in post(client, FEEDBACK, status=404, id=name, reward=1)["error"]["message"]
         post(client, "/sessions/s" + TEXT, status=404, prompt="a")
 
 

@@ -14,7 +14,7 @@ from recjax.config import load_config
 from recjax.tasks import competition_math, gsm8k, guru_math, toolace
 from recjax.tasks.competition_math import last_boxed
 from recjax.tasks.loading import load_task
-from recjax.tasks.reading import Row
+from recjax.tasks.reading import FileRow
 from recjax.tasks.toolace import parse_calls
 
 
@@ -87,7 +87,7 @@ def task_of(tmp_path, *overrides):
 
 
 def rows_of(*values):
-    return [Row(value, f"data: row {place}") for place, value in enumerate(values)]
+    return [FileRow(value, f"data: row {place}") for place, value in enumerate(values)]
 
 
 def test_gsm8k_is_read_from_a_folder_laid_out_as_on_the_hub(tmp_path):

@@ -156,7 +156,7 @@ def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monke
         apart.start(dies, tmp_path)
         apart.publish(0, {})
         apart.issue(7)
-        with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row; it was at batch 7"):
+        with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row, at batch 7"):
             apart.receive(wait=True)
 
 

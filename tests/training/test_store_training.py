@@ -207,7 +207,7 @@ def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path,
     import_files([tmp_path / "a.jsonl"], tmp_path / "store", Columns(source="model"))
     options = ["training.steps=1", f"experience.store={tmp_path / 'store'}", "algorithm.preset=reinforce"]
     train(tiny("run", *options, "experience.missing_logprobs=unneeded"))
-    assert "3 of 9 groups have one completion, and reinforce makes nothing of them" in caplog.text
+    assert "3 of 9 groups have a single completion, from which reinforce learns nothing" in caplog.text
     assert "are compared as they are: one 0 to 1, two 0 to 2" in caplog.text
 
 
@@ -237,14 +237,16 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
         assert not Path(config.output).exists()
 
     pending = [row._replace(reward=None, reward_parts=None) for row in rows]
-    refused("experience.store = '.*' holds no experience")
-    refused("experience.store = .*: all 28 groups wait for rewards; python -m recjax.feedback", of=pending)
+    refused("experience.store = '.*' is not an experience store")
+    refused(
+        "experience.store = .*: all 28 groups wait for rewards; add rewards with python -m recjax.feedback", of=pending
+    )
     some = [*rows[:12], *pending[12:]]
-    few = r"there are 3 groups with all their rewards \(25 wait for some\), fewer than the 4 that each batch takes"
+    few = r"3 groups have all their rewards \(25 wait for some\), fewer than the 4 that each batch takes"
     refused(few, of=some)
-    lacking = "rows have no behavior log-probs, the first .* of source 'other'; say in experience.missing_logprobs"
+    lacking = "rows have no behavior log-probs, the first is .* of source 'other'; set experience.missing_logprobs"
     refused(lacking, f"experience.store={texts}")
-    unneeded = "experience.missing_logprobs = 'unneeded', but this algorithm reads behavior log-probs"
+    unneeded = "experience.missing_logprobs = 'unneeded': this algorithm reads behavior log-probs"
     refused(unneeded, f"experience.store={texts}", "experience.missing_logprobs=unneeded")
     refused("tokens of another vocabulary", of=[row._replace(tokenizer="other") for row in rows])
     refused(r"temperature 1.0, .*but rollout has 0.5", f"experience.store={drawn}", "rollout.temperature=0.5")
