@@ -45,12 +45,15 @@ class CountingLearner(Learner):
         norms = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
         zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
         learned = Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
-        return TrainState(params, ()), {"loss": float(checksum), **norms}, learned
+        # Like the loss of a compiled update, the loop reads it from a device.
+        return TrainState(params, ()), {"loss": jnp.asarray(np.float32(checksum)), **norms}, learned
 
     def evaluate(self, run, state):
         accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100
-        sample = {"prompt": "1+1=", "question": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}
-        return Evaluation(accuracy, accuracy, None, [sample])
+        graded = {"completion": "2", "reward": 1.0}
+        problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
+        samples = [{"prompt": text, "question": text, "answer": answer} | graded for text, answer in problems]
+        return Evaluation(accuracy, accuracy, None, samples)
 
 
 class Grades:
@@ -104,6 +107,18 @@ def killed(at: int) -> Interrupted:
         raise KeyboardInterrupt
 
     return Interrupted(at, act)
+
+
+class Altered(CountingLearner):
+    """Its update number `at` returns other metrics: its own and `metrics`."""
+
+    def __init__(self, at: int, **metrics: float):
+        super().__init__()
+        self._at, self._metrics = at, {name: jnp.asarray(np.float32(value)) for name, value in metrics.items()}
+
+    def update(self, *arguments):
+        trained, metrics, learned = super().update(*arguments)
+        return trained, metrics | (self._metrics if len(self.batches) == self._at else {}), learned
 
 
 def count(config, learner=None, sources=prepared_batch) -> list[dict]:
