@@ -23,6 +23,7 @@ from recjax.models.sampling import Sampling
 from tests.batch_shapes import shape_of
 from tests.experience.groups import ungraded
 from tests.experience.rows import make_row, same, text_row
+from tests.marks import slow_except
 from tests.training.test_update import CONFIG, PARAMS, step
 
 SAMPLING = Sampling(0.9)
@@ -41,7 +42,7 @@ RAGGED = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", slow_except([1, 3], 3))
 def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batches):
     # Two more prompts than groups, of which nothing but padding is in the batch.
     together, metrics = step(pad(RAGGED, shape_of(RAGGED, 6)), "grpo", micro_batches)
