@@ -126,6 +126,7 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
 
 
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["model.lora={rank: 2, alpha: 8}", "model.freeze=[embedding]"])
 def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished, trained, tmp_path, monkeypatch):
     export(str(finished[0]), None, str(tmp_path / "base"), None, "float32")

@@ -10,6 +10,7 @@ import numpy as np
 
 from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group
+from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
 from recjax.training import loop
 from recjax.training.evaluation import Evaluation
@@ -66,8 +67,12 @@ class Grades:
         return self._grades
 
 
-def prepared_batch(run, weights, version, number, prefix=""):
-    """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades."""
+def prepared_batch(run, weights, version, number, prefix="", reward=None):
+    """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades.
+
+    Args:
+        reward: the reward of every completion; None: some get 0 and the others 1.
+    """
     count, group_size = run.own
     seed = (run.config.seed, number, int(np.asarray(weights["checksum"])[0]))
     random = np.random.default_rng(seed)
@@ -79,12 +84,25 @@ def prepared_batch(run, weights, version, number, prefix=""):
         for row in range(place * group_size, (place + 1) * group_size):
             tokens = random.integers(1, 5, random.integers(1, longest + 1)).astype(np.int32)
             mask, logprobs = np.ones(len(tokens), bool), random.normal(-1, 0.1, len(tokens)).astype(np.float32)
-            name, sampling = f"{prefix}{number:06d}/{row:05d}", run.config.rollout.sampling()
-            completions.append(Completion(name, "policy", "x", tokens, mask, logprobs, sampling, version, False))
-            grades.append(Grade(float(random.random() < 0.5), {"score": 1.0}, None))
+            name, text, sampling = (
+                f"{prefix}{number:06d}/{row:05d}",
+                "".join(map(str, tokens)),
+                run.config.rollout.sampling(),
+            )
+            behavior, cut = (sampling, version), len(tokens) == longest
+            completions.append(Completion(name, "policy", text, tokens, mask, logprobs, *behavior, cut))
+            drawn = float(random.random() < 0.5)
+            grades.append(Grade(drawn if reward is None else reward, {"score": 1.0}, None))
         prompt, answer = prompts.tokens[place][prompts.mask[place]], prompts.problems[place].answer
         groups.append(Group(f"{prefix}{number:06d}/{place:05d}", prompt, tuple(completions), answer))
     return groups, Grades(grades)
+
+
+def graded_batch(run, weights, version, number):
+    """The groups of `prepared_batch`, and the grades that the run's own reward gives them in its workers."""
+    groups, _ = prepared_batch(run, weights, version, number)
+    prompts = run.train.take(batch_indices(len(run.train.texts), run.own[0], number, run.config.seed))
+    return groups, submit(groups, prompts, run.grading)
 
 
 class Interrupted(CountingLearner):

@@ -102,6 +102,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_kept(tiny, at):
     assert [row["step"] for row in rows] == list(range(at))
     assert max(int(folder.name) for folder in (output / "checkpoints").iterdir()) == 3 * ((at - 1) // 3)
     assert (output / "samples" / "latest.jsonl").exists() == (at > 5) and not (output / "samples/after.jsonl").exists()
+    assert without_times(count(config)) == without_times(count(tiny("straight", "evaluation.every=5")))
 
 
 def test_tokens_of_probability_zero_end_the_run(tiny):
