@@ -22,13 +22,14 @@ from recjax.training.run import prepare
 from recjax.training.trained import run_config, run_params
 from recjax.training.update import TrainState, make_optimizer
 from tests.hub.test_families import forward
+from tests.marks import slow_except
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "rollout.max_completion_tokens=4"]
 TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["model.freeze=[embedding, mlp]"]}
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=slow_except(TRAINED, "all", "adapters"))
 def finished(request, tmp_path_factory):
     """A run of two steps, with its config, setup and last parameters as training itself reads them."""
     folder = tmp_path_factory.mktemp("run")
