@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 _QUEUE, _REPLAY = "tests/experience/test_queue.py", "tests/experience/test_replay.py"
 _LOOP, _FED = "tests/training/test_loop.py", "tests/training/test_fed_training.py"
-_RESUME = f"{_LOOP}::test_kill_and_resume_equals_straight_through"
+_RESUME = "tests/training/test_resume.py::test_kill_and_resume_equals_straight_through"
 _KEYS = f"{_LOOP}::test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice"
 _ENGINE, _SAMPLER = "tests/rollout/test_engine.py", "tests/rollout/test_sampler.py"
 
@@ -171,14 +171,14 @@ FAULTS = {
         "recjax/experience/queue.py",
         '        plain["added"],\n',
         '        max(plain["added"] - 1, 0),\n',
-        (f"{_RESUME}[on_policy]",),
+        (f"{_RESUME}[on policy]",),
     ),
     "checkpoint-keeps-oldest": Fault(
         "training.keep_checkpoints keeps the oldest checkpoints and deletes the newest",
         "recjax/training/checkpoint.py",
         "sorted(manager.all_steps())[:-keep]",
         "sorted(manager.all_steps())[keep:]",
-        (f"{_LOOP}::test_a_finished_run_goes_on_when_given_more_steps", f"{_RESUME}[on_policy]"),
+        (f"{_LOOP}::test_a_finished_run_goes_on_when_given_more_steps", f"{_RESUME}[on policy]"),
     ),
     # --- Store.
     "store-loses-mask": Fault(
