@@ -113,10 +113,15 @@ def stored(folder, *rows):
 WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg", "maxrl", "on_policy_distillation"]
 
 
+@pytest.fixture(scope="module")
+def one_of_two_without(tmp_path_factory):
+    """A store of two rows, one of which has no log-probs."""
+    return stored(tmp_path_factory.mktemp("one of two"), make_row(0), text_row(1, group=1, prompt="12"))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
-    algorithm = build_algorithm(preset, {})
-    groups = stored(tmp_path, make_row(0), text_row(1, group=1, prompt="12"))
+def test_only_algorithms_that_read_no_log_probs_do_without(preset, one_of_two_without):
+    algorithm, groups = build_algorithm(preset, {}), one_of_two_without
     with pytest.raises(
         ValueError, match="1 of 2 rows have no behavior log-probs, the first 'text 1' of source 'other'"
     ):

@@ -225,5 +225,4 @@ def test_what_is_held_is_an_index(place, tmp_path):
     most = []
     for _ in groups:
         most.append(alive() - before)
-    gc.unfreeze()
     assert max(most) < 40 < len(store.read(tmp_path / "store")), "a few groups at a time"

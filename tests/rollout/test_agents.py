@@ -142,8 +142,8 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
 @pytest.mark.parametrize(
     ("agent", "template", "begin"),
     [
-        ("one_chat", {}, "[user:"),
-        ("one_chat", {"brief": True}, "brief[user:"),
+        pytest.param("one_chat", {}, "[user:", marks=pytest.mark.slow),
+        pytest.param("one_chat", {"brief": True}, "brief[user:", marks=pytest.mark.slow),
         ("one_chat", {"tools": [{}, {}], "brief": False}, "2 tools.[user:"),
         ("asks_briefly", {"brief": False, "tools": [{}]}, "1 tools.brief[user:"),
     ],
