@@ -84,7 +84,7 @@ FAULTS = {
         "recjax/training/rounds.py",
         "schedule.is_sync(step + 1, run.config.regime)",
         "schedule.is_sync(step, run.config.regime)",
-        (f"{_LOOP}::test_behavior_weights_are_a_copy_of_their_own",),
+        (f"{_LOOP}::test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once",),
     ),
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",

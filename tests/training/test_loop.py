@@ -275,11 +275,13 @@ def test_the_run_folder_holds_what_the_readme_says(tiny, figures):
     assert load_config(output / "config.yaml") == config
 
 
-def test_behavior_weights_are_a_copy_of_their_own(tiny):
+def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once(tiny):
+    learner.update.clear_cache()
     rows = train(tiny("run", "regime.sync_interval=4"))[1:]
     ratios = [abs(row["ratio/max"] - 1) for row in rows]
     assert ratios[0] < 1e-5 and ratios[4] < 1e-5  # fresh weights
     assert min(ratios[1:4]) > 1e-5  # weights moved on while the sampler's stayed
+    assert learner.update._cache_size() == 1
 
 
 def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
@@ -307,12 +309,6 @@ def test_reference_kl_is_zero_at_the_start_and_read_later(tiny, name):
     with_kl, without = train(tiny("kl", *options)), train(tiny("plain", "training.steps=3"))
     np.testing.assert_allclose(with_kl[1]["loss"], without[1]["loss"], atol=1e-5)
     assert abs(with_kl[3]["loss"] - without[3]["loss"]) > 1e-6
-
-
-def test_jit_compiles_the_update_once(tiny):
-    learner.update.clear_cache()
-    train(tiny("run", "regime.sync_interval=3"))
-    assert learner.update._cache_size() == 1
 
 
 @pytest.mark.slow
