@@ -41,6 +41,14 @@ def pytest_configure(config):
         jax.config.update("jax_platforms", None)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
+def pytest_collection_modifyitems(items):
+    """Only the slow set tests losses and advantages under `jax.pmap`, except one loss."""
+    for item in items:
+        if item.name.endswith("__with_pmap") and "rec_one_side_nois" not in item.name:
+            item.add_marker("slow")
+
+
 def pytest_collection_finish():
     """Keeps the garbage collector off what the imported modules hold, which lives as long as the process."""
     gc.collect()

@@ -72,6 +72,7 @@ FORCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behavior", [*FIXED, POOR], ids=str)
 @pytest.mark.parametrize("label", FORCES)
 def test_exact_update_is_the_sum_over_all_ordered_groups(label, behavior):
@@ -84,6 +85,7 @@ def test_exact_update_is_the_sum_over_all_ordered_groups(label, behavior):
         np.testing.assert_allclose(exact_update(label, behavior, logits), expected, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 @every_method
 def test_a_batch_is_its_counts_of_groups(label):
     """Arms drawn one by one, in any order, as a training batch would hold them."""

@@ -63,6 +63,7 @@ def tables():
     return {name: page.read_runs(path) for name, path in page.TABLES.items()}
 
 
+@pytest.mark.slow
 def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "draw_all", lambda *arguments: None)
     page.write_page(tables, tmp_path, tmp_path / "verdicts.json")

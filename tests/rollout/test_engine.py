@@ -142,6 +142,7 @@ def test_short_limits(limits):
     assert_same(slots, max_tokens=max_tokens)
 
 
+@pytest.mark.slow
 def test_batches_of_any_lengths_share_few_programs():
     decoder, params, prompts, mask = problem(PLAIN)
     programs = (decoding.prefill, decoding.first_tokens, decoding.decode, keys_values.gathered, keys_values.put_prompts)
@@ -211,6 +212,7 @@ def test_slots_of_completions_that_end_together_are_given_up_by_halves(sizes):
     assert_completions([found[ticket] for ticket in tickets[9::10]], alone(requests[9::10], stop_ids=()))
 
 
+@pytest.mark.slow
 def test_a_policy_with_slots_samples_the_same():
     decoder, params, prompts, mask = problem(PLAIN)
     tokenizer = character_tokenizer("abcdefghijklmnopqrstu")
@@ -313,6 +315,7 @@ def test_what_a_program_reads_stays_as_it_was(monkeypatch):
         np.testing.assert_array_equal(now, then, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_batch_comes_in_while_others_are_under_way():
     decoder, params, *_ = problem(PLAIN)
     engine, requests = engine_of(decoder, params, slots=5), requests_of()

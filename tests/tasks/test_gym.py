@@ -12,12 +12,16 @@ from recjax.tasks.gym import SYSTEM_PROMPT, _make, gym_problems
 gym = pytest.importorskip("reasoning_gym")
 
 from recjax.tasks.grading.gym import grade, parse  # noqa: E402  (imports the package)
+from tests.marks import slow_except
 
 COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "gcd")]}
 
 
 def task(name="chain_sum", **changes):
     return dataclasses.replace(ReasoningGymTask(name), **changes)
+
+
+GENERATORS = sorted(set(gym.factory.DATASETS) - {"composite"})
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def test_a_composite_is_scored_by_its_parts(in_this_process):
     assert all(grade(problem.answer, problem.answer, problem.columns)["accuracy"] == 1 for problem in train)
 
 
-@pytest.mark.parametrize("name", sorted(set(gym.factory.DATASETS) - {"composite"}))
+@pytest.mark.parametrize("name", slow_except(GENERATORS, *GENERATORS[::5]))
 def test_every_generators_answers_score_fully_and_no_others(name):
     entry = gym.create_dataset(name, size=1, seed=5)[0]
     answer, columns = entry["answer"] or "", {"generator": name, "options": {}, "entry": entry}

@@ -22,7 +22,7 @@ TABLE, KINDS, TRUTHS = (
 )
 
 
-PARTS = [0, *slow(1, 2, 3)]
+PARTS = [0, *slow(*range(1, 8))]
 
 
 def cases():
@@ -64,9 +64,8 @@ def test_no_verdict_of_the_kinds_is_wrong(part):
     rows.sort(key=lambda row: row[4])
     firsts = [one for one, before in zip(rows, [None, *rows], strict=False) if before is None or one[4] != before[4]]
     graders = {"math": math, "guru_math": guru_math}
-    # Every part has rows of every kind.
-    graded = firsts + rows[part::4]
-    assert {row[4] for row in graded} == {row[4] for row in rows}
+    graded = rows[part::8] + firsts * (part == 0)
+    assert part or {row[4] for row in graded} == {row[4] for row in rows}, "the quick part has every kind"
     wrong = [row for row in graded if graders[row[3]](BOX % row[1], row[0], {})["accuracy"] != int(row[2])]
     assert wrong == []
 
@@ -76,7 +75,7 @@ def test_no_truth_is_equal_to_itself_with_one_digit_changed(part):
     truths = TRUTHS.read_text(encoding="utf-8").splitlines()
     assert len({*truths}) == len(truths) >= 300
     accepted = []
-    for truth in truths[part::4]:
+    for truth in truths[part::8]:
         assert guru_math(BOX % f" {truth} ", truth, {})["accuracy"] == 1
         digits = list(re.finditer(r"\d", truth))
         for place, match in enumerate(digits[:1] + digits[1:][-1:]):
