@@ -8,11 +8,11 @@ import pytest
 from recjax.config import ReasoningGymTask
 from recjax.tasks.grading.gym_package import check_gym
 from recjax.tasks.gym import SYSTEM_PROMPT, _make, gym_problems
+from tests.marks import slow_except
 
 gym = pytest.importorskip("reasoning_gym")
 
 from recjax.tasks.grading.gym import grade, parse  # noqa: E402  (imports the package)
-from tests.marks import slow_except
 
 COMPOSITE = {"datasets": [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "gcd")]}
 
