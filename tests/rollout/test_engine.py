@@ -58,7 +58,9 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
 
 
+@functools.cache
 def problem(config):
+    """A decoder, its parameters, prompts and their mask, which no test changes."""
     params = init_params(config, jax.random.key(0))
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     tokens = np.random.default_rng(0).integers(0, 23, mask.shape).astype(np.int32)
