@@ -178,7 +178,7 @@ FAULTS = {
         "recjax/training/checkpoint.py",
         "sorted(manager.all_steps())[:-keep]",
         "sorted(manager.all_steps())[keep:]",
-        (f"{_LOOP}::test_a_finished_run_goes_on_when_given_more_steps", f"{_RESUME}[on policy]"),
+        ("tests/training/test_resume.py::test_the_newest_checkpoints_are_kept",),
     ),
     # --- Store.
     "store-loses-mask": Fault(

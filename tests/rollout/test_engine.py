@@ -373,7 +373,6 @@ def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
     assert_completions([engine.drain()[ticket]], alone([later], others))
 
 
-@pytest.mark.slow
 def test_weights_are_replaced_between_rounds():
     decoder, params, *_ = problem(PLAIN)
     others = jax.tree.map(lambda x: 1.5 * x, params)

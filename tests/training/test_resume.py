@@ -91,6 +91,16 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
     assert summaries == [True, True]
 
 
+def test_the_newest_checkpoints_are_kept(tiny):
+    config = tiny("run", "training.checkpoint_every=2", "training.keep_checkpoints=2")
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=6))
+    folder = Path(config.output) / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"2", "4"}
+    count(config)
+    assert {path.name for path in folder.iterdir()} == {"6", "7"}
+
+
 def test_another_order_of_batches_gives_other_metrics(tiny):
     first, second = CountingLearner(), CountingLearner()
     rows = count(tiny("run"), first)
