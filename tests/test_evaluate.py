@@ -155,6 +155,7 @@ def test_checkpoints_that_are_not_there_are_refused(finished, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_adapters_are_evaluated_and_the_run_alone_describes_its_model(finished, tmp_path):
     _, config = finished
     lora = config("model.lora={rank: 2, alpha: 8}", f"output={tmp_path / 'lora'}", "optimizer.learning_rate=0.1")

@@ -23,13 +23,14 @@ from recjax.training.run import prepare
 from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
 from tests.hub.test_families import forward
+from tests.marks import slow_except
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "rollout.max_completion_tokens=4"]
 TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["model.freeze=[embedding, mlp]"]}
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=slow_except(TRAINED, "all", "adapters"))
 def finished(request, tmp_path_factory):
     """A run of two steps, with its config, setup and last parameters as training itself reads them."""
     folder = tmp_path_factory.mktemp("run")
@@ -130,6 +131,7 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
 
 
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["model.lora={rank: 2, alpha: 8}", "model.freeze=[embedding]"])
 def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished, trained, tmp_path, monkeypatch):
     export(str(finished[0]), None, str(tmp_path / "base"), None, "float32")

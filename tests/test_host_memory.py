@@ -66,6 +66,7 @@ print(without_huge_pages(pieces[10_001]), without_huge_pages(libc.malloc(ctypes.
 
 
 @pytest.mark.skipif(not host_memory.has_glibc(), reason="of glibc alone")
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", [True, False])
 def test_gaps_are_taken_and_their_pages_given_back(prepared):
     given = with_tunables("") if prepared else ""

@@ -20,6 +20,7 @@ from recjax.import_experience import import_files
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
+from tests.marks import slow
 
 USER = {"role": "user", "content": "2+2?"}
 PLAIN = [
@@ -209,7 +210,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, text, message):
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", *slow("csv", "parquet")])
 def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     rows = [

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     ("arguments", "drawn"),
-    [([], []), (["--figure"], ["figures/objectives.png"]), (["--output=mine"], ["mine/objectives.png"])],
+    [
+        ([], []),
+        pytest.param(["--figure"], ["figures/objectives.png"], marks=pytest.mark.slow),
+        pytest.param(["--output=mine"], ["mine/objectives.png"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_figure_is_left_only_where_it_is_asked_for(tmp_path, arguments, drawn):
     line = [sys.executable, "-m", "recjax.objectives", *arguments]

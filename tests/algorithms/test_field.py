@@ -68,6 +68,7 @@ def test_gradient_from_the_formula(gradients, name, example):
         assert count == expected_count
 
 
+@pytest.mark.slow
 def test_devices_add_up(gradients):
     assert jax.local_device_count() >= PARTS
     rows = {name: rows_of(algorithm, EXAMPLE) for name, algorithm in ALGORITHMS.items()}

@@ -134,6 +134,7 @@ def test_a_single_problem_has_no_interval_and_a_missing_answer_no_vote():
     assert found["majority@2"]["value"] == 0
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_about_95_times_in_100(monkeypatch):
     """Problems differ in how hard they are: resampling completions instead of problems would be far too sure."""
     monkeypatch.setattr(compare, "interval", functools.partial(compare.interval, resamples=999))

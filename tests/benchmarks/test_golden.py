@@ -91,6 +91,5 @@ def test_every_run_is_a_config_of_this_version(tmp_path):
 
 @pytest.mark.slow
 def test_a_commit_equals_itself():
-    rows = golden.compare_all("HEAD", ["early", "scoring_pass"])
-    assert [row[0] for row in rows] == ["early", "scoring_pass"]
-    assert [row[4] for row in rows] == ["bit-equal"] * 2 and [row[1] for row in rows] == ["6", "6"]
+    rows = golden.compare_all("HEAD", ["early"])
+    assert [(row[0], row[1], row[4]) for row in rows] == [("early", "6", "bit-equal")]

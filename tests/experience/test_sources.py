@@ -23,6 +23,7 @@ from recjax.models.sampling import Sampling
 from tests.batch_shapes import shape_of
 from tests.experience.groups import ungraded
 from tests.experience.rows import make_row, same, text_row
+from tests.marks import slow_except
 from tests.training.test_update import CONFIG, PARAMS, step
 
 SAMPLING = Sampling(0.9)
@@ -41,7 +42,7 @@ RAGGED = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", slow_except([1, 3], 3))
 def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batches):
     # Two more prompts than groups, of which nothing but padding is in the batch.
     together, metrics = step(pad(RAGGED, shape_of(RAGGED, 6)), "grpo", micro_batches)
@@ -112,10 +113,15 @@ def stored(folder, *rows):
 WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg", "maxrl", "on_policy_distillation"]
 
 
+@pytest.fixture(scope="module")
+def one_of_two_without(tmp_path_factory):
+    """A store of two rows, one of which has no log-probs."""
+    return stored(tmp_path_factory.mktemp("one of two"), make_row(0), text_row(1, group=1, prompt="12"))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-def test_only_algorithms_that_read_no_log_probs_do_without(preset, tmp_path):
-    algorithm = build_algorithm(preset, {})
-    groups = stored(tmp_path, make_row(0), text_row(1, group=1, prompt="12"))
+def test_only_algorithms_that_read_no_log_probs_do_without(preset, one_of_two_without):
+    algorithm, groups = build_algorithm(preset, {}), one_of_two_without
     with pytest.raises(
         ValueError, match="1 of 2 rows have no behavior log-probs, the first is 'text 1' of source 'other'"
     ):

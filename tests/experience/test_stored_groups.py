@@ -210,9 +210,12 @@ def test_what_is_held_is_an_index(place, tmp_path):
     expected = len(reference(tmp_path / "store"))
 
     def alive():
+        """How many there are of those made after everything before was frozen."""
         gc.collect()
         return sum(type(one) in (Group, Completion, Experience) for one in gc.get_objects())
 
+    gc.collect()
+    gc.freeze()
     before = alive()
     groups = load_groups(tmp_path / "store", POLICY)
     others = ByPrompt(groups)

@@ -63,6 +63,7 @@ def tables():
     return {name: page.read_runs(path) for name, path in page.TABLES.items()}
 
 
+@pytest.mark.slow
 def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "draw_all", lambda *arguments: None)
     page.write_page(tables, tmp_path, tmp_path / "verdicts.json")
@@ -70,6 +71,7 @@ def test_page_and_verdicts_are_those_of_the_committed_metrics(tables, tmp_path, 
     assert (tmp_path / "claims.md").read_text() == (ROOT / "docs" / "claims.md").read_text()
 
 
+@pytest.mark.slow
 def test_collecting_keeps_what_was_made_elsewhere(tables, tmp_path, monkeypatch):
     """One run is finished here; those of the table that are not stay as they are, and a lost table is said."""
     runs = read_sweep(page.HERE / "smollm2.yaml")[1]

@@ -21,20 +21,12 @@ SHAPES = {
     "models/SmolLM2-135M-Instruct": "SmolLM2-135M",
 }
 RUNS = sorted(path for path in ROOT.glob("**/*.yaml") if "\ngrids:" not in path.read_text())
-# Of the paper's tasks, which differ from each other in their data alone, one regime is quick.
-SLOW = [
-    path
-    for path in RUNS
-    if path.parent.name in ("gsm8k", "math", "guru_math", "toolace") and path.stem != "sync_interval"
-]
 # Staleness of the last step, by the regime in the file's name: m = 20 ends on 19, n = 10 on 10.
 LAST = {"on_policy": 0, "sync_interval": 19, "sync_interval_250": 249, "sync_offset": 10}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path in SLOW), id=str(path.relative_to(ROOT))) for path in RUNS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_experiment_can_be_run_dry(path, tmp_path, monkeypatch, capsys):
     def unreachable(*args, **options):
         raise OSError("no network")

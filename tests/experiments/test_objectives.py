@@ -22,6 +22,7 @@ def test_every_preset_is_on_the_page():
     assert all(f"| `{name}` |" in text for name in PRESETS)
 
 
+@pytest.mark.slow
 def test_curves_to_check_by_eye():
     def at(name, advantage, ratio):
         curve = coefficients(build_algorithm(name, {}), advantage)

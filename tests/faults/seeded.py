@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 _QUEUE, _REPLAY = "tests/experience/test_queue.py", "tests/experience/test_replay.py"
 _LOOP, _FED = "tests/training/test_loop.py", "tests/training/test_fed_training.py"
-_RESUME = f"{_LOOP}::test_kill_and_resume_equals_straight_through"
+_RESUME = "tests/training/test_resume.py::test_kill_and_resume_equals_straight_through"
 _KEYS = f"{_LOOP}::test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice"
 _ENGINE, _SAMPLER = "tests/rollout/test_engine.py", "tests/rollout/test_sampler.py"
 
@@ -84,7 +84,7 @@ FAULTS = {
         "recjax/training/rounds.py",
         "schedule.is_sync(step + 1, run.config.regime)",
         "schedule.is_sync(step, run.config.regime)",
-        (f"{_LOOP}::test_behavior_weights_are_a_copy_of_their_own",),
+        (f"{_LOOP}::test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once",),
     ),
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
@@ -171,14 +171,14 @@ FAULTS = {
         "recjax/experience/queue.py",
         '        plain["added"],\n',
         '        max(plain["added"] - 1, 0),\n',
-        (f"{_RESUME}[on_policy]",),
+        (f"{_RESUME}[on policy]",),
     ),
     "checkpoint-keeps-oldest": Fault(
         "training.keep_checkpoints keeps the oldest checkpoints and deletes the newest",
         "recjax/training/checkpoint.py",
         "sorted(manager.all_steps())[:-keep]",
         "sorted(manager.all_steps())[keep:]",
-        (f"{_LOOP}::test_a_finished_run_goes_on_when_given_more_steps", f"{_RESUME}[on_policy]"),
+        ("tests/training/test_resume.py::test_the_newest_checkpoints_are_kept",),
     ),
     # --- Store.
     "store-loses-mask": Fault(

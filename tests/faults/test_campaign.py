@@ -32,11 +32,11 @@ def require_none_wrong(outcomes):
 
 
 def test_kills_during_the_warm_start_and_after(place):
-    require_none_wrong(kills(place, 4, seed=1, modes={"warm start": MODES["warm start"]}))
+    require_none_wrong(kills(place, 3, seed=1, modes={"warm start": MODES["warm start"]}))
 
 
 def test_kills_of_a_server_and_of_the_trainer_that_follows_it(place):
-    require_none_wrong(kills_of_both(place, 4, seed=1))
+    require_none_wrong(kills_of_both(place, 2, seed=1))
 
 
 def test_flipped_bits_and_cut_files(made):
@@ -45,15 +45,15 @@ def test_flipped_bits_and_cut_files(made):
 
 
 def test_damaged_runs_go_on(made):
-    require_none_wrong(damage.resumed(made, 5, seed=1))
+    require_none_wrong(damage.resumed(made, 3, seed=1))
 
 
 def test_full_disks(place, expected):
-    require_none_wrong(others.full_disks(place, expected, 6, seed=1))
+    require_none_wrong(others.full_disks(place, expected, 4, seed=1))
 
 
 def test_two_processes_and_locks_that_were_left(place, expected):
-    require_none_wrong(others.two_processes(place, expected, 3, seed=1))
+    require_none_wrong(others.two_processes(place, expected, 2, seed=1))
     require_none_wrong(others.locks_left(place, expected))
 
 

@@ -7,4 +7,4 @@ from tests.faults import configs
 
 @pytest.mark.slow
 def test_hostile_values_are_refused_with_their_key_or_taken(capsys):
-    assert configs.main(300, seed=0) == 0, capsys.readouterr().out
+    assert configs.main(150, seed=0) == 0, capsys.readouterr().out

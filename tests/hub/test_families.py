@@ -13,6 +13,7 @@ from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, completion_logprobs
+from tests.marks import slow_except
 from tests.rollout.padded import engine_completions
 
 SIZES = {
@@ -99,7 +100,7 @@ def random_model(name, folder, dtype="float32", **changes):
     return model
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=slow_except(MODELS, "llama", "gemma3_text"))
 def loaded(request, tmp_path_factory):
     torch = pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("model")

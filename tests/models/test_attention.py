@@ -135,6 +135,7 @@ def test_a_single_token_is_plain(kernels_here, kernel):
     assert kernels_here == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "kv_heads", "part"), [(4, 2, (2, 2)), (3, 1, (3, 4))])
 def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, part):
     parts = []
@@ -161,7 +162,14 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
     assert parts == [(batch, 4), part]
 
 
-@pytest.mark.parametrize(("kernel", "windows"), [("cudnn", (2, None)), ("splash", ()), ("splash", (2, None))])
+@pytest.mark.parametrize(
+    ("kernel", "windows"),
+    [
+        pytest.param("cudnn", (2, None), marks=pytest.mark.slow),
+        ("splash", ()),
+        pytest.param("splash", (2, None), marks=pytest.mark.slow),
+    ],
+)
 def test_a_decoder_computes_the_same_by_every_kernel(kernels_here, kernel, windows):
     config = DecoderConfig(11, 16, 32, 2, 2, 1, 8, windows=windows)
     params = init_params(config, jax.random.key(0))

@@ -12,6 +12,7 @@ from recjax.hub.weights import load_pretrained, tensor_names
 from recjax.models.decoder import Context, Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.rotary import RopeScaling
+from tests.marks import slow_except
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {
@@ -84,7 +85,7 @@ def check_logits(folder, model, side="right"):
     np.testing.assert_allclose(np.asarray(ours)[mask], theirs[mask], atol=1e-4)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", slow_except(["left", "right"], "left"))
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(tmp_path, name, side):
     model = torch_model(tmp_path, MODELS[name], {})
@@ -117,7 +118,9 @@ def test_rotary_settings_matter(tmp_path, name, change):
     assert jnp.abs(changed - our_logits(config, params, *inputs))[inputs[2]].max() > 0.05
 
 
-@pytest.mark.parametrize("name, remat", [("grouped, tied", "none"), ("wide heads", "full")])
+@pytest.mark.parametrize(
+    "name, remat", [pytest.param("grouped, tied", "none", marks=pytest.mark.slow), ("wide heads", "full")]
+)
 def test_gradient_is_that_of_torch(tmp_path, name, remat):
     model = torch_model(tmp_path, MODELS[name], {})
     config, params = load_pretrained(tmp_path)
@@ -189,8 +192,8 @@ def test_only_position_differences_matter():
 @pytest.mark.parametrize(
     "splits, ids, options",
     [
-        ((9,), None, {}),
-        ((3, 7), None, {}),
+        pytest.param((9,), None, {}, marks=pytest.mark.slow),
+        pytest.param((3, 7), None, {}, marks=pytest.mark.slow),
         ((6, 9), [1, 1, 1, 1, 0, 2, 2, 2, 2, 2], {"windows": (None, 3), "rope_layers": (False, True)}),
     ],
 )

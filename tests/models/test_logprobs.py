@@ -1,5 +1,7 @@
 """Log-probabilities of given completions: cuts, chunks, shared prompts."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -26,24 +28,29 @@ def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none", unrolled=
     return jnp.sum(jnp.where(MASK, weights * logprobs + entropy, 0.0))
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def value_and_gradient(params, prompts, prompt_mask, *options):
+    return jax.value_and_grad(masked_sum)(params, prompts, prompt_mask, *options)
+
+
 @pytest.mark.parametrize(
     ("chunk", "remat", "unrolled"),
     [
         (7, "dots", False),
-        (64, "none", True),
+        pytest.param(64, "none", True, marks=pytest.mark.slow),
         pytest.param(1, "none", False, marks=pytest.mark.slow),
         pytest.param(1024, "full", True, marks=pytest.mark.slow),
     ],
 )
 def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, remat, unrolled):
-    expected = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)
-    actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat, unrolled)
+    expected = value_and_gradient(PARAMS, PROMPTS, PROMPT_MASK)
+    actual = value_and_gradient(PARAMS, PROMPTS, PROMPT_MASK, chunk, remat, unrolled)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sharing_a_prompt_equals_repeating_it():
-    expected = jax.value_and_grad(masked_sum)(PARAMS, jnp.repeat(PROMPTS, 3, 0), jnp.repeat(PROMPT_MASK, 3, 0))
-    actual = jax.value_and_grad(masked_sum)(PARAMS, PROMPTS, PROMPT_MASK)
+    expected = value_and_gradient(PARAMS, jnp.repeat(PROMPTS, 3, 0), jnp.repeat(PROMPT_MASK, 3, 0))
+    actual = value_and_gradient(PARAMS, PROMPTS, PROMPT_MASK)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -51,7 +58,8 @@ def test_tokens_beyond_the_masks_change_nothing():
     junk = jnp.where(PROMPT_MASK, PROMPTS, 12)
     wide = jnp.pad(junk, ((0, 0), (0, 3)), constant_values=5)
     wide_mask = jnp.pad(PROMPT_MASK, ((0, 0), (0, 3)))
-    actual, expected = masked_sum(PARAMS, wide, wide_mask), masked_sum(PARAMS, PROMPTS, PROMPT_MASK)
+    sums = jax.jit(masked_sum)
+    actual, expected = sums(PARAMS, wide, wide_mask), sums(PARAMS, PROMPTS, PROMPT_MASK)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 

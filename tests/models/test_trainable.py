@@ -21,6 +21,7 @@ from recjax.models.trainable import (
     unflatten,
     with_adapters,
 )
+from tests.marks import slow
 
 CONFIG = DecoderConfig(
     vocab_size=11,
@@ -63,7 +64,7 @@ def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
         assert bool(leaf.any()) == ("_lora_a/" in path)
 
 
-@pytest.mark.parametrize("targets", [["query"], ["down"], list(PROJECTIONS)])
+@pytest.mark.parametrize("targets", [*slow(["query"], ["down"]), list(PROJECTIONS)])
 def test_merged_kernels_give_the_same_scores(targets):
     decoder, params = with_adapters(
         Decoder(CONFIG), PARAMS, LORA.model_copy(update={"targets": targets}), jax.random.key(0)

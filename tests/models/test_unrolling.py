@@ -25,6 +25,7 @@ def test_in_low_precision_a_trainer_writes_out_more_layers(layers, dtype, unroll
     assert unrolled_for_training(Decoder(config, dtype)).unrolled == unrolled
 
 
+@pytest.mark.slow
 def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_computed_in_bfloat16():
     sampler = made_for_sampling(Decoder(CONFIG, jnp.bfloat16))
     params, mask = init_params(CONFIG, jax.random.key(0)), jnp.ones((1, 6), bool)

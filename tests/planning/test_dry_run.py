@@ -158,6 +158,7 @@ def test_keys_and_values_are_those_of_the_sampler(tiny):
     assert memory(result)["keys and values"] == prompts + drawn_bytes
 
 
+@pytest.mark.slow
 def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     shape = "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 256}"
     sizes = ["rollout.max_completion_tokens=48", "rollout.group_size=8", "training.micro_batch_prompts=2"]

@@ -1,10 +1,19 @@
 """What the log-probs of a completion must be whose weights were replaced on the way."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from recjax.models.decoder import Context, Decoder, logits
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scores_and_context(decoder, params, tokens, positions, real, contexts):
+    """Log-probs of every token of the vocabulary after each position, and the context of these positions."""
+    hidden, cache = decoder.apply({"params": params}, tokens, positions, real, contexts)
+    return jax.nn.log_softmax(logits(decoder.config, params, hidden[0])), Context(*cache, real, positions)
 
 
 def logprobs_across(
@@ -25,8 +34,8 @@ def logprobs_across(
     for start, stop in zip(bounds, bounds[1:], strict=False):
         weights, part = params[int(of_inputs[start])], (slice(None), slice(start, stop))
         asked = everything[part], positions[part], real[part], tuple(contexts)
-        hidden, cache = decoder.apply({"params": weights}, *asked)
-        contexts.append(Context(*cache, real[part], positions[part]))
-        scores.append(jax.nn.log_softmax(logits(decoder.config, weights, hidden[0])))
+        of_part, context = scores_and_context(decoder, weights, *asked)
+        contexts.append(context)
+        scores.append(of_part)
     found = np.concatenate(scores)[len(prefix) - 1 :]
     return np.take_along_axis(found, np.asarray(tokens)[:, None], axis=1)[:, 0]

@@ -4,12 +4,15 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from recjax.tasks.problems import Problem
 from tests.rollout.test_agents import completions_of, made, sampled  # noqa: F401  (a fixture)
 
 DOCS = Path(__file__).parents[2] / "docs" / "agents.md"
 
 
+@pytest.mark.slow
 def test_the_agent_of_the_docs(made, tmp_path, monkeypatch):  # noqa: F811
     example = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)
     assert len(example.splitlines()) <= 15

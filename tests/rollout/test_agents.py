@@ -38,6 +38,7 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
 from recjax.training.packing import RowShape, pack_trajectories
 from recjax.training.scoring import batch_logprobs
+from tests.marks import slow_except
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
 from tests.training.tiny_run import TINY
@@ -122,7 +123,10 @@ THINKS = (
 )
 
 
-@pytest.mark.parametrize(("agent", "opening"), [("one_chat", "<think>"), ("talks", ""), ("one_turn", "")])
+@pytest.mark.parametrize(
+    ("agent", "opening"),
+    [("one_chat", "<think>"), *(pytest.param(agent, "", marks=pytest.mark.slow) for agent in ("talks", "one_turn"))],
+)
 def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch, agent, opening):
     config, policy, params = made(agent)
     policy.tokenizer.chat_template = THINKS
@@ -136,8 +140,8 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
 @pytest.mark.parametrize(
     ("agent", "template", "begin"),
     [
-        ("one_chat", {}, "[user:"),
-        ("one_chat", {"brief": True}, "brief[user:"),
+        pytest.param("one_chat", {}, "[user:", marks=pytest.mark.slow),
+        pytest.param("one_chat", {"brief": True}, "brief[user:", marks=pytest.mark.slow),
         ("one_chat", {"tools": [{}, {}], "brief": False}, "2 tools.[user:"),
         ("asks_briefly", {"brief": False, "tools": [{}]}, "1 tools.brief[user:"),
     ],
@@ -310,6 +314,7 @@ def test_a_device_that_is_busy_costs_no_agent_its_seconds(made, monkeypatch):
     assert [grade.failure for grade in grades] == ["none"] * 6
 
 
+@pytest.mark.slow
 def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
     live, one_round = [], Engine.round
 
@@ -394,7 +399,7 @@ def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, m
         assert record.getMessage().endswith("correct the agent")
 
 
-@pytest.mark.parametrize("fails", ["raise", "silent raise", "interrupt"])
+@pytest.mark.parametrize("fails", slow_except(["raise", "silent raise", "interrupt"], "silent raise"))
 def test_an_agent_that_fails_in_an_evaluation_counts_as_wrong(made, fails):
     options = ["rollout.prompts_per_step=4", "evaluation.samples=1", "task.success=0.4"]
     config, policy, params = made("by_column", *options)
@@ -431,6 +436,7 @@ def test_weights_are_of_what_agents_return_and_of_their_turns(made):
         sampled(*made("several_turns", "task.reward_weights={digit: 2.0}"))
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     parts = made("paid_by_turn", "task.agent_failure_reward=-1.0", "task.reward_weights={score: 2.0, turns: -0.1}")
     groups, grades = sampled(*parts, group_size=2)

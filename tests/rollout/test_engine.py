@@ -23,6 +23,7 @@ from recjax.rollout.requests import Request, Sampled
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
 from tests.hub.test_tokenizers import sentencepiece_like
+from tests.marks import slow_except
 from tests.rollout.across_versions import logprobs_across
 from tests.rollout.reference_sampler import sample
 
@@ -44,6 +45,7 @@ WINDOWED = DecoderConfig(
 )
 LENGTHS = (3, 5, 1, 4)
 LATE, EARLY = (7,), (1, 4, 11, 13, 17, 20, 21)
+AT_ONCE = tuple(range(23))
 MAX_TOKENS = 24
 PLAIN_SAMPLING = Sampling()
 
@@ -56,7 +58,9 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
 
 
+@functools.cache
 def problem(config):
+    """A decoder, its parameters, prompts and their mask, which no test changes."""
     params = init_params(config, jax.random.key(0))
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     tokens = np.random.default_rng(0).integers(0, 23, mask.shape).astype(np.int32)
@@ -86,13 +90,13 @@ def assert_same(slots, config=PLAIN, group_size=3, stop_ids=LATE, **changes):
     return sampled
 
 
-@pytest.mark.parametrize("slots", [None, 1, 5, 12, 40])
+@pytest.mark.parametrize("slots", slow_except([None, 1, 5, 12, 40], None, 5))
 def test_any_number_of_slots_samples_the_same(slots):
     truncated = [found.truncated for found in assert_same(slots)]
     assert any(truncated) and not all(truncated)
 
 
-@pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("unrolled", slow_except([True, False], False), ids=["unrolled", "scanned"])
 def test_layers_that_differ(unrolled, monkeypatch):
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
     assert_same(5, WINDOWED)
@@ -117,7 +121,7 @@ def cosines(jaxpr, in_loop=False):
     return tuple(found)
 
 
-@pytest.mark.parametrize("stop_ids", [(), EARLY, tuple(range(23))], ids=["never", "early", "at once"])
+@pytest.mark.parametrize("stop_ids", slow_except([(), EARLY, AT_ONCE], EARLY), ids=["never", "early", "at once"])
 def test_stops(stop_ids):
     sampled = assert_same(5, group_size=4, stop_ids=stop_ids)
     assert all(len(found.tokens) == 1 for found in sampled) == (len(stop_ids) == 23)
@@ -125,18 +129,22 @@ def test_stops(stop_ids):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8), Sampling(min_p=0.2)],
+    slow_except(
+        [Sampling(0.0), Sampling(1.4, top_k=6), Sampling(0.7, top_p=0.8), Sampling(min_p=0.2)], Sampling(0.7, top_p=0.8)
+    ),
     ids=["greedy", "top-k", "top-p", "min-p"],
 )
 def test_distributions(sampling):
     assert_same(5, sampling=sampling, group_size=1 if sampling.temperature == 0 else 5)
 
 
-@pytest.mark.parametrize(("max_tokens", "slots"), [(1, 5), (2, 5), (6, 5), (6, None), (1, None)])
-def test_short_limits(max_tokens, slots):
+@pytest.mark.parametrize("limits", slow_except([(1, 5), (2, 5), (6, 5), (6, None), (1, None)], (1, 5)))
+def test_short_limits(limits):
+    max_tokens, slots = limits
     assert_same(slots, max_tokens=max_tokens)
 
 
+@pytest.mark.slow
 def test_batches_of_any_lengths_share_few_programs():
     decoder, params, prompts, mask = problem(PLAIN)
     programs = (
@@ -160,11 +168,11 @@ def test_batches_of_any_lengths_share_few_programs():
 
     for program in programs:
         program.clear_cache()
-    first = counts_after(range(8))
+    first = counts_after(range(6))
     assert first[:2] == [1, 1] and first[2] <= 2 * 2  # two numbers of slots, two lengths
-    assert counts_after(range(8)) == first
+    assert counts_after(range(6)) == first
     most = [1, 1, 2 * 2, 3, 2 * 2]  # slots are halved once, and the cache stays as it is then or grows
-    assert all(now <= limit for now, limit in zip(counts_after(range(8, 30)), most, strict=True))
+    assert all(now <= limit for now, limit in zip(counts_after(range(8, 20)), most, strict=True))
 
 
 @pytest.fixture
@@ -188,6 +196,7 @@ def sizes(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_uneven_completions_come_to_one_length_of_cache_for_each_number_of_slots(sizes):
     decoder, params, prompts, mask = problem(PLAIN)
     options = {"group_size": 10, "max_tokens": 40, "sampling": Sampling()}
@@ -211,6 +220,7 @@ def test_slots_of_completions_that_end_together_are_given_up_by_halves(sizes):
     assert_completions([found[ticket] for ticket in tickets[9::10]], alone(requests[9::10], stop_ids=()))
 
 
+@pytest.mark.slow
 def test_a_policy_with_slots_samples_the_same():
     decoder, params, prompts, mask = problem(PLAIN)
     tokenizer = character_tokenizer("abcdefghijklmnopqrstu")
@@ -316,6 +326,7 @@ def test_what_a_program_reads_stays_as_it_was(monkeypatch):
         np.testing.assert_array_equal(now, then, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_batch_comes_in_while_others_are_under_way():
     decoder, params, *_ = problem(PLAIN)
     engine, requests = engine_of(decoder, params, slots=5), requests_of()
@@ -337,8 +348,10 @@ def test_equal_prefixes_of_one_call_are_run_once(monkeypatch):
     assert run == [4]
 
 
-@pytest.mark.parametrize("more", [1, 13], ids=["in the same cache", "in a longer cache"])
-@pytest.mark.parametrize("batch", [False, True], ids=["single requests", "a batch that shares its prompts"])
+@pytest.mark.parametrize("more", slow_except([1, 13], 13), ids=["in the same cache", "in a longer cache"])
+@pytest.mark.parametrize(
+    "batch", slow_except([False, True], True), ids=["single requests", "a batch that shares its prompts"]
+)
 def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
     decoder, params, *_ = problem(PLAIN)
     random, engine = np.random.default_rng(5), engine_of(decoder, params)

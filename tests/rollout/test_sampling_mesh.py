@@ -44,6 +44,7 @@ def test_heads_are_not_cut():
     assert axes((1, 4, 1), WHOLE // 3, three_heads) == (1, 4, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_weights_lie_by_the_rules_and_once(size):
     mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=1), jax.devices()[:4])
@@ -64,6 +65,7 @@ def pointers(tree):
     return [shard.unsafe_buffer_pointer() for shard in shards]
 
 
+@pytest.mark.slow
 def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
     generator = np.random.default_rng(0)
     later = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 12, 3))) for _ in range(2))
@@ -78,6 +80,7 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
             np.testing.assert_array_equal(found, leaf.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_slots_stay_on_their_devices(monkeypatch):
     cache = (jnp.arange(8.0).reshape(1, 8, 1, 1, 1),) * 2
     some = slots.Slots()

@@ -95,6 +95,7 @@ def test_a_chat_is_the_templates_text(client):
         assert TOKENIZER.decode(post(client, CHAT, messages=HELLO, **options)["prompt_token_ids"]).startswith(begin)
 
 
+@pytest.mark.slow
 def test_bytes_of_log_probs_are_those_of_the_tokens():
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(tokenizers.models.BPE({name: at for at, name in enumerate(["<eos>", *alphabet])}, []))

@@ -67,7 +67,7 @@ def post(client, path, **body):
 
 def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
     answered, rewarded, random = {}, set(), np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(3):
         process, address = started("--run", run[0], "--record", tmp_path, "--reward_seconds=0.5")
         stop = threading.Event()
 
@@ -98,7 +98,7 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
     rows = {row.id: row for row in store.read(tmp_path)}
     for reply, tokens in answered.items():
         assert [rows[f"{reply}/{index}"].completion_tokens.tolist() for index in range(2)] == tokens
-    assert all(rows[name].reward == 1.5 for name in rewarded) and len(rewarded) > 20
+    assert all(rows[name].reward == 1.5 for name in rewarded) and len(rewarded) > 10
     for name in rows:  # a reply that nobody got is whole as well
         assert f"{name[:-1]}0" in rows and f"{name[:-1]}1" in rows
 

@@ -178,7 +178,7 @@ def test_json_lines_may_have_other_names(tmp_path, name, content):
         ("a.json", '{\n  "data": [\n    {"prompt": "x"}\n  ]\n}', "a.json: must hold one list of rows"),
         ("a.json", " ", "the file holds no rows"),
         ("a.jsonl.gz", CONTENT, "a.jsonl.gz: cannot be read as gzip"),
-        ("a.jsonl.gz", gzip.compress(CONTENT.encode())[:-9], "a.jsonl.gz: cannot be read as gzip"),
+        ("a.jsonl.gz", gzip.compress(CONTENT.encode(), mtime=0)[:-9], "a.jsonl.gz: cannot be read as gzip"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "answer": 2}\n', "line 1: the key 'answer' is given twice"),
         ("a.json", '[{"prompt": "x", "answer": 1, "prompt": "y"}]', "a.json: the key 'prompt' is given twice"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "more": {"k": 1, "k": 1}}\n', "line 1: the key 'k' is given twice"),

@@ -10,6 +10,7 @@ import numpy as np
 
 from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group
+from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
 from recjax.training import loop
 from recjax.training.evaluation import Evaluation
@@ -45,12 +46,15 @@ class CountingLearner(Learner):
         norms = dict.fromkeys(("gradient_norm", "update_norm", "learning_rate"), 1.0)
         zeros = jnp.asarray(np.zeros(batch.completions.shape, np.float32))
         learned = Learned(zeros, TokenTerms(zeros, zeros, zeros > 0, zeros))
-        return TrainState(params, ()), {"loss": float(checksum), **norms}, learned
+        # Like the loss of a compiled update, the loop reads it from a device.
+        return TrainState(params, ()), {"loss": jnp.asarray(np.float32(checksum)), **norms}, learned
 
     def evaluate(self, run, state):
         accuracy = float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100
-        sample = {"prompt": "1+1=", "question": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}
-        return Evaluation(accuracy, accuracy, None, [sample])
+        graded = {"completion": "2", "reward": 1.0}
+        problems = zip(run.held_out.texts, run.held_out.answers, strict=True)
+        samples = [{"prompt": text, "question": text, "answer": answer} | graded for text, answer in problems]
+        return Evaluation(accuracy, accuracy, None, samples)
 
 
 class Grades:
@@ -63,8 +67,12 @@ class Grades:
         return self._grades
 
 
-def prepared_batch(run, weights, version, number, prefix=""):
-    """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades."""
+def prepared_batch(run, weights, version, number, prefix="", reward=None):
+    """The groups of a batch, whose tokens and rewards follow from its number and the weights; and their grades.
+
+    Args:
+        reward: the reward of every completion; None: some get 0 and the others 1.
+    """
     count, group_size = run.own
     seed = (run.config.seed, number, int(np.asarray(weights["checksum"])[0]))
     random = np.random.default_rng(seed)
@@ -76,12 +84,25 @@ def prepared_batch(run, weights, version, number, prefix=""):
         for row in range(place * group_size, (place + 1) * group_size):
             tokens = random.integers(1, 5, random.integers(1, longest + 1)).astype(np.int32)
             mask, logprobs = np.ones(len(tokens), bool), random.normal(-1, 0.1, len(tokens)).astype(np.float32)
-            name, sampling = f"{prefix}{number:06d}/{row:05d}", run.config.rollout.sampling()
-            completions.append(Completion(name, "policy", "x", tokens, mask, logprobs, sampling, version, False))
-            grades.append(Grade(float(random.random() < 0.5), {"score": 1.0}, None))
+            name, text, sampling = (
+                f"{prefix}{number:06d}/{row:05d}",
+                "".join(map(str, tokens)),
+                run.config.rollout.sampling(),
+            )
+            behavior, cut = (sampling, version), len(tokens) == longest
+            completions.append(Completion(name, "policy", text, tokens, mask, logprobs, *behavior, cut))
+            drawn = float(random.random() < 0.5)
+            grades.append(Grade(drawn if reward is None else reward, {"score": 1.0}, None))
         prompt, answer = prompts.tokens[place][prompts.mask[place]], prompts.problems[place].answer
         groups.append(Group(f"{prefix}{number:06d}/{place:05d}", prompt, tuple(completions), answer))
     return groups, Grades(grades)
+
+
+def graded_batch(run, weights, version, number):
+    """The groups of `prepared_batch`, and the grades that the run's own reward gives them in its workers."""
+    groups, _ = prepared_batch(run, weights, version, number)
+    prompts = run.train.take(batch_indices(len(run.train.texts), run.own[0], number, run.config.seed))
+    return groups, submit(groups, prompts, run.grading)
 
 
 class Interrupted(CountingLearner):
@@ -104,6 +125,18 @@ def killed(at: int) -> Interrupted:
         raise KeyboardInterrupt
 
     return Interrupted(at, act)
+
+
+class Altered(CountingLearner):
+    """Its update number `at` returns other metrics: its own and `metrics`."""
+
+    def __init__(self, at: int, **metrics: float):
+        super().__init__()
+        self._at, self._metrics = at, {name: jnp.asarray(np.float32(value)) for name, value in metrics.items()}
+
+    def update(self, *arguments):
+        trained, metrics, learned = super().update(*arguments)
+        return trained, metrics | (self._metrics if len(self.batches) == self._at else {}), learned
 
 
 def count(config, learner=None, sources=prepared_batch) -> list[dict]:

@@ -13,26 +13,38 @@ from recjax import files
 from recjax.config import load_config, to_yaml
 from recjax.export import export
 from recjax.train import show_result
-from recjax.training import learner, loop, run_folder
+from recjax.training import loop, run_folder
 from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.trained import open_checkpoint, run_config
+from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch
 from tests.training.tiny_run import TINY, train, without_times
 
 OPTIONS = ["training.checkpoint_every=2", "evaluation.every=0", "evaluation.problems=5", "training.keep_checkpoints=4"]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A run of six steps that was killed after step 5, and the rows of one of six steps that was not."""
-    folder = tmp_path_factory.mktemp("made")
+def made_by(trains, folder):
+    """A folder with a run of six steps that was killed after step 5, and the rows of a run that was not."""
     (folder / "tiny.yaml").write_text(TINY)
-    straight = train(load_config(folder / "tiny.yaml", [*OPTIONS, "training.steps=6", f"output={folder / 'straight'}"]))
+    config = load_config(folder / "tiny.yaml", [*OPTIONS, "training.steps=6", f"output={folder / 'straight'}"])
+    straight = trains(config)
     shutil.copytree(folder / "straight", folder / "killed")
     shutil.rmtree(folder / "killed" / "checkpoints" / "6")
     (folder / "killed" / "summary.json").unlink()
     rows = (folder / "killed" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "killed" / "metrics.jsonl").write_text("".join(rows[:6]) + rows[6][:20])
     return folder, straight
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What `made_by` makes without a compiled program."""
+    return made_by(count, tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def with_weights(tmp_path_factory):
+    """A killed run with the weights of a model."""
+    return made_by(train, tmp_path_factory.mktemp("with_weights"))[0] / "killed"
 
 
 @pytest.fixture
@@ -93,7 +105,7 @@ QUICK = ("a flipped bit", "an emptied folder")
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_happened(made, run, said, damage):
     config, folder = run
     DAMAGES[damage](folder / "checkpoints" / "4")
-    assert without_times(train(config)) == without_times(made[1])
+    assert without_times(count(config)) == without_times(made[1])
     lines = [line for line in said if "checkpoint of step 4" in line and "damaged/4" in line]
     assert len(lines) == 1 and "the run resumes from the checkpoint of step 2" in lines[0]
     assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / files.MANIFEST).is_file()
@@ -104,7 +116,7 @@ def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run
     for step in (0, 2, 4):
         flip(largest(folder / "checkpoints" / str(step)))
     with pytest.raises(ValueError, match="no checkpoint is whole .step 4: .*; step 2: .*; step 0: .*--overwrite"):
-        train(config)
+        count(config)
     assert not (folder / "damaged").exists() and not (folder / "running.json").exists()
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         open_checkpoint(folder)
@@ -115,7 +127,7 @@ def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
     for step in (2, 4):
         shutil.rmtree(folder / "checkpoints" / str(step))
     flip(largest(folder / "checkpoints" / "0"))
-    assert without_times(train(config)) == without_times(made[1])
+    assert without_times(count(config)) == without_times(made[1])
     assert any("damaged/0, and the run starts again" in line for line in said)
 
 
@@ -142,12 +154,14 @@ def test_a_run_says_what_it_was_made_with_each_time_that_it_starts(made, run):
     assert first["recjax"] == recjax.__version__ and first["packages"]["jax"] == jax.__version__
     if first["commit"]:  # the package is in its checkout
         assert len(first["commit"].rstrip("+")) == 40
-    train(config)
+    count(config)
     assert len(json.loads((folder / "environment.json").read_text())) == 2
 
 
-def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damaged_one_by_name(run, tmp_path, said):
-    _, folder = run
+def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damaged_one_by_name(
+    with_weights, tmp_path, said
+):
+    folder = shutil.copytree(with_weights, tmp_path / "run")
     flip(largest(folder / "checkpoints" / "4"))
     assert export(str(folder), None, str(tmp_path / "out"), None, "float32").endswith("after step 2")
     assert any("checkpoint of step 4" in line and "that of step 2 is taken" in line for line in said)
@@ -156,16 +170,16 @@ def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damag
     assert not (folder / "damaged").exists()  # a reader moves nothing
 
 
-def test_an_exported_folder_that_was_damaged_is_refused(run, tmp_path):
-    _, folder = run
+def test_an_exported_folder_that_was_damaged_is_refused(with_weights, tmp_path):
+    folder = shutil.copytree(with_weights, tmp_path / "run")
     export(str(folder), None, str(tmp_path / "out"), None, "float32")
     flip(tmp_path / "out" / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors is damaged.*delete .*manifest.json"):
         export(None, str(tmp_path / "out"), str(tmp_path / "again"), None, "bfloat16")
 
 
-def test_a_config_file_that_was_changed_is_not_exported(run, tmp_path):
-    _, folder = run
+def test_a_config_file_that_was_changed_is_not_exported(with_weights, tmp_path):
+    folder = shutil.copytree(with_weights, tmp_path / "run")
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_kv_heads: 1", "num_kv_heads: 2"))
     with pytest.raises(
@@ -241,7 +255,7 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
     if content == "{":
         (tmp_path / "run" / "samples" / "after.jsonl").write_text("{")
     assert not run_folder.is_finished(config)
-    summary = loop.train(config)
+    summary = loop.train(config, learner=CountingLearner(), sources=prepared_batch)
     assert summary["steps"] == 6
     assert summary["accuracy_after"] == (None if content == "" else straight[-1]["evaluation/accuracy"])
     show_result(tmp_path / "run", summary)
@@ -249,17 +263,10 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
     assert "held-out accuracy" in shown.out and ("line 1 is damaged" in shown.err) == (content == "{")
 
 
-def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run, monkeypatch):
+def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run):
     config, folder = run
-    update = learner.update
-
-    def deletes(*args, **named):
-        shutil.rmtree(folder)
-        return update(*args, **named)
-
-    monkeypatch.setattr(learner, "update", deletes)
     with pytest.raises(ValueError, match="was deleted during the run"):
-        train(config)
+        count(config, Interrupted(1, lambda: shutil.rmtree(folder)))
     assert not folder.exists()
 
 
@@ -272,5 +279,5 @@ def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkey
     with monkeypatch.context() as without_room:
         without_room.setattr(files, "write_whole", full)
         with pytest.raises(ValueError, match="checkpoints: the checkpoint of step 6 cannot be written .*No space left"):
-            train(config)
-    assert without_times(train(config)) == without_times(made[1])
+            count(config)
+    assert without_times(count(config)) == without_times(made[1])

@@ -8,6 +8,7 @@ import pytest
 
 from recjax.config import load_config
 from recjax.training import kept_samples
+from tests.training.counting import count
 from tests.training.tiny_run import TINY, train
 
 STEPS = ["training.steps=6", "regime.sync_interval=3", "evaluation.every=0", "optimizer.learning_rate=0.05"]
@@ -67,10 +68,11 @@ def test_rewards_of_a_group_make_its_advantages(rows):
 def test_no_more_than_the_config_allows(tiny):
     for name, samples, steps in (("none", "{every: 0}", []), ("few", "{every: 1, megabytes: 0.001}", [1])):
         config = tiny(name, *STEPS, f"samples={samples}")
-        train(config)
+        count(config)
         assert [*kept(config)] == steps
 
 
+@pytest.mark.slow
 def test_packed_batches_keep_the_same(tiny, rows):
     config = tiny("packed", *STEPS, *CLIPPED, "samples={every: 3, groups: 2}", "training.tokens_per_micro_batch=16")
     train(config)

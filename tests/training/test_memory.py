@@ -52,7 +52,7 @@ def most_rows_of_scores(compiled) -> int:
     return max(rows)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(STATE))
@@ -69,6 +69,7 @@ def test_an_update_holds_the_scores_of_one_chunk(packed):
     assert CHUNK > CONFIG.hidden_size
 
 
+@pytest.mark.slow
 def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
     chunked = compiled_update(True).memory_analysis().temp_size_in_bytes
     everything = compiled_update(True, chunk=3 * 64)
@@ -76,6 +77,7 @@ def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
     assert chunked < everything.memory_analysis().temp_size_in_bytes - (3 * 64 - CHUNK) * CONFIG.vocab_size * 4
 
 
+@pytest.mark.slow
 def test_sampling_holds_the_scores_of_one_token_a_row():
     rows = PROMPTS * GROUP
     keys, limits = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.full(rows, TIME, np.int32)

@@ -79,6 +79,7 @@ def test_slots_on_a_mesh_draw_the_same(monkeypatch, sizes, free, groups):
     assert_equal(found, {name: value for name, value in expected.items() if name.startswith("sampled/")})
 
 
+@pytest.mark.slow
 def test_pmap_gives_the_numbers_of_one_device():
     state, metrics, _ = jax.device_get(under_pmap(4))
     expected = on_one_device()
@@ -88,6 +89,7 @@ def test_pmap_gives_the_numbers_of_one_device():
         np.testing.assert_allclose(value, expected[f"params/{path}"], **CLOSE, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_step_without_data_moves_nothing_under_pmap_and_on_a_mesh():
     batch = batch_of(np.random.default_rng(0))
     batch = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))

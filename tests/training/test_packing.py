@@ -12,6 +12,7 @@ from recjax.training import layout
 from recjax.training.packing import RowShape, pack, padding_waste, row_shape, sequence_lengths, shape_for
 from recjax.training.run import prepare
 from recjax.training.update import update
+from tests.marks import slow
 from tests.training.test_update import CASES, make_batch, step
 from tests.training.tiny_run import TINY, train
 
@@ -32,7 +33,7 @@ def same_step(one, other):
 
 @pytest.mark.parametrize(
     "preset",
-    ["grpo", "pairwise_consistency", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opmd", "red_weight"))],
+    ["grpo", *slow("pairwise_consistency", "opmd", "red_weight")],
 )
 def test_packing_changes_nothing(preset):
     batch, whole_prompts = ragged(), preset == "pairwise_consistency"
@@ -179,7 +180,7 @@ def tiny(tmp_path):
     return lambda *overrides: load_config(path, [f"output={tmp_path / next(names)}", "training.steps=2", *overrides])
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", [True, *slow(False)])
 def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
     whole = train(tiny())
     for name, value in {} if asked else {"LEAST_SAVED": -1e15, "LEAST_SHARE": -9, "LEAST_TOKENS": 20}.items():

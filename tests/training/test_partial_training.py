@@ -11,6 +11,7 @@ from recjax.config import load_config
 from recjax.models.trainable import flatten, is_adapter
 from recjax.training import checkpoint
 from recjax.training.run import prepare
+from tests.training.counting import count
 from tests.training.tiny_run import TINY, train, without_times
 
 LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
@@ -75,6 +76,7 @@ def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
         assert np.abs(leaf - np.asarray(start[path])).max() > 1e-4, path
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_ones(tiny):
     config = tiny("bfloat16", "model.dtype=bfloat16", "regime.sync_interval=3", "training.steps=2")
     first = train(config)[1]
@@ -92,7 +94,7 @@ def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_
 @pytest.mark.parametrize(("interval", "step", "kept"), [(1, 2, False), (2, 1, True), (2, 2, False)])
 def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, interval, step, kept):
     config = tiny("copy", f"regime.sync_interval={interval}", f"training.steps={step}")
-    train(config)
+    count(config)
     assert Path(f"{config.output}/checkpoints/{step}/behavior_params").exists() == kept
 
 

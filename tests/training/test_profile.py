@@ -10,7 +10,8 @@ import pytest
 
 from recjax.training import loop
 from recjax.training.profile import profiled_steps
-from tests.training.tiny_run import train, train_until_killed, without_times
+from tests.training.counting import count, killed
+from tests.training.tiny_run import without_times
 
 
 def events(folder, name):
@@ -23,21 +24,22 @@ def events(folder, name):
 
 def test_a_trace_has_the_named_steps_and_their_phases(tiny):
     config = tiny("run", "training.profile_steps=[2, 3]", "training.steps=4", "evaluation.every=0")
-    rows = train(config)
+    rows = count(config)
     folder = Path(config.output) / "profile"
     assert [event["args"]["step_num"] for event in events(folder, "step")] == ["2", "3"]
     assert [path.name for path in folder.glob("plugins/profile/*")] == ["steps_2_to_3"]
     assert len(events(folder, "sample")) >= 2
     # The dispatch of two updates, and the reading of the first; the second is waited for by the trace itself.
     assert len(events(folder, "checkpoint")) == 1 and len(events(folder, "update")) >= 3
-    assert without_times(rows) == without_times(train(tiny("plain", "training.steps=4", "evaluation.every=0")))
+    assert without_times(rows) == without_times(count(tiny("plain", "training.steps=4", "evaluation.every=0")))
 
 
 def test_a_run_may_be_traced_from_where_it_goes_on_and_not_before(tiny, monkeypatch):
-    train_until_killed(tiny("run"))  # the last checkpoint is that of step 3
-    train_until_killed(tiny("run", "training.profile_steps=[1, 3]"), at=2)
+    for at, options in ((5, []), (2, ["training.profile_steps=[1, 3]"])):  # the last checkpoint is that of step 3
+        with pytest.raises(KeyboardInterrupt):
+            count(tiny("run", *options), killed(at))
     assert not (Path(tiny("run").output) / "profile").exists()
-    train(tiny("run", "training.profile_steps=[2, 5]"))
+    count(tiny("run", "training.profile_steps=[2, 5]"))
     assert [step["args"]["step_num"] for step in events(Path(tiny("run").output) / "profile", "step")] == ["4", "5"]
 
 
@@ -70,7 +72,7 @@ def test_a_trace_that_has_begun_is_written_when_the_run_fails(tiny, monkeypatch)
     monkeypatch.setattr(loop, "next_groups", lambda *args: 1 / 0)
     config = tiny("run", "training.profile_steps=[1, 3]")
     with pytest.raises(ZeroDivisionError) as failure:  # kept, for it holds what the loop left open
-        train(config)
+        count(config)
     assert list((Path(config.output) / "profile").glob("plugins/profile/*/*.xplane.pb"))
     with jax.profiler.trace(str(Path(config.output) / "another")):  # refused while one is under way
         assert failure.traceback

@@ -14,7 +14,7 @@ REPLAY = "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spr
 MIX = ["experience.mix.store={store}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
 FEEDS = {
     "on policy": [],
-    "interval": ["regime.sync_interval=4"],
+    "interval": ["regime.sync_interval=6"],  # after the checkpoint of step 3 the sampler still needs its copy
     "offset": ["regime.sync_offset=2"],
     "interval and offset": ["regime.sync_interval=3", "regime.sync_offset=2"],
     "offline": ["regime.offline=true"],
@@ -70,18 +70,17 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             count(config, sources=killed_in_batch(at=2))
 
-    def killed_before(manager, state, keep):
-        if state.step == 3:
-            raise KeyboardInterrupt
-        save(manager, state, keep)
+    def killed_at(step, is_saved):
+        def kills(manager, state, keep):
+            if is_saved or state.step != step:
+                save(manager, state, keep)
+            if state.step == step:
+                raise KeyboardInterrupt
 
-    def killed_after(manager, state, keep):
-        save(manager, state, keep)
-        if state.step == 6:
-            raise KeyboardInterrupt
+        return kills
 
-    for saved in (killed_before, killed_after):
-        monkeypatch.setattr(loop.checkpoint, "save", saved)
+    for step, is_saved in ((3, False), (3, True), (6, True)):
+        monkeypatch.setattr(loop.checkpoint, "save", killed_at(step, is_saved))
         with pytest.raises(KeyboardInterrupt):
             count(config)
     monkeypatch.setattr(loop.checkpoint, "save", save)
@@ -90,6 +89,16 @@ def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch)
     assert without_times(count(config)) == without_times(straight)
     summaries = [(Path(tiny(name, *options).output) / "summary.json").is_file() for name in ("straight", "stopped")]
     assert summaries == [True, True]
+
+
+def test_the_newest_checkpoints_are_kept(tiny):
+    config = tiny("run", "training.checkpoint_every=2", "training.keep_checkpoints=2")
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=6))
+    folder = Path(config.output) / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"2", "4"}
+    count(config)
+    assert {path.name for path in folder.iterdir()} == {"6", "7"}
 
 
 def test_another_order_of_batches_gives_other_metrics(tiny):

@@ -8,19 +8,20 @@ import pytest
 
 from recjax.config import TaskConfig
 from recjax.experience.batch import to_learn_from
-from recjax.training import rounds, schedule
+from recjax.training import schedule
+from tests.training.counting import count, graded_batch, killed
 from tests.training.test_update import make_batch, step
-from tests.training.tiny_run import train, train_until_killed, without_times
+from tests.training.tiny_run import train, without_times
 
 DRAWN = threading.Condition()
 counts = {"drawn": 0, "graded": 0}
 
 
 def waits_for_the_next_draw(prompts, completions, answers):
-    """Grades training batches 1, 2, 4 and 5 only once the next one is drawn; batches −2 to 0 are evaluation's."""
+    """Grades batches 1, 2, 4 and 5 only once the next one is drawn."""
     with DRAWN:
         counts["graded"] += 1
-        batch = counts["graded"] - 3
+        batch = counts["graded"]
         if batch in (1, 2, 4, 5):
             assert DRAWN.wait_for(lambda: counts["drawn"] > batch, timeout=20), f"batch {batch} was waited for first"
     return [text.count("1") for text in completions]
@@ -41,51 +42,50 @@ def counts_ones(prompts, completions, answers):
     ],
 )
 def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, regime):
-    sample_groups = rounds.sample_groups
-
-    def counted(*args, **named):
-        drawn = sample_groups(*args, **named)
+    def counted(*arguments):
+        drawn = graded_batch(*arguments)
         with DRAWN:
             counts["drawn"] += 1
             DRAWN.notify_all()
         return drawn
 
-    monkeypatch.setattr(rounds, "sample_groups", counted)
     counts.update(drawn=0, graded=0)
     # A checkpoint would wait for the grades of all that is drawn.
     options = [*regime, "training.steps=6", "evaluation.every=0", "training.checkpoint_every=6"]
-    overlapped = train(tiny("overlapped", *options, f"task.reward={__name__}:waits_for_the_next_draw"))
+    waits = tiny("overlapped", *options, f"task.reward={__name__}:waits_for_the_next_draw")
+    overlapped = count(waits, sources=counted)
     assert counts["drawn"] == 6
     monkeypatch.setattr(schedule, "samples_ahead", lambda step, steps, regime: False)
-    in_turn = train(tiny("in_turn", *options, f"task.reward={__name__}:counts_ones"))
+    in_turn = count(tiny("in_turn", *options, f"task.reward={__name__}:counts_ones"), sources=counted)
     assert without_times(overlapped) == without_times(in_turn)
 
 
-def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny, monkeypatch):
+def test_a_stopped_run_with_a_built_in_reward_goes_on_with_the_same_numbers(tiny):
     options = ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4"]
-    straight = train(tiny("straight", *options))
+    straight = count(tiny("straight", *options), sources=graded_batch)
     for row in straight[1:]:
         assert row["reward/accuracy"] == 0 and row["reward/format"] == -1
         np.testing.assert_allclose(row["reward"], row["reward/length"] - 0.1, rtol=1e-5)
         np.testing.assert_allclose(row["reward/length"], row["completion_length"] / 3, rtol=1e-5)
         assert {row[f"grading/{reason}"] for reason in ("timeout", "crash", "too_long", "error")} == {0}
     config = tiny("stopped", *options)
-    train_until_killed(config)
-    assert without_times(train(config)) == without_times(straight)
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=5), graded_batch)
+    assert without_times(count(config, sources=graded_batch)) == without_times(straight)
 
 
 def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):
     options = ["training.steps=2", "evaluation.every=0"]
     runs = {
-        "train": train(tiny("train", *options)),
-        "mask": train(tiny("mask", *options, "task.truncated=mask")),
-        "penalize": train(tiny("penalize", *options, "task.truncated=penalize", "task.truncated_reward=-1")),
+        "train": count(tiny("train", *options)),
+        "mask": count(tiny("mask", *options, "task.truncated=mask")),
+        "penalize": count(tiny("penalize", *options, "task.truncated=penalize", "task.truncated_reward=-1")),
     }
     first = {name: rows[1] for name, rows in runs.items()}
     assert 0 < first["train"]["truncated"] < 1, "some of each kind, or there is nothing to see"
     for name in ("reward/score", "accuracy", "completion_length", "truncated"):
         assert len({row[name] for row in first.values()}) == 1, f"{name} is of what was drawn"
-    assert len({row["gradient_norm"] for row in first.values()}) == 3
+    assert len({row["loss"] for row in first.values()}) == 3, "a checksum of what the update gets"
     assert first["mask"]["reward"] == first["train"]["reward"] > first["penalize"]["reward"]
 
 
@@ -110,7 +110,7 @@ def test_penalized_rows_get_the_reward_and_lose_their_own():
 
 
 def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny):
-    options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=2"]
+    options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=1"]
     options += ["algorithm.advantage={name: raw_reward}"]
     rows = train(tiny("run", *options, "rollout.prompts_per_step=1", "evaluation.every=0"))
     assert rows[1]["truncated"] == 1 and rows[1]["loss"] == rows[1]["gradient_norm"] == 0

@@ -29,7 +29,8 @@ from recjax.training import loop, regrading, rounds
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
 from recjax.training.run import Run, State, prepare
 from tests.experience.rows import make_row, text_row
-from tests.training.tiny_run import TINY, train, train_until_killed, without_times
+from tests.training.counting import count, killed
+from tests.training.tiny_run import TINY, train, without_times
 
 STEPS = 7
 LEFT_OUT = [f"experience/left_out/{name}" for name in ("pending_groups", "pending_rows", "rows_beside_pending")]
@@ -66,13 +67,15 @@ def without_store_keys(rows):
     return [{name: row[name] for name in row if name not in beside} for row in without_times(rows)]
 
 
-def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, drawn, monkeypatch):
+def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
+    config = tiny("offline", "regime.offline=true", "experience.record=true")
+    offline = count(config)
     monkeypatch.setattr(
         rounds, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
     )
-    from_store = train(tiny("store", f"experience.store={drawn}"))
-    offline = train(tiny("offline", "regime.offline=true"))
+    from_store = count(tiny("store", f"experience.store={config.output}/experience"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
+    offline = [{name: row[name] for name in row if not name.startswith("experience/")} for row in offline]
     assert without_store_keys(from_store) == without_store_keys(offline)
     assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
 
@@ -83,22 +86,22 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
     strange = [row._replace(reward=(None, 7.0)[place % 2], reward_parts=None) for place, row in enumerate(rows)]
     store.append(tmp_path / "strange", strange)
     assert len({row.reward for row in rows}) > 1
-    expected = train(tiny("own", f"experience.store={drawn}"))
+    expected = count(tiny("own", f"experience.store={drawn}"))
     options = [f"experience.store={tmp_path / 'strange'}", "experience.regrade=true"]
-    assert without_store_keys(train(tiny("again", *options))) == without_store_keys(expected)
+    assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
     # A run that goes on does not ask for rewards again, and takes no others.
     output = Path(tiny("again", *options).output)
     shutil.rmtree(output / "checkpoints" / str(STEPS))
     monkeypatch.setattr(regrading, "_made", None)
-    assert without_store_keys(train(tiny("again", *options))) == without_store_keys(expected)
+    assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
     shutil.rmtree(output / "checkpoints" / str(STEPS))
     grades = output / "regraded.jsonl"
     grades.write_text(grades.read_text().replace(", 1.0, ", ", 0.5, "))
     with pytest.raises(ValueError, match="has changed since this run began"):
-        train(tiny("again", *options))
+        count(tiny("again", *options))
     grades.write_text(grades.read_text()[:-40])
     with pytest.raises(ValueError, match="regraded.jsonl: not the grades that this run wrote"):
-        train(tiny("again", *options))
+        count(tiny("again", *options))
 
 
 def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_path):
@@ -129,7 +132,7 @@ def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_ag
     store.append(tmp_path / "others", [row._replace(group_id="g") for row in rows[:4]])
     options = [f"experience.store={tmp_path / 'others'}", "experience.regrade=true", "rollout.prompts_per_step=1"]
     with pytest.raises(ValueError, match=r"experience.regrade: group 'g' asks '11\+1='.*nor the store has an answer"):
-        train(tiny("unknown", *options, "experience.missing_logprobs=initial"))
+        count(tiny("unknown", *options, "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"))
 
 
 def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):
@@ -181,18 +184,19 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
 
 
 def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(tiny, texts, monkeypatch, tmp_path):
-    options = [f"experience.store={texts}", "experience.missing_logprobs=current"]
-    straight = train(tiny("straight", *options))
+    options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
+    straight = count(tiny("straight", *options))
     config = tiny("stopped", *options)
-    train_until_killed(config)
+    with pytest.raises(KeyboardInterrupt):
+        count(config, killed(at=5))
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4
     shutil.copytree(texts, tmp_path / "copy")
     store.append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])
     with pytest.raises(ValueError, match=r"store '.*texts' has changed since this run began"):
-        train(config)
+        count(config)
     shutil.rmtree(texts)
     shutil.copytree(tmp_path / "copy", texts)
-    assert without_times(train(config)) == without_times(straight)
+    assert without_times(count(config)) == without_times(straight)
 
 
 def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path, caplog, monkeypatch):
@@ -206,7 +210,7 @@ def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path,
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     import_files([tmp_path / "a.jsonl"], tmp_path / "store", Columns(source="model"))
     options = ["training.steps=1", f"experience.store={tmp_path / 'store'}", "algorithm.preset=reinforce"]
-    train(tiny("run", *options, "experience.missing_logprobs=unneeded"))
+    count(tiny("run", *options, "experience.missing_logprobs=unneeded"))
     assert "3 of 9 groups have a single completion, from which reinforce learns nothing" in caplog.text
     assert "are compared as they are: one 0 to 1, two 0 to 2" in caplog.text
 
@@ -219,7 +223,7 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     found = prepare(config)[0].stored
     assert len(found.groups) == 4 * STEPS - 2
     assert {row.group_id for row in rows[:8]}.isdisjoint(group.id for group in found.groups)
-    first = train(config)[0]
+    first = count(config)[0]
     assert [first[name] for name in LEFT_OUT] == [2, 3, 5]
 
 

@@ -1,5 +1,6 @@
 """Trackers: modules of wandb's shape get what metrics.jsonl has; what they do wrong stops nothing."""
 
+import contextlib
 import importlib.util
 import sys
 import time
@@ -8,7 +9,8 @@ from types import ModuleType
 import pytest
 
 from recjax.training import tracking
-from tests.training.tiny_run import train, train_until_killed
+from tests.training.counting import count, killed
+from tests.training.tiny_run import train
 
 SHORT = ["training.steps=3", "evaluation.every=0", "evaluation.problems=4"]
 
@@ -50,7 +52,7 @@ class Fake(ModuleType):
 
 def tracked(tiny, monkeypatch, module) -> list[dict]:
     monkeypatch.setitem(sys.modules, "wandb", module)
-    return train(tiny("run", *SHORT, "tracking.wandb={project: sums, tags: [one]}"))
+    return count(tiny("run", *SHORT, "tracking.wandb={project: sums, tags: [one]}"))
 
 
 def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypatch):
@@ -83,9 +85,10 @@ def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
 def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, tmp_path):
     config = tiny("run", "training.steps=4", "evaluation.every=0", "evaluation.problems=4", "tracking.wandb={}")
     made = []
-    for start in (lambda config: train_until_killed(config, at=4), train):
+    for learner in (killed(at=4), None):
         monkeypatch.setitem(sys.modules, "wandb", module := Fake())
-        start(config)
+        with pytest.raises(KeyboardInterrupt) if learner else contextlib.nullcontext():
+            count(config, learner)
         made.append({name: module.options[name] for name in ("id", "name", "resume")})
     assert made[0] == made[1] and made[0]["resume"] == "allow" and len(made[0]["id"]) >= 8
     assert [step for step, _ in module.logged] == [4, 4]
@@ -121,7 +124,7 @@ def test_trackers_know_a_run_by_its_folder_wherever_it_lies_and_each_run_by_anot
 def test_a_module_that_is_missing_is_an_error_before_work(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="tracking.wandb: .*; pip install wandb, or remove the block"):
-        train(tiny("run", *SHORT, "tracking.wandb={project: sums}"))
+        count(tiny("run", *SHORT, "tracking.wandb={project: sums}"))
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The update: nothing but memory depends on micro-batches, padding or chunks."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
+from tests.marks import slow_except
 
 CONFIG = DecoderConfig(11, 16, 32, 1, 2, 1, 8)
 PARAMS = init_params(CONFIG, jax.random.key(0))
@@ -69,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.parametrize("preset", slow_except(CASES, "grpo", "red_drop"))
 def test_micro_batches_change_nothing(preset):
     batch = make_batch()
     one, four = step(batch, preset, 1, CASES[preset]), step(batch, preset, 4, CASES[preset])
@@ -89,7 +92,7 @@ def test_padding_changes_nothing():
     chex.assert_trees_all_close(step(batch), step(padded), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", slow_except(["dots", "full"], "full"))
 def test_remat_and_chunks_change_nothing(remat):
     batch = make_batch()
     chex.assert_trees_all_close(step(batch), step(batch, remat=remat, chunk=7), rtol=2e-4, atol=2e-5)
@@ -110,18 +113,22 @@ def test_equal_rewards_move_nothing():
     assert metrics["gradient_norm"] == 0
 
 
+ALIKE = {
+    "grpo": {},
+    "opmd": CASES["opmd"],
+    "red_drop": CASES["red_drop"],
+    "pairwise_consistency": {},
+}
+
+
 @pytest.mark.parametrize(
-    ("preset", "overrides"),
-    [
-        ("grpo", {}),
-        ("opmd", {"reduction": {"name": "sequence_mean_token_mean"}, **KL_AND_ENTROPY}),
-        ("red_drop", {"reduction": {"name": "fixed_length", "length": 5}}),
-        ("pairwise_consistency", {}),
-    ],
+    "case",
+    slow_except(itertools.product(ALIKE, (False, True)), ("grpo", False), ("red_drop", True)),
+    ids=lambda case: f"{case[0]}{', packed' * case[1]}",
 )
-@pytest.mark.parametrize("packs", [False, True])
-def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(preset, overrides, packs):
-    batch, algorithm = make_batch(), build_algorithm(preset, overrides)
+def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(case):
+    preset, packs = case
+    batch, algorithm = make_batch(), build_algorithm(preset, ALIKE[preset])
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), steps=10)
     reference = jax.tree.map(lambda x: x * 1.1, PARAMS) if algorithm.needs_reference else None
 
