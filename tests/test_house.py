@@ -1,0 +1,104 @@
+"""The package stays small: budgets of its rooms, the loop's imports, public names and small helpers.
+
+The budgets are tables of docs/architecture.md. A commit that needs a larger budget raises it there and says why.
+"""
+
+import ast
+import collections
+import re
+
+import pytest
+
+from tests.test_rooms import IMPORTS, PATHS, ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
+LINES = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in PATHS.items()}
+SMALL = 8  # lines of a helper's body
+
+
+def budgets(heading):
+    """The first and the last column of the table under a heading."""
+    section = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {row[0].strip("`/"): int(row[-1].replace(",", "")) for row in rows[2:]}
+
+
+def room_of(name):
+    """The folder of a file, or "top level"."""
+    return name.split(".")[1] if PATHS[name].parent != ROOT / "recjax" else "top level"
+
+
+def imported_through_others(start):
+    """The file and every file of the package that it imports, directly or through other files."""
+    reached, waiting = set(), [start]
+    while waiting:
+        if (name := waiting.pop()) not in reached and name in PATHS:
+            reached.add(name)
+            waiting += IMPORTS[name]
+    return reached
+
+
+def public_names_of_several_files():
+    names = collections.Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main"
+    )
+    return {name for name, count in names.items() if count > 1}
+
+
+def small_helpers_called_once():
+    """Private functions of at most SMALL lines, docstring aside, that are used once in their file."""
+    helpers = set()
+    for module, tree in TREES.items():
+        uses = collections.Counter(
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not re.match("_[^_]", node.name):
+                continue
+            body = [
+                part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+            if uses[node.name] == 1 and (not body or body[-1].end_lineno - body[0].lineno < SMALL):
+                helpers.add(f"{module}.{node.name}")
+    return helpers
+
+
+ROOMS = budgets("Budgets of the rooms")
+FIGURES = budgets("Other budgets")
+
+
+def test_every_room_has_a_budget():
+    assert ROOMS.keys() == {room_of(name) for name in PATHS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_keep_their_budgets(room):
+    lines = sum(LINES[name] for name in PATHS if room_of(name) == room)
+    assert lines <= ROOMS[room], (
+        f"{room} = {lines} lines: the budget is {ROOMS[room]}; widen what is there, or raise the budget in "
+        "docs/architecture.md and say why in the commit message"
+    )
+
+
+def test_the_loop_imports_no_more_than_its_share():
+    reached = imported_through_others("recjax.training.loop")
+    assert len(reached) <= FIGURES["files that the loop imports, through others"]
+    assert sum(map(LINES.get, reached)) <= FIGURES["lines of these files"]
+
+
+def test_a_public_name_is_defined_once():
+    names = public_names_of_several_files()
+    assert len(names) <= FIGURES["public names defined in several files"], (
+        f"in several files: {', '.join(sorted(names))}"
+    )
+
+
+def test_small_helpers_are_written_where_they_are_called():
+    helpers = small_helpers_called_once()
+    assert len(helpers) <= FIGURES["helpers of at most 8 lines that are called once"], "\n".join(sorted(helpers))
