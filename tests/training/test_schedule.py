@@ -7,14 +7,11 @@ from recjax.training.schedule import expected_staleness, is_sync
 from tests.marks import slow_except
 from tests.training.simulated_run import simulated
 
-REGIMES = [RegimeConfig(sync_interval=m, sync_offset=n) for m in (1, 3, 20) for n in (0, 1, 10)] + [
-    RegimeConfig(offline=True)
-]
+OFFLINE = RegimeConfig(offline=True)
+REGIMES = {(m, n): RegimeConfig(sync_interval=m, sync_offset=n) for m in (1, 3, 20) for n in (0, 1, 10)}
 
 
-@pytest.mark.parametrize(
-    "regime", slow_except(REGIMES, RegimeConfig(1, 0), RegimeConfig(3, 10), RegimeConfig(offline=True))
-)
+@pytest.mark.parametrize("regime", slow_except([*REGIMES.values(), OFFLINE], REGIMES[1, 0], REGIMES[3, 10], OFFLINE))
 def test_every_batch_is_sampled_once_in_order_with_the_expected_staleness(tiny, regime, monkeypatch):
     interval, offset = regime.sync_interval, regime.sync_offset
     names = [f"regime.sync_interval={interval}", f"regime.sync_offset={offset}", f"regime.offline={regime.offline}"]
