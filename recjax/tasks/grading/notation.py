@@ -62,10 +62,7 @@ _NOTATION = [
     (rf"{_NOT_IN_A_WORD}log(2|10)\s*(?=\()", r"\\log_{\1}"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup "),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-    (
-        r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$",
-        r"\\begin{cases}\2\\end{cases}",
-    ),
+    (r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$", r"\\begin{cases}\2\\end{cases}"),
     (r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}"),
     (r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}"),
     (rf"{_NOT_IN_A_WORD}sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
