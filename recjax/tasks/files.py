@@ -30,10 +30,8 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
                 f"{row.place}: no {column!r}; the row has {', '.join(map(repr, row.values))}."
                 f" Add it, or name another column in task.file.{key}"
             )
-    prompt, answer = (
-        row.values[config.prompt_column],
-        row.answer(config.answer_column, row.values[config.answer_column]),
-    )
+    prompt = row.values[config.prompt_column]
+    answer = row.answer(config.answer_column, row.values[config.answer_column])
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}] if config.chat else prompt
     elif not is_chat(prompt):

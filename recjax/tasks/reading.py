@@ -98,12 +98,8 @@ def template_of(row: FileRow) -> dict[str, Any]:
     return {**variables, **({"tools": tools} if tools else {})}
 
 
-def _of_parquet(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without the nulls that Parquet adds to objects for the keys of other rows."""
-    return row | {name: _without_nulls(row[name]) for name in TEMPLATE_COLUMNS if name in row}
-
-
 def _without_nulls(value: Any) -> Any:
+    """The value without the nulls that Parquet adds to objects for the keys of other rows."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -127,13 +123,12 @@ def read_file(file: Path, key: str) -> list[FileRow]:
     if not ending:
         raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
     if ending[2]:
-        rows = [
-            FileRow(_of_parquet(value), f"{where}: row {index}") for index, value in enumerate(_parquet(file, where))
-        ]
+        rows = []
+        for index, values in enumerate(_parquet(file, where)):
+            objects = {name: _without_nulls(values[name]) for name in TEMPLATE_COLUMNS if name in values}
+            rows.append(FileRow(values | objects, f"{where}: row {index}"))
     else:
-        content = _content(file, where)
-        is_list = ending[1].lower() == "json" and not _has_lines(content)
-        rows = _rows_of_list(content, where) if is_list else _rows_of_lines(content, where)
+        rows = _rows_of_text(_content(file, where), where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
         raise ValueError(f"{where}: the file holds no rows")
     for values, place in rows:
@@ -199,23 +194,16 @@ def _content(file: Path, where: str) -> bytes:
     return content.removeprefix(codecs.BOM_UTF8)
 
 
-def _has_lines(content: bytes) -> bool:
-    """True if a .json file has one row per line instead of one list of rows."""
-    return content.lstrip().startswith(b"{") and b"\n{" in content
-
-
-def _rows_of_lines(content: bytes, where: str) -> list[FileRow]:
+def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileRow]:
+    if may_be_a_list and not (content.lstrip().startswith(b"{") and b"\n{" in content):
+        rows = _parsed(content, where) if content.strip() else []
+        if not isinstance(rows, list):
+            raise ValueError(f"{where}: must hold one list of rows, or several rows of one line each; got {rows!r:.80}")
+        return [FileRow(value, f"{where}: row {index}") for index, value in enumerate(rows)]
     # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
     lines = enumerate(content.split(b"\n"), start=1)
     texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
     return [FileRow(_parsed(line, place), place) for place, line in texts.items()]
-
-
-def _rows_of_list(content: bytes, where: str) -> list[FileRow]:
-    rows = _parsed(content, where) if content.strip() else []
-    if not isinstance(rows, list):
-        raise ValueError(f"{where}: must hold one list of rows, or several rows of one line each; got {rows!r:.80}")
-    return [FileRow(value, f"{where}: row {index}") for index, value in enumerate(rows)]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

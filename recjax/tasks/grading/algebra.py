@@ -98,26 +98,20 @@ def same_region(wanted: str, said: str) -> bool | None:
 
 def _region_of(text: str) -> tuple[str | None, sympy.Set]:
     """The variable, or None if the text names none, and the union of the regions that "or" separates."""
-    parts = [_common(_statements(part)) for part in OR.split(text)]
+    parts = []
+    for part in OR.split(text):
+        statements = split(_AND.sub(",", part))
+        name, unequal, _ = statements[0].partition("\\neq")
+        if unequal:  # "x\\neq 1, 2 and x > 0" is three statements about x
+            statements = [each if re.search(r"\\|[<>A-Za-z]", each) else f"{name}\\neq {each}" for each in statements]
+        regions = [_region(syntax.read(statement)) for statement in statements]
+        if len(regions) > 1 and (len({name for name, _ in regions}) > 1 or regions[0][0] is None):
+            raise Unreadable("no region")
+        parts.append((regions[0][0], sympy.Intersection(*(region for _, region in regions))))
     named = {name for name, _ in parts} - {None}
     if len(named) > 1:
         raise Unreadable(text)
     return next(iter(named), None), sympy.Union(*(region for _, region in parts))
-
-
-def _statements(text: str) -> list[str]:
-    """Splits at commas and "and": "x\\neq 1, 2 and x > 0" becomes three statements about x."""
-    parts = split(_AND.sub(",", text))
-    name, unequal, _ = parts[0].partition("\\neq")
-    return [part if not unequal or re.search(r"\\|[<>A-Za-z]", part) else f"{name}\\neq {part}" for part in parts]
-
-
-def _common(statements: list[str]) -> tuple[str | None, sympy.Set]:
-    regions = [_region(syntax.read(statement)) for statement in statements]
-    named = {name for name, _ in regions}
-    if len(regions) > 1 and (len(named) > 1 or None in named):
-        raise Unreadable("no region")
-    return regions[0][0], sympy.Intersection(*(region for _, region in regions))
 
 
 def _region(node: Node | None) -> tuple[str | None, sympy.Set]:
@@ -131,8 +125,6 @@ def _region(node: Node | None) -> tuple[str | None, sympy.Set]:
             return None, sympy.FiniteSet(*map(_constant, items))
         case Node("name", (str(name),)) if name.startswith(r"\mathbb{") and name[8:-1] in _NUMBER_SETS:
             return None, _NUMBER_SETS[name[8:-1]]
-        case Node("name", (r"\emptyset",)):
-            return None, sympy.S.EmptySet
         case Node("call", (r"\cup" | r"\cap" | r"\setminus" as operator, a, b)):
             a, b = _region(a)[1], _region(b)[1]
             return None, {r"\cup": a.union, r"\cap": a.intersect, r"\setminus": a.__sub__}[operator](b)

@@ -5,6 +5,7 @@
 """
 
 import functools
+import itertools
 import re
 
 from recjax.tasks.grading import algebra, expressions, literal
@@ -27,7 +28,7 @@ _BUILDER = re.compile(
     r"\\\{ ?(?P<name>[A-Za-z](?:_\w)?) ?(?:\\in ?\\mathbb\{R\})? ?(?:\\mid|\\vert|\||:) ?(?P<condition>[^{}].*)\\\}"
 )
 _COUNTING = re.compile(r"(?P<before>.*(?<![A-Za-z\\])(?P<name>[klmn])\b.*?) ?,? ?\(?(?P=name) ?\\in ?\\mathbb\{Z\}\)?$")
-_TUPLE = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
+_TUPLE = re.compile(r"^\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
 
@@ -85,18 +86,16 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
         ]
     texts = [_COUNTING.sub(r"\g<before>", text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):
-        # (x,y)=(1,2) becomes x=1,y=2.
-        sides = [
-            [split(side) for side in match.groups()] if (match := _TUPLE.fullmatch(text)) else None for text in texts
-        ]
-        texts = [
-            ",".join(map("=".join, zip(*pair, strict=True))) if pair and len(pair[0]) == len(pair[1]) else text
-            for text, pair in zip(texts, sides, strict=True)
-        ]
+        texts = [_TUPLE.sub(_assigned, text) for text in texts]
     truth, given = map(_without_thousands, texts)
     if "," not in truth and _THOUSANDS.fullmatch(given):
         given = given.replace(",", "")
     return truth, given
+
+
+def _assigned(match: re.Match) -> str:
+    """Rewrites (x,y)=(1,2) as x=1,y=2."""
+    return ",".join(map("=".join, itertools.zip_longest(*map(split, match.groups()), fillvalue="")))
 
 
 def _without_thousands(text: str) -> str:
@@ -123,12 +122,9 @@ def unnamed(text: str) -> str:
 def _as_named(truth: str, given: str, finished: bool) -> bool | None:
     """Compares with a truth such as x = 5; the answer may omit the name x, but not change it."""
     match = _NAMED.fullmatch(truth)
-    if (
-        not match
-        or ("=" in match["value"])
-        or (quantity(match["value"]) is None and not _spread(match["value"]))
-        or r"\in" in truth
-    ):
+    if not match or "=" in match["value"] or r"\in" in truth:
+        return None
+    if quantity(match["value"]) is None and not _spread(match["value"]):
         return None
     said = _NAMED.fullmatch(given) or _VALUE_FIRST.fullmatch(given)
     if said and r"\text" not in said["name"] and squeezed(said["name"]) != squeezed(match["name"]):
@@ -173,20 +169,13 @@ def _spread(text: str) -> Structure | None:
 
 def _same_structure(truth: Structure, said: Structure | None, given: str, finished: bool) -> bool | None:
     if said is None:
-        # An answer may state an interval as an inequality.
-        if truth.kind == "matrix" and re.search(r"\\begin|\^", given):
-            return None
-        is_region = truth.kind[:1] in "([" and re.search(r"<|>|\\le|\\ge", given)
-        return None if is_region and len(truth.items) == 2 else False
+        return None if truth.kind == "matrix" and re.search(r"\\begin|\^", given) else False
     if truth.kind == "<>" and said.kind == "matrix" and all(len(row) == 1 for row in said.items):
         said = Structure("<>", sum(said.items, []))
     truth, said = (each._replace(kind="()") if each.kind == "<>" else each for each in (truth, said))
     if truth.kind == "matrix" or said.kind == "matrix":
         shapes = [[len(row) for row in each.items] if each.kind == "matrix" else None for each in (truth, said)]
-        if shapes[0] != shapes[1]:
-            return False
-        pairs = zip(sum(truth.items, []), sum(said.items, []), strict=True)
-        return all(_same(wanted, got, finished) for wanted, got in pairs)
+        return shapes[0] == shapes[1] and _all_same(sum(truth.items, []), sum(said.items, []), finished)
     names = [[match["name"] for item in each.items if (match := _NAMED.fullmatch(item))] for each in (truth, said)]
     if names[0] and len(names[0]) == len(truth.items):
         return _same_assignments(truth, said, names, finished)
@@ -194,9 +183,11 @@ def _same_structure(truth: Structure, said: Structure | None, given: str, finish
         return said.is_unordered and _same_items(truth, said, finished)
     if said.kind not in (truth.kind, "list") or (said.kind == "list" and truth.kind != "()"):
         return False
-    return len(truth.items) == len(said.items) and all(
-        _same(wanted, got, finished) for wanted, got in zip(truth.items, said.items, strict=True)
-    )
+    return _all_same(truth.items, said.items, finished)
+
+
+def _all_same(truths: list[str], given: list[str], finished: bool) -> bool:
+    return len(truths) == len(given) and all(map(_same, truths, given, itertools.repeat(finished)))
 
 
 def _same_items(truth: Structure, said: Structure, finished: bool) -> bool:
@@ -217,4 +208,4 @@ def _same_assignments(truth: Structure, said: Structure, names: list[list[str]],
         return False
     elif len({*names[0]}) == 1:
         return _same_items(truth._replace(items=values[0]), said._replace(items=values[1]), finished)
-    return all(_same(wanted, got, finished) for wanted, got in zip(*values, strict=True))
+    return _all_same(*values, finished)

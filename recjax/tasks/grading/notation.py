@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 def _table(rows: str) -> dict[str, str]:
     """Maps every other word to the word after it; a command gets a space after its name unless braces follow it."""
-    words = re.sub(r"(\\(?!frac|overline)[A-Za-z]+)(?= |\n)", "\\1\0", rows).split()
-    return {old: new.replace("\0", " ") for old, new in zip(words[::2], words[1::2], strict=True)}
+    words = rows.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return {old: f"{new} " if re.fullmatch(r"\\(?!frac|overline)[A-Za-z]+", new) else new for old, new in pairs}
 
 
 _CHARACTERS = _table(r"""
@@ -61,10 +62,7 @@ _NOTATION = [
     (rf"{_NOT_IN_A_WORD}log(2|10)\s*(?=\()", r"\\log_{\1}"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup "),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-    (
-        r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$",
-        r"\\begin{cases}\2\\end{cases}",
-    ),
+    (r"\\\{\s*\\begin\{(array|aligned)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}\s*\.?\s*$", r"\\begin{cases}\2\\end{cases}"),
     (r"√\s*(\w|\d+|\([^()]*\))", r"\\sqrt{\1}"),
     (r"\\sqrt\s*([A-Za-z]|\d(?!\d))", r"\\sqrt{\1}"),
     (rf"{_NOT_IN_A_WORD}sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),

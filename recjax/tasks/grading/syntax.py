@@ -38,12 +38,7 @@ ACCENTS = set("overline overrightarrow overleftarrow vec hat widehat tilde widet
 FIGURES = set("angle measuredangle triangle square odot bigtriangleup overparen arc".split())
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d*\.\d*\\overline\{\d+\}|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|\S", re.A)
 
-_ENCLOSED = {
-    "|": ("abs", "|"),
-    r"\lfloor": ("floor", r"\rfloor"),
-    r"\lceil": ("ceil", r"\rceil"),
-    r"\|": ("norm", r"\|"),
-}
+_ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
 _BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ALPHABETS = {r"\mathbb", r"\mathcal", r"\mathscr", r"\mathfrak"}
@@ -229,12 +224,12 @@ class _Reader:
         if token in ("(", "[", "{", r"\{"):
             return self.group(token)
         if token in _ENCLOSED:
-            name, closing = _ENCLOSED[token]
+            closing = token.replace(r"\l", r"\r")
             bars, self.bars = self.bars, closing
             inside = self.sum()
             self.expect(closing)
             self.bars = bars
-            return Node("call", (name, inside))
+            return Node("call", (_ENCLOSED[token], inside))
         if token[0].isalpha() and token.isascii():
             return self.named(token)
         return self.command(token)
@@ -355,7 +350,7 @@ class _Reader:
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
             is_short = (self.token or "").isdigit() and len(self.tokens) > self.place + 1
-            base = number(int(self.next())) if is_short else self.argument(most=9)  # \\log_2 3 and \\log_10 x
+            base = number(int(self.next())) if is_short else self.argument(most=9)  # \log_2 3 and \log_10 x
         if self.accept("^"):
             power = signed(self.accept("-"), self.primary())
             if power == number(-1) and name in TRIGONOMETRY:

@@ -117,6 +117,21 @@ def _points(unknown: set[str], matrices: Collection[str] = ()) -> Iterator[dict[
         yield point
 
 
+def _exactly(operation: Callable) -> Callable:
+    """An operation on two values: exact on fractions, but rounded if exact results would be too long to be fast."""
+
+    def apply(a: Any, b: Any) -> Any:
+        if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
+            return operation(floating(a), floating(b))
+        value = operation(a, b)
+        return value if _bits(value) < _LARGEST_BITS else floating(value)
+
+    return apply
+
+
+_added, _multiplied = _exactly(operator.add), _exactly(operator.mul)
+
+
 class _Evaluation:
     """Evaluation at one point; a value is a Fraction if exact, else mpmath's real or complex number or matrix."""
 
@@ -165,8 +180,15 @@ class _Evaluation:
         if node.kind == "number":
             return node.args[0]
         if node.kind == "name":
-            return self._name(node.args[0])
-        if node.kind in ("add", "mul", "pow"):
+            (name,) = node.args
+            if name in self.point:
+                return self.point[name]
+            if name == "i" and self.is_complex:
+                return mpmath.mpc(0, 1)
+            return +_CONSTANTS[name]() if name in _CONSTANTS else undefined()
+        if node.kind == "mul":
+            return functools.reduce(_multiplied, map(self.value, node.args))
+        if node.kind in ("add", "pow"):
             return getattr(self, f"_{node.kind}")(*map(self.value, node.args))
         if node.kind == "matrix":
             return mpmath.matrix([[floating(self.value(each)) for each in row] for row in node.args])
@@ -176,26 +198,14 @@ class _Evaluation:
             return self._call(node.args[0], [self.value(each) for each in node.args[1:]])
         return self._over(node.kind, *node.args)
 
-    def _name(self, name: str) -> Any:
-        if name in self.point:
-            return self.point[name]
-        if name == "i" and self.is_complex:
-            return mpmath.mpc(0, 1)
-        if name not in _CONSTANTS:
-            raise Undefined(name)
-        return +_CONSTANTS[name]()
-
     def _add(self, *terms: Any) -> Any:
         if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
             raise Undefined("a matrix and a number")
-        total = functools.reduce(_exactly(operator.add), terms)
+        total = functools.reduce(_added, terms)
         if not isinstance(total, Fraction | mpmath.matrix):
             sizes = [abs(floating(term)) for term in terms]
             self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
         return total
-
-    def _mul(self, *factors: Any) -> Any:
-        return functools.reduce(_exactly(operator.mul), factors)
 
     def _pow(self, base: Any, power: Any) -> Any:
         if isinstance(base, mpmath.matrix):
@@ -262,7 +272,7 @@ class _Evaluation:
                 raise Undefined("too many terms")
             total: Any = Fraction(kind == "product")
             for each in range(int(low), int(high) + 1):
-                total = (self._add if kind == "sum" else self._mul)(total, inside(Fraction(each)))
+                total = (self._add if kind == "sum" else _multiplied)(total, inside(Fraction(each)))
             return total
         self.approximate = True
         with mpmath.workdps(20):
@@ -288,18 +298,6 @@ def _is_of_unknowns(body: Node, name: str) -> bool:
         for node in walk(body)
         if node.kind in ("name", "call")
     )
-
-
-def _exactly(operation: Callable) -> Callable:
-    """An operation on two values: exact on fractions, but rounded if exact results would be too long to be fast."""
-
-    def apply(a: Any, b: Any) -> Any:
-        if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
-            return operation(floating(a), floating(b))
-        value = operation(a, b)
-        return value if _bits(value) < _LARGEST_BITS else floating(value)
-
-    return apply
 
 
 def _bits(value: Fraction) -> int:
