@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import queue
 import resource
 import signal
 import socket
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -57,27 +58,28 @@ class Workers:
             modules: modules to import before the workers start; the time limit does not include these imports.
             memory: number of bytes that a worker may allocate; None: no limit.
         """
-        self._seconds, self._modules, self._memory = seconds, modules, memory
-        self._calls: collections.deque[_Call] = collections.deque()
-        self._count, self._threads = count, ThreadPoolExecutor(count, thread_name_prefix="workers")
-        self._idle: list[tuple[int, Connection]] = []
-        self._starting, self._program, self._control = threading.Lock(), None, None
+        self._count, self._seconds, self._modules, self._memory = count, seconds, modules, memory
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._starting, self._closed, self._program, self._control = threading.Lock(), False, None, None
 
     def __enter__(self) -> "Workers":
         """Returns itself; the first call starts the processes."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Kills the processes, even during a call."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for call in list(self._calls):
-            call.future.cancel()
+        """Kills the processes, even during a call, and cancels waiting calls."""
         with self._starting:
-            if self._program:
-                self._control.close()
-                with contextlib.suppress(ProcessLookupError):  # the program has already ended
-                    os.killpg(self._program.pid, signal.SIGKILL)
-                self._program.wait()
+            self._closed = True
+        if self._program:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait().future.cancel()
+            for _ in range(self._count):
+                self._calls.put(None)
+            self._control.close()
+            with contextlib.suppress(ProcessLookupError):  # the program has already ended
+                os.killpg(self._program.pid, signal.SIGKILL)
+            self._program.wait()
 
     def call(self, function: Callable[..., Any], *args: Any, seconds: float | None = None) -> "Future[Any]":
         """Calls a function, which a module must define, in a worker.
@@ -88,65 +90,63 @@ class Workers:
             A future of the function's result, which should be plain values because this process unpickles it. The
             future raises `CallFailed` if there is no result, and RuntimeError if no workers can start.
         """
-        seconds = self._seconds if seconds is None else seconds
-        self._calls.append(call := _Call(Future(), pickle.dumps((function, args)), seconds))
-        self._threads.submit(self._answer_some)
+        request = pickle.dumps((function, args))
+        with self._starting:
+            if self._closed:
+                raise RuntimeError("the workers are closed")
+            if not self._program:
+                self._start()
+        call = _Call(Future(), request, self._seconds if seconds is None else seconds)
+        self._calls.put(call)
         return call.future
 
-    def _answer_some(self) -> None:
-        """Runs in a thread: takes one call, or several if many wait, so that a worker rarely waits for this process."""
-        calls: collections.deque[_Call] = collections.deque()
-        for _ in range(min(1 + len(self._calls) // (2 * self._count), _MOST_CALLS)):
-            with contextlib.suppress(IndexError):  # other threads take calls, too
-                if (call := self._calls.popleft()).future.set_running_or_notify_cancel():
-                    calls.append(call)
-        try:
-            while calls:
-                self._answer(calls)
-        except Exception as error:
-            for call in calls:
-                call.future.set_exception(error)
+    def _answer_all(self) -> None:
+        """Runs in a thread for each worker; takes several calls if many wait, so that the worker rarely waits."""
+        worker = None
+        while taken := self._calls.get():
+            calls = collections.deque([taken])
+            with contextlib.suppress(queue.Empty):  # other threads take calls, too
+                for _ in range(min(self._calls.qsize() // (2 * self._count), _MOST_CALLS)):
+                    calls.append(self._calls.get_nowait())
+            calls = collections.deque(call for call in calls if call.future.set_running_or_notify_cancel())
+            try:
+                while calls:
+                    # An idle worker sends nothing; its connection becomes readable when it ends.
+                    worker = self._answer(calls, self._new_worker() if worker is None or worker[1].poll() else worker)
+            except Exception as error:
+                worker = None
+                for call in calls:
+                    call.future.set_exception(error)
 
-    def _answer(self, calls: collections.deque[_Call]) -> None:
-        """Sends calls to a worker and removes those that have ended; stops after a call that ends its worker."""
-        pid, connection = self._free_worker()
+    def _answer(self, calls: collections.deque[_Call], worker: tuple[int, Connection]) -> tuple[int, Connection] | None:
+        """Removes calls as the worker answers them, up to a call that ends it; returns the worker for other calls."""
+        pid, connection = worker
         try:
             connection.send([call.request for call in calls])
             while calls:
                 if not connection.poll(calls[0].seconds):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                    return calls.popleft().future.set_exception(CallFailed("timeout", "it took too long"))
+                    calls.popleft().future.set_exception(CallFailed("timeout", "it took too long"))
+                    return None
                 error, result = connection.recv()
                 future = calls.popleft().future
                 future.set_result(result) if error is None else future.set_exception(CallFailed("error", error))
-            self._idle.append((pid, connection))
         except (EOFError, ConnectionError):
-            self._idle.append(self._new_worker())  # raises an error if the program has also ended
+            worker = self._new_worker()  # raises an error if the program has also ended
             calls.popleft().future.set_exception(CallFailed("crash", "it crashed"))
-
-    def _free_worker(self) -> tuple[int, Connection]:
-        while True:
-            try:
-                pid, connection = self._idle.pop()
-            except IndexError:
-                return self._new_worker()
-            if not connection.poll():  # an idle worker sends nothing; only its death makes the connection readable
-                return pid, connection
+        return worker
 
     def _new_worker(self) -> tuple[int, Connection]:
+        connection, of_worker = multiprocessing.Pipe()
         try:
-            with self._starting:
-                if not self._program:
-                    self._start_program()
-                connection, of_worker = multiprocessing.Pipe()
-                with of_worker:
-                    socket.send_fds(self._control, [b"\0"], [of_worker.fileno()])
+            with of_worker:
+                socket.send_fds(self._control, [b"\0"], [of_worker.fileno()])
             return connection.recv(), connection
         except (EOFError, OSError) as error:
             raise RuntimeError("the worker processes ended by themselves; standard error says why") from error
 
-    def _start_program(self) -> None:
+    def _start(self) -> None:
         self._control, of_program = socket.socketpair()
         arguments = of_program.fileno(), self._modules, self._memory
         with of_program:
@@ -162,6 +162,8 @@ class Workers:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        for _ in range(self._count):
+            threading.Thread(target=self._answer_all, name="workers", daemon=True).start()
 
 
 def fork_workers(control: int, modules: Sequence[str], memory: int | None) -> None:
