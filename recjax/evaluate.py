@@ -124,19 +124,8 @@ def task_label(task: TaskConfig) -> str:
 
 def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
-    rollout = (
-        "prompts_per_step",
-        "max_prompt_tokens",
-        "long_prompts",
-        "max_completion_tokens",
-        "stop",
-        *(["max_context_tokens"] if config.task.agent else []),
-    )
-    cuts = ("top_k", "top_p", *(["min_p"] if config.evaluation.min_p else []))
-    evaluation = ("problems", "samples", "temperature", *cuts)
-    # Without an agent, its keys stay out, so that folders of older versions still match.
-    agent = ("agent", "agent_seconds", "agent_turns", "agent_failure_reward", "tools", "tool_seconds", "environment")
-    unread = () if config.task.agent else agent
+    rollout = ("prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens")
+    evaluation = ("problems", "samples", "temperature", "top_k", "top_p", "min_p")
     given = {name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)}
     return {
         **{name: value for name, value in given.items() if value},
@@ -144,8 +133,8 @@ def what_decides(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
         "weights": fingerprint(evaluated.params),
         "dtype": str(evaluated.policy.decoder.dtype),
         "seed": config.seed,
-        "task": {name: value for name, value in config.task.model_dump().items() if name not in unread},
-        "rollout": {name: getattr(config.rollout, name) for name in rollout},
+        "task": config.task.model_dump(),
+        "rollout": {name: getattr(config.rollout, name) for name in (*rollout, "long_prompts", "stop")},
         "evaluation": {name: getattr(config.evaluation, name) for name in evaluation},
     }
 

@@ -174,7 +174,9 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
                 with np.errstate(over="ignore"):
                     shard[name] = tensors[name].astype(jnp.dtype(dtype), order="C")
                 if not np.isfinite(shard[name]).all():
-                    raise ValueError(f"tensor {name!r} has values beyond {dtype}; export as bfloat16 or float32")
+                    raise ValueError(
+                        f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"
+                    )
                 bar.update()
             write_tensors(folder / file, shard)
     if split.is_sharded:

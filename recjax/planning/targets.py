@@ -18,46 +18,6 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs in a topology; a host has u
 GPU_OPTIONS = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 
 
-class Accelerator(NamedTuple):
-    """One device, from its maker's data sheet.
-
-    Attributes:
-        gigabytes: memory, in 10^9 bytes.
-        bandwidth: memory bandwidth, in 10^9 bytes a second.
-        teraflops: peak of dense bfloat16 matmuls; float16 for a device without bfloat16.
-        has_bfloat16: True if the device computes in bfloat16.
-        share: share of the memory that JAX takes; 1 for a TPU.
-    """
-
-    gigabytes: float
-    bandwidth: float
-    teraflops: float
-    has_bfloat16: bool = True
-    share: float = GPU_SHARE
-
-    @property
-    def usable_bytes(self) -> float:
-        """Bytes of the memory that JAX takes."""
-        return self.share * self.gigabytes * 1e9
-
-
-# From the smallest to the largest.
-ACCELERATORS = {
-    "t4-16": Accelerator(16, 320, 65, has_bfloat16=False),
-    "v5e-16": Accelerator(16, 819, 197, share=1.0),
-    "l4-24": Accelerator(24, 300, 121),
-    "rtx4090-24": Accelerator(24, 1008, 165),
-    "v6e-32": Accelerator(32, 1640, 918, share=1.0),
-    "a100-40": Accelerator(40, 1555, 312),
-    "l40s-48": Accelerator(48, 864, 362),
-    "a100-80": Accelerator(80, 2039, 312),
-    "h100-80": Accelerator(80, 3350, 989),
-    "v5p-95": Accelerator(95, 2765, 459, share=1.0),
-    "h200-141": Accelerator(141, 4800, 989),
-    "b200-180": Accelerator(180, 8000, 2250),
-}
-
-
 class Gpu(NamedTuple):
     """Properties of a GPU that XLA needs, from NVIDIA's data sheets and CUDA's programming guide.
 
@@ -78,17 +38,47 @@ class Gpu(NamedTuple):
     clock: float
 
 
-GPUS = {
-    "t4-16": Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59),
-    "l4-24": Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04),
-    "rtx4090-24": Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52),
-    "a100-40": Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41),
-    "l40s-48": Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52),
-    "a100-80": Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41),
-    "h100-80": Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98),
-    "h200-141": Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98),
-    "b200-180": Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97),
+class Accelerator(NamedTuple):
+    """One device, from its maker's data sheet: a GPU, or a TPU without `gpu`.
+
+    Attributes:
+        gigabytes: memory, in 10^9 bytes.
+        bandwidth: memory bandwidth, in 10^9 bytes a second.
+        teraflops: peak of dense bfloat16 matmuls; float16 for a device without bfloat16.
+    """
+
+    gigabytes: float
+    bandwidth: float
+    teraflops: float
+    gpu: Gpu | None = None
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """True if the device computes in bfloat16."""
+        return self.gpu is None or self.gpu.capability >= (8, 0)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of the memory that JAX takes."""
+        return (GPU_SHARE if self.gpu else 1.0) * self.gigabytes * 1e9
+
+
+# From the smallest to the largest.
+ACCELERATORS = {
+    "t4-16": Accelerator(16, 320, 65, Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59)),
+    "v5e-16": Accelerator(16, 819, 197),
+    "l4-24": Accelerator(24, 300, 121, Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04)),
+    "rtx4090-24": Accelerator(24, 1008, 165, Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52)),
+    "v6e-32": Accelerator(32, 1640, 918),
+    "a100-40": Accelerator(40, 1555, 312, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41)),
+    "l40s-48": Accelerator(48, 864, 362, Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52)),
+    "a100-80": Accelerator(80, 2039, 312, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41)),
+    "h100-80": Accelerator(80, 3350, 989, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98)),
+    "v5p-95": Accelerator(95, 2765, 459),
+    "h200-141": Accelerator(141, 4800, 989, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98)),
+    "b200-180": Accelerator(180, 8000, 2250, Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97)),
 }
+GPUS = tuple(name for name, device in ACCELERATORS.items() if device.gpu)
 
 
 class Chip(NamedTuple):
@@ -189,7 +179,7 @@ def _gpu_kind(name: str) -> str | None:
 
 def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
     """The GPUs of a topology, on as few hosts as possible, from XLA's message GpuTargetConfigProto."""
-    gpu, memory = GPUS[kind], ACCELERATORS[kind]
+    memory, gpu = ACCELERATORS[kind], ACCELERATORS[kind].gpu
     major, minor = gpu.capability
     message = f"""
         platform_name: "CUDA"
