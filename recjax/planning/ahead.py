@@ -14,8 +14,8 @@ from recjax.config import Config
 from recjax.experience.batch import sampled_shape
 from recjax.hub.policy import attention_kernel, teacher_decoder
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
-from recjax.planning.dry_run import plan_run
-from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held_parts, sampled_from
+from recjax.planning.dry_run import resolve
+from recjax.planning.memory import START, TEACHER, Model, batch_arrays, held, sampled_from
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
 from recjax.planning.topology import Target
@@ -78,7 +78,7 @@ def plan(config: Config, target: Target) -> Plan:
     require(not config.follows, "experience.follow", config.follows, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
-    known = plan_run(config)
+    known = resolve(config)
     if known.model is None or known.prompt_tokens is None:
         remedies = [] if known.prompt_tokens else ["set rollout.max_prompt_tokens"]
         raise ValueError("; ".join([*known.notes, *remedies]))
@@ -87,7 +87,7 @@ def plan(config: Config, target: Target) -> Plan:
     model = known.model._replace(decoder=decoder.clone(attention=kernel))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in held_parts(config, model).items()}
+    on_mesh = {name: laid_out_by_rules(mesh, part.tree) for name, part in held(config, model).items()}
     name, weights = sampled_from(config, model)
     sampler = {name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)

@@ -45,7 +45,7 @@ class DryRun(NamedTuple):
     staleness: Sequence[int] = ()
 
 
-def plan_run(config: Config) -> DryRun:
+def resolve(config: Config) -> DryRun:
     """The decoder's shapes, the task and the length of prompts, without memory or staleness.
 
     Raises:
@@ -82,9 +82,9 @@ def dry_run(config: Config) -> DryRun:
     """Resolves and measures a run.
 
     Raises:
-        ValueError: as `plan_run`.
+        ValueError: as `resolve`.
     """
-    result = plan_run(config)
+    result = resolve(config)
     model, prompt_tokens, notes = result.model, result.prompt_tokens, [*result.notes]
     if model:
         memory = held_items(config, model)

@@ -63,7 +63,7 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def held_parts(config: Config, model: Model) -> dict[str, Held]:
+def held(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer, size = make_optimizer(config.optimizer, config.training.steps), model.decoder.dtype.itemsize
     parts = {
@@ -91,7 +91,7 @@ def _keeps_copy(config: Config) -> bool:
 
 def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
     """Name and shapes of the sampler's weights: a part of `held`, or the trained weights in the compute dtype."""
-    parts = held_parts(config, model)
+    parts = held(config, model)
     for name in (COPY, START) if config.regime.offline else (COPY,):
         if name in parts:
             return name, parts[name].tree
@@ -106,9 +106,7 @@ def to_compute_with(decoder: Decoder, params: dict) -> dict:
 
 def held_items(config: Config, model: Model) -> list[Item]:
     """The items of `held`, with their bytes."""
-    items = [
-        Item("always", name, part.formula, tree_bytes(part.tree)) for name, part in held_parts(config, model).items()
-    ]
+    items = [Item("always", name, part.formula, tree_bytes(part.tree)) for name, part in held(config, model).items()]
     return [item for item in items if item.bytes]
 
 
@@ -204,7 +202,7 @@ def _activations(config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
-    parts, shape = held_parts(config, model), sampled_shape(config, prompt_tokens)
+    parts, shape = held(config, model), sampled_shape(config, prompt_tokens)
     # Token ids and masks of prompts and completions, and log-probs of completions.
     batch = shape.prompts * (shape.prompt_time * 5 + shape.group * shape.time * 9)
     saved = [parts[name].tree for name in ("trained parameters", "optimizer's state")]
