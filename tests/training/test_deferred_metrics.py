@@ -135,7 +135,7 @@ def test_tokens_of_probability_zero_end_the_run_or_are_counted(tiny, monkeypatch
 
     monkeypatch.setattr(learner, "update", with_impossible)
     if how == "error":
-        words = r"step 1: impossible_tokens/behavior = 1\. .*step 0 in .*training.impossible_tokens=drop leaves"
+        words = r"step 1: impossible_tokens/behavior = 1\. .*step 0 in .*training.impossible_tokens=drop drops"
         with pytest.raises(FloatingPointError, match=words):
             train(config)
         return
