@@ -138,7 +138,7 @@ def test_a_mask_beside_an_interpolated_anchor_reads_the_ratio_of_that_to_the_beh
 
 
 def test_a_ratio_to_the_behavior_policy_does_not_count_twice():
-    words = "correction = .*effective_size_capped_weights is a ratio to the behavior policy as well"
+    words = "correction = .*effective_size_capped_weights also is a ratio to the behavior policy"
     with pytest.raises(ValueError, match=words):
         build_algorithm("tis", {"weight": {"name": "effective_size_capped"}})
 

@@ -50,7 +50,7 @@ def test_other_axes_take_ones_own(axis, block):
     [
         (
             {"name": "no_such_module:f"},
-            "weight.name = 'no_such_module:f': No module named .*importable from the folder",
+            "weight.name = 'no_such_module:f': No module named .*install the module",
         ),
         ({"name": f"{MINE}:absent"}, "weight.name = .*has no attribute 'absent'"),
         ({"name": f"{MINE}:not_a_function"}, "not_a_function is not a function"),

@@ -140,7 +140,7 @@ def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
         ("grpo", {"advantage": {"ddof": 2}}, ["advantage.ddof = 2", "(0, 1)"]),
         ("grpo", {"advantage": {"ddof": True}}, ["advantage.ddof = True", "(0, 1)"]),
         ("grpo", {"advantage": {"singleton": "rewards"}}, ["advantage.singleton = 'rewards'", "'zero', 'reward'"]),
-        ("grpo", {"reduction": {"name": "fixed_length"}}, ["reduction.length", "'fixed_length' requires it"]),
+        ("grpo", {"reduction": {"name": "fixed_length"}}, ["reduction.length", "'fixed_length' requires a value"]),
         ("grpo", {"reduction": {"name": "fixed_length", "length": 1.5}}, ["reduction.length = 1.5", "takes an int"]),
         ("grpo", {"reduction": {"name": "fixed_length", "length": 0}}, ["reduction.length = 0", "1 or more"]),
         ("grpo", {"reference_kl": {"estimator": "k2"}}, ["reference_kl.estimator = 'k2'", "reference_kl.coefficient"]),

@@ -92,5 +92,5 @@ def test_first_rows_by_a_loop():
 def test_advantages_of_tokens_are_refused():
     algorithm = build_algorithm("reinforce", {"advantage": {"name": "discounted"}})
     split, trajectories = halves(make_example())
-    with pytest.raises(ValueError, match="advantages = .*of whole trajectories"):
+    with pytest.raises(ValueError, match="advantages = .*with trajectories"):
         numbers(algorithm, split, trajectories)

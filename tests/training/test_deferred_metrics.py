@@ -106,7 +106,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_kept(tiny, at):
 
 
 def test_tokens_of_probability_zero_end_the_run(tiny):
-    words = r"step 2: impossible_tokens/behavior = 1\. .*step 0 in .*training.impossible_tokens=drop leaves"
+    words = r"step 2: impossible_tokens/behavior = 1\. .*step 0 in .*training.impossible_tokens=drop drops"
     with pytest.raises(FloatingPointError, match=words):
         count(tiny("run", *ALONE), Altered(2, **{"impossible_tokens/behavior": 1.0}))
 

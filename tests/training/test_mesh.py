@@ -76,8 +76,8 @@ def test_what_an_axis_does_not_divide_is_whole():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((1, 1, 4), r"mesh.tensor = 4 does not divide the model's 6 attention heads; take 3"),
-        ((1, 4, 1), r"mesh.fsdp = 4 does not divide the model's 18 units of the stream; take 3"),
+        ((1, 1, 4), r"mesh.tensor = 4 does not divide the model's 6 attention heads; set 3"),
+        ((1, 4, 1), r"mesh.fsdp = 4 does not divide the model's 18 units of the stream; set 3"),
     ],
 )
 def test_a_model_that_does_not_split_is_refused(sizes, message):

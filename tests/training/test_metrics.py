@@ -51,14 +51,6 @@ def test_numbers_that_are_not_finite_are_null_and_their_readers_leave_them_out(t
     assert pd.read_json(path, lines=True)["reward"].isna().tolist() == [True, True, False]
 
 
-def test_a_file_of_an_earlier_version_is_read_and_goes_on_as_standard_json(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert "NaN" in path.read_text() and read_metrics(path) == [finite(row) for row in ROWS]
-    MetricsWriter(tmp_path, 1).close()
-    assert [strictly(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
-
-
 def test_figures_and_tables_are_made_of_rows_with_gaps(tmp_path):
     rows = read_metrics(written(tmp_path))
     draw_training(rows, "run $x$ $\\bad$ [/x]", tmp_path / "training.png")

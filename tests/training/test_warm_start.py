@@ -66,7 +66,7 @@ def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     again = run.prepare(short)[1]
-    assert len(warned) == 1 and str(largest) in warned[0] and "made anew" in warned[0]
+    assert len(warned) == 1 and str(largest) in warned[0] and "makes it again" in warned[0]
     (folder / "manifest.json").unlink()
     anew = run.prepare(short)[1]
     assert len(warned) == 2
