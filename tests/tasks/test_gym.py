@@ -30,6 +30,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr("recjax.tasks.gym._in_a_process", _make)
 
 
+@pytest.mark.slow
 def test_problems_are_the_same_every_time_and_none_comes_twice():
     config = task("ransom_note", options={"max_note_length": 3})  # walks through sets
     problems = gym_problems(config, 50, seed=0)

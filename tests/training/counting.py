@@ -39,7 +39,9 @@ class CountingLearner(Learner):
 
     def update(self, run, trained, batch, packed, micro_batches, step):
         self.batches.append(batch)
-        seen = (batch.rewards, batch.group_ids, batch.completions, batch.completion_mask, batch.policy_version)
+        mask, rows = np.asarray(batch.completion_mask), np.asarray(batch.completion_mask).any(-1)
+        columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
+        seen = (*(np.asarray(column)[rows] for column in columns), np.asarray(batch.completions)[mask])  # no padding
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}
