@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from experiments.objectives.page import collected, page
 from recjax.algorithms.presets import PRESETS, build_algorithm
