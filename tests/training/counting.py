@@ -94,7 +94,8 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
             behavior, cut = (sampling, version), len(tokens) == longest
             completions.append(Completion(name, "policy", text, tokens, mask, logprobs, *behavior, cut))
             drawn = float(random.random() < 0.5)
-            grades.append(Grade(drawn if reward is None else reward, {"score": 1.0}, None))
+            value = drawn if reward is None else reward
+            grades.append(Grade(value, {"score": 1.0}, value >= 1))
         prompt, answer = prompts.tokens[place][prompts.mask[place]], prompts.problems[place].answer
         groups.append(Group(f"{prefix}{number:06d}/{place:05d}", prompt, tuple(completions), answer))
     return groups, Grades(grades)
