@@ -18,6 +18,7 @@ from recjax.rollout import remote
 from recjax.rollout.remote import Address
 from recjax.tasks.loading import load_task
 from recjax.training.run import characters
+from tests.marks import slow_except
 from tests.training.tiny_run import TINY
 
 
@@ -153,8 +154,9 @@ def choice_of(body, changes, text="12"):
     return {"finish_reason": "stop"} | said | changes
 
 
-@pytest.mark.parametrize(("kind", "changes", "reason"), WRONG)
-def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, caplog, kind, changes, reason):
+@pytest.mark.parametrize("wrong", slow_except(WRONG, *WRONG[::4]))
+def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, caplog, wrong):
+    kind, changes, reason = wrong
     seeds = []
 
     def answer(path, body):

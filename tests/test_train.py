@@ -71,7 +71,10 @@ def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("traning.steps=3", "did you mean 'training'"), ("rollout.stop=[ab]", "stop string 'ab'")],
+    [
+        ("traning.steps=3", "did you mean 'training'"),
+        pytest.param("rollout.stop=[ab]", "stop string 'ab'", marks=pytest.mark.slow),
+    ],
 )
 def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, override, message):
     refused = command("--config", str(config), f"output={tmp_path / 'run'}", override)

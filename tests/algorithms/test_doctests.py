@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import recjax.algorithms
+from tests.marks import slow_except
 
 MODULES = sorted(path.stem for path in Path(recjax.algorithms.__file__).parent.glob("[a-z]*.py"))
 
@@ -19,7 +20,7 @@ def public_functions(module) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in functions if not node.name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", slow_except(MODULES, "advantages", "losses", "reduce"))
 def test_every_public_function_has_an_example_that_prints_what_it_says(name):
     module = importlib.import_module(f"recjax.algorithms.{name}")
     runner, said = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF), []

@@ -84,7 +84,7 @@ FAULTS = {
         "recjax/training/rounds.py",
         "schedule.is_sync(step + 1, run.config.regime)",
         "schedule.is_sync(step, run.config.regime)",
-        (f"{_LOOP}::test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once",),
+        (f"{_LOOP}::test_the_sampler_uses_the_weights_of_its_version",),
     ),
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",

@@ -17,6 +17,7 @@ from recjax.hub.weights import load_pretrained
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from tests.hub.test_families import SIZES, forward, random_model
+from tests.marks import slow_except
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
 FAMILIES = {
@@ -57,7 +58,7 @@ def our_logits(config, params, tokens=TOKENS):
     return forward(jax.tree.map(jnp.asarray, params), config, tokens, positions, np.ones(tokens.shape, bool))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=slow_except(FAMILIES, "llama, tied", "gemma3"))
 def base(request, tmp_path_factory):
     """A random checkpoint of a family, and what it holds."""
     folder = tmp_path_factory.mktemp("base")

@@ -100,7 +100,7 @@ def random_model(name, folder, dtype="float32", **changes):
     return model
 
 
-@pytest.fixture(scope="module", params=slow_except(MODELS, "llama", "gemma3_text"))
+@pytest.fixture(scope="module", params=slow_except(MODELS, "gemma3_text"))
 def loaded(request, tmp_path_factory):
     torch = pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("model")

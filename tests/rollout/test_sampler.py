@@ -50,8 +50,7 @@ def scores_after(tokens):
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        *slow(Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8)),
+        *slow(Sampling(), Sampling(0.7), Sampling(1.6, top_k=4), Sampling(1.0, top_p=0.8)),
         Sampling(0.8, top_k=6, top_p=0.9),
         Sampling(0.9, min_p=0.3),
     ],
@@ -70,7 +69,7 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(0.6), Sampling(1.0, top_p=0.7), *slow(Sampling(), Sampling(1.0, top_k=3), Sampling(min_p=0.4))],
+    [Sampling(1.0, top_p=0.7), *slow(Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(min_p=0.4))],
 )
 def test_empirical_frequencies_match_probabilities(sampling):
     count = 20_000

@@ -39,7 +39,9 @@ class CountingLearner(Learner):
 
     def update(self, run, trained, batch, packed, micro_batches, step):
         self.batches.append(batch)
-        seen = (batch.rewards, batch.group_ids, batch.completions, batch.completion_mask, batch.policy_version)
+        mask, rows = np.asarray(batch.completion_mask), np.asarray(batch.completion_mask).any(-1)
+        columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
+        seen = (*(np.asarray(column)[rows] for column in columns), np.asarray(batch.completions)[mask])  # no padding
         state = np.asarray(trained.params["checksum"], np.float32).tobytes() + bytes([step % 256])
         checksum = zlib.crc32(b"".join([state, *(np.asarray(x).tobytes() for x in seen)])) % 65_536
         params = {"checksum": np.full(1, checksum, np.float32)}
@@ -92,7 +94,8 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
             behavior, cut = (sampling, version), len(tokens) == longest
             completions.append(Completion(name, "policy", text, tokens, mask, logprobs, *behavior, cut))
             drawn = float(random.random() < 0.5)
-            grades.append(Grade(drawn if reward is None else reward, {"score": 1.0}, None))
+            value = drawn if reward is None else reward
+            grades.append(Grade(value, {"score": 1.0}, value >= 1))
         prompt, answer = prompts.tokens[place][prompts.mask[place]], prompts.problems[place].answer
         groups.append(Group(f"{prefix}{number:06d}/{place:05d}", prompt, tuple(completions), answer))
     return groups, Grades(grades)

@@ -22,7 +22,7 @@ from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
 from tests.marks import slow
-from tests.training.counting import Interrupted, count
+from tests.training.counting import Interrupted, count, prepared_batch
 from tests.training.tiny_run import train, train_until_killed, without_times
 
 REGIMES = {
@@ -87,6 +87,19 @@ def test_the_staleness_of_each_regime_is_the_papers(tiny, regime):
     config = tiny("run", *REGIMES[regime])
     rows = count(config)
     assert [row["staleness"] for row in rows[1:]] == [expected_staleness(step, config.regime) for step in range(1, 8)]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_sampler_uses_the_weights_of_its_version(tiny, regime):
+    used = []
+
+    def sampled(run, weights, version, number):
+        used.append((version, float(weights["checksum"][0])))
+        return prepared_batch(run, weights, version, number)
+
+    rows = count(tiny("run", *REGIMES[regime]), sources=sampled)
+    after = {0: 0.0} | {row["step"]: row["loss"] for row in rows[1:]}  # the loss is the checksum after the step
+    assert used == [(version, after[version]) for version, _ in used] and len(used) >= 7
 
 
 def test_kill_and_resume_equals_straight_through(tiny):

@@ -86,6 +86,7 @@ def days(rows, tokenizer):
     return {tokenizer.decode(row.prompt_tokens)[:10] for row in rows}
 
 
+@pytest.mark.slow
 def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, on, tmp_path, caplog):
     config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
     on(FIRST)

@@ -47,6 +47,7 @@ def test_packing_changes_nothing(preset):
         assert metrics["gradient_norm"] > 1e-3
 
 
+@pytest.mark.slow
 def test_one_program_serves_batches_of_any_lengths():
     step(ragged(), packed=pack(ragged(), SHAPE))
     before, counts = update._cache_size(), set()
