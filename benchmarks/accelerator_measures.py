@@ -21,8 +21,7 @@ from benchmarks.inputs import word_tokenizer
 from benchmarks.shapes import SMALL, Shape, Sizes
 from benchmarks.workers.protocol import Inputs
 from benchmarks.workers.recjax_worker import read_config
-from recjax.config import Config
-from recjax.config_loading import load_config
+from recjax.config import Config, load_config
 from recjax.experience.batch import Batch
 from recjax.hub.export import write_base
 from recjax.hub.policy import attention_kernel
