@@ -12,8 +12,8 @@ import numpy as np
 
 from recjax.hub.chat_rendering import ChatRenderer
 from recjax.hub.tokenizers import encode_prompts
-from recjax.serving import asked as bodies
-from recjax.serving.asked import Asked
+from recjax.serving import bodies
+from recjax.serving.bodies import Asked
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling
 from recjax.serving.refusals import Refused
@@ -23,7 +23,7 @@ from recjax.serving.served import Served
 from recjax.serving.units import Session
 from recjax.serving.versions import Versions
 
-READ = {"chat": bodies.chat, "text": bodies.text, "generate": bodies.generate}
+READ = {"chat": bodies.chat, "text": bodies.completions, "generate": bodies.generate}
 
 
 class Prompt(NamedTuple):
