@@ -6,6 +6,8 @@ from recjax.algorithms.options import require
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Block, Float, Int, checked, key
 from recjax.models.sampling import Sampling
 
+_ASYNC, _STORE, _FOLLOW = "regime.mode = async", "experience.store", "experience.follow"
+
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
@@ -125,17 +127,13 @@ class RegimeConfig(Block):
         needs="regime.mode = async or experience.follow",
         ge=0,
     )
-    generators: Int = key(1, "Processes that sample", needs="regime.mode = async", ge=1)
+    generators: Int = key(1, "Processes that sample", needs=_ASYNC, ge=1)
     swap_within: bool = key(
-        False,
-        "Generators take new weights in the middle of completions; false: only between batches",
-        needs="regime.mode = async",
+        False, "Generators take new weights in the middle of completions; false: only between batches", needs=_ASYNC
     )
-    address: str | None = key(
-        None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs="regime.mode = async"
-    )
+    address: str | None = key(None, "Address of a Ray cluster; null: recjax starts Ray on this machine", needs=_ASYNC)
     generator_seconds: Float = key(
-        600.0, "Time limit for one batch; recjax restarts a slower generator", needs="regime.mode = async", ge=1
+        600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, ge=1
     )
 
     def check(self, replay: ReplayConfig | None) -> None:
@@ -163,40 +161,36 @@ class ExperienceConfig(Block):
         None, "Folder of a store that every batch comes from; groups may have any size", excludes="task.agent"
     )
     mix: MixConfig | None = key(None, excludes="experience.store or task.agent")
-    late: LateConfig | None = key(None, excludes="experience.store")
+    late: LateConfig | None = key(None, excludes=_STORE)
     replay: ReplayConfig | None = key(None)
     refill: RefillConfig | None = key(None, excludes="experience.replay or regime.mode = async or experience.store")
     missing_logprobs: MissingLogprobs = key(
         "error",
         "Treatment of completions in a store that have no behavior log-probs. error: refuse them; unneeded: the"
         " algorithm reads none; initial: score with the initial policy; current: score with the trained policy",
-        needs="experience.store or experience.mix",
+        needs=f"{_STORE} or experience.mix",
     )
     regrade: bool = key(
         False,
         "Grade a store's completions with this run's reward, instead of their own rewards",
-        needs="experience.store or experience.mix",
+        needs=f"{_STORE} or experience.mix",
     )
     record: bool = key(
-        False,
-        "Keep the completions that the policy samples in a store in the run's folder",
-        excludes="experience.store",
+        False, "Keep the completions that the policy samples in a store in the run's folder", excludes=_STORE
     )
     follow: bool = key(
-        False,
-        "Train on a store as it grows, on each group once, when all its rewards have arrived",
-        needs="experience.store",
+        False, "Train on a store as it grows, on each group once, when all its rewards have arrived", needs=_STORE
     )
     group_by: checked(str, _no_group) = key(
         "group",
         "The completions that form a group. group: equal group_id in the store; prompt: rollout.group_size completions"
         " of equal prompts; metadata.KEY: rollout.group_size with equal metadata",
-        needs="experience.follow",
+        needs=_FOLLOW,
     )
     deadline_seconds: Float | None = key(
         None,
         "Time after which recjax trains on a group without its missing rewards; null: it waits",
-        needs="experience.follow",
+        needs=_FOLLOW,
         gt=0,
     )
 

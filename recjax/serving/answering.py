@@ -12,7 +12,8 @@ import numpy as np
 
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.tokenizers import encode_prompts
-from recjax.serving.asked import Asked, read_chat, read_generate, read_text
+from recjax.serving import bodies
+from recjax.serving.bodies import Asked
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling
 from recjax.serving.refusals import Refused
@@ -22,7 +23,7 @@ from recjax.serving.served import Served
 from recjax.serving.units import Session
 from recjax.serving.versions import Versions
 
-READ = {"chat": read_chat, "text": read_text, "generate": read_generate}
+READ = {"chat": bodies.read_chat, "text": bodies.read_text, "generate": bodies.read_generate}
 
 
 class Prompt(NamedTuple):

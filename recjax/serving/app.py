@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recjax.serving.answering import Answering, Job
-from recjax.serving.fields import Fields
+from recjax.serving.bodies import CompletionReward, Reward, read
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
@@ -107,22 +107,15 @@ class Server:
 
     async def feedback(self, request: Request) -> Response:
         """Takes a reward for a completion, by the id of its reply or of its row."""
-        recorder, fields = self.answering.require_recorder(), Fields(await _body(request))
-        reply, index = fields.text("id", 512), fields.whole("index", None, 0, 2**31 - 1)
-        given = Feedback.read(fields)
-        fields.finish()
-        if reply is None:
-            raise Refused(400, "id is missing; give the id of a reply", param="id")
-        row = reply if "/" in reply else recorder.book.row_of(reply, index)
-        return await self._rewarded(row, given)
+        recorder, body = self.answering.require_recorder(), read(CompletionReward, await _body(request))
+        row = body.id if "/" in body.id else recorder.book.row_of(body.id, body.index)
+        return await self._rewarded(row, body.feedback())
 
     async def session_reward(self, request: Request) -> Response:
         """Takes the reward of a session."""
         self.answering.require_recorder()
-        fields = Fields(await _body(request))
-        given = Feedback.read(fields)
-        fields.finish()
-        return await self._rewarded(session_row(_session(request)), given)
+        body = read(Reward, await _body(request))
+        return await self._rewarded(session_row(_session(request)), body.feedback())
 
     async def _rewarded(self, row: str, given: Feedback) -> Response:
         is_new = await self.answering.require_recorder().reward(row, given)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
 from recjax.rollout.tool_agent import CALL, parsed_calls
-from recjax.serving.asked import Asked
+from recjax.serving.bodies import Asked
 from recjax.serving.sampler import Piece
 
 CALL_BEGINS = "<tool_call>"

@@ -8,11 +8,8 @@ import numpy as np
 from jaxtyping import Int
 
 from recjax.experience.group import Grade
-from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
-from recjax.serving.fields import Fields
-from recjax.serving.refusals import Refused
 
 
 class Served(NamedTuple):
@@ -103,25 +100,3 @@ class Feedback(NamedTuple):
     def grade(self) -> Grade:
         """The feedback without the comment, as a grade."""
         return Grade(self.reward, self.reward_parts, self.accurate)
-
-    @classmethod
-    def read(cls, fields: Fields) -> "Feedback":
-        """Reads the keys of a body that describe the reward.
-
-        Raises:
-            Refused: with the invalid key.
-        """
-
-        def are_parts(value: Any) -> bool:
-            return isinstance(value, dict) and 0 < len(value) <= 64 and all(map(is_finite_number, value.values()))
-
-        takes = f"a number from -{MOST_REWARD:g} to {MOST_REWARD:g}"
-        reward = fields.number("reward", None, is_finite_number, takes)
-        if reward is None:
-            raise Refused(400, f"reward is missing; it takes {takes}", param="reward")
-        parts = fields.take("reward_parts", None, are_parts, "an object of at most 64 numbers by name")
-        if parts is not None and "" in parts:
-            raise Refused(400, "reward_parts: has a part without a name; name every part", param="reward_parts")
-        accurate = fields.take("accurate", None, lambda value: isinstance(value, bool), "true or false")
-        comment = fields.text("comment", 10_000)
-        return cls(reward, parts and {name: float(value) for name, value in parts.items()}, accurate, comment)

@@ -18,7 +18,7 @@ from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
-from recjax.serving.asked import read_chat
+from recjax.serving.bodies import read_chat
 from recjax.serving.replies import Chunks, Form, full_reply, message_parts, place_of
 from recjax.serving.sampler import Piece, Sampler, certain
 from tests.hub.test_tokenizers import sentencepiece_like

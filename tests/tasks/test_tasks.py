@@ -216,9 +216,9 @@ def test_a_line_of_json_may_hold_a_line_separator(tmp_path):
 def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_list([{"q": "1+1=", "a": "2"}, {"q": "3+3=", "a": "6"}]).to_parquet(path)
-    plain = file_problems(str(path), FileTask(prompt_column="q", answer_column="a"))
+    plain = file_problems(str(path), FileTask(train="", prompt_column="q", answer_column="a"))
     assert plain == [Problem("1+1=", "2"), Problem("3+3=", "6")]
-    chat = file_problems(str(path), FileTask(prompt_column="q", answer_column="a", chat=True))
+    chat = file_problems(str(path), FileTask(train="", prompt_column="q", answer_column="a", chat=True))
     assert chat[1] == Problem([{"role": "user", "content": "3+3="}], "6")
 
 
@@ -434,7 +434,7 @@ def test_equal_messages_with_other_tools_are_other_problems(tmp_path):
 def test_a_row_that_gives_the_template_something_else_is_named(tmp_path, column, value, reason):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2", column: value}]
     with pytest.raises(ValueError, match=f"line 2: column '{column}' .*{reason}"):
-        file_problems(write_jsonl(tmp_path / "a.jsonl", rows), FileTask(chat=True))
+        file_problems(write_jsonl(tmp_path / "a.jsonl", rows), FileTask(train="", chat=True))
 
 
 def test_the_system_prompt_goes_before_every_chat(tmp_path):

@@ -1,0 +1,384 @@
+"""Request bodies of OpenAI's API, vLLM's API and recjax' own: every key with the values it takes."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+import pydantic
+
+from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, wrong_with_variables
+from recjax.experience.store_checks import MOST_REWARD, is_finite_number
+from recjax.models.sampling import Sampling
+from recjax.serving.refusals import Refused
+from recjax.serving.served import Feedback
+
+MOST_CHOICES, MOST_STOPS, MOST_STOP_CHARACTERS, MOST_TOOLS = 128, 16, 256, 128
+
+
+class Body(pydantic.BaseModel):
+    """An object of a request. The description of a key is the values that it takes, in words."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """A null value counts as a missing key."""
+        is_object = isinstance(values, Mapping)
+        return {name: value for name, value in values.items() if value is not None} if is_object else values
+
+
+T = TypeVar("T", bound=Body)
+
+
+def read(kind: type[T], values: Any) -> T:
+    """Parses a body.
+
+    Raises:
+        Refused: the body is not an object, or a key is invalid.
+    """
+    if not isinstance(values, Mapping):
+        shown = "null" if values is None else f"a {type(values).__name__}"
+        raise Refused(400, f"the body is {shown}; send a JSON object")
+    try:
+        return kind.model_validate(values)
+    except pydantic.ValidationError as error:
+        # Unknown keys come last, so that the reply names an invalid value first.
+        first = min(error.errors(), key=lambda each: each["type"] == "extra_forbidden")
+    path = list(first["loc"])
+    while len(path) > 1 and (inner := _body_of(kind, path[0])):
+        kind, values, path = inner, values[path[0]], path[1:]
+    name = str(path[0])
+    if first["type"] == "extra_forbidden":
+        raise Refused(400, f"{name!r:.100} is not read; remove it", param=name)
+    takes = kind.model_fields[name].description
+    if first["type"] == "missing":
+        raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
+    problem = str(first.get("ctx", {}).get("error", "")) or f"takes {takes}"
+    raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
+
+
+def _body_of(kind: type[Body], name: str) -> type[Body] | None:
+    annotation = kind.model_fields[name].annotation if name in kind.model_fields else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None
+
+
+def fits(of: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
+    """The type `of` with the values it takes in words, and a function that is true for them."""
+
+    def validate(value: Any) -> Any:
+        if not check(value):
+            raise ValueError
+        return value
+
+    return Annotated[of, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
+
+
+def whole(low: int, high: int) -> Any:
+    """A whole number."""
+    return fits(int, f"a whole number from {low} to {high}", lambda value: low <= value <= high)
+
+
+def number(takes: str, check: Callable[[float], bool]) -> Any:
+    """A finite number."""
+    return fits(float, takes, lambda value: math.isfinite(value) and check(value))
+
+
+def text(most: int) -> Any:
+    """Text of at most `most` characters."""
+    return fits(str, f"text of at most {most} characters", lambda value: len(value) <= most)
+
+
+def neutral(*values: Any) -> Any:
+    """A key that recjax does not support: only values without effect."""
+    shown = " or ".join(map(repr, values)) or "nothing but null"
+    return fits(Any, f"{shown}; more is not supported", lambda value: value in values)
+
+
+Flag = fits(bool, "true or false")
+TokenLimit = whole(1, 2**31 - 1)
+
+
+def _bounded(value: float) -> float:
+    if not is_finite_number(value):
+        raise ValueError
+    return value
+
+
+def _checked_variables(values: Any) -> dict[str, Any]:
+    if reason := wrong_with_variables(values):
+        raise ValueError(reason)
+    return dict(values)
+
+
+def _are_tools(value: list) -> bool:
+    functions = [tool.get("function") for tool in value if isinstance(tool, dict) and tool.get("type") == "function"]
+    named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return len(named) == len(value) <= MOST_TOOLS
+
+
+def _are_stops(value: Any) -> bool:
+    values = [value] if isinstance(value, str) else value
+    are_texts = isinstance(values, list) and all(isinstance(one, str) for one in values)
+    return are_texts and len(values) <= MOST_STOPS and all(0 < len(one) <= MOST_STOP_CHARACTERS for one in values)
+
+
+def _is_metadata(value: dict[str, str]) -> bool:
+    return len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items())
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+
+
+class Reply(Body):
+    """Keys about the reply as a whole."""
+
+    model: text(1024) = None
+    stream: Flag = False
+    stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
+    return_token_ids: Flag = False
+    user: text(512) = None
+    metadata: fits(
+        dict[str, str],
+        "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
+        _is_metadata,
+    ) = {}
+
+
+class Sampled(Body):
+    """Keys about the sampling of completions."""
+
+    temperature: number(
+        f"0, for the most likely tokens, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
+        lambda value: value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE,
+    ) = 1.0
+    top_p: number("a number above 0 and at most 1", lambda value: 0 < value <= 1) = 1.0
+    top_k: whole(-1, 2**31 - 1) = 0
+    min_p: number("a number from 0 to 1", lambda value: 0 <= value <= 1) = 0.0
+    n: whole(1, MOST_CHOICES) = 1
+    stop: fits(
+        Any, f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each", _are_stops
+    ) = []
+    seed: whole(-(2**63), 2**63 - 1) = None
+    presence_penalty: neutral(0) = None
+    frequency_penalty: neutral(0) = None
+    repetition_penalty: neutral(1) = None
+    logit_bias: neutral({}) = None
+    service_tier: neutral("auto", "default") = None
+
+    def sampling(self) -> Sampling:
+        """The sampling distribution."""
+        if self.temperature == 0:
+            return Sampling(0.0)  # top_k, top_p and min_p always keep the most likely token
+        return Sampling(self.temperature, max(self.top_k, 0), self.top_p, self.min_p)
+
+
+class Chat(Reply, Sampled):
+    """The body of /v1/chat/completions."""
+
+    messages: fits(list, "a list of messages", bool)
+    tools: fits(
+        list,
+        f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}",
+        _are_tools,
+    ) = []
+    tool_choice: fits(str, "'auto' or 'none'", lambda value: value in ("auto", "none")) = "auto"
+    chat_template_kwargs: Annotated[
+        Any, pydantic.Field(description="variables"), pydantic.AfterValidator(_checked_variables)
+    ] = {}
+    max_completion_tokens: TokenLimit = None
+    max_tokens: TokenLimit = None
+    logprobs: Flag = False
+    top_logprobs: neutral(0) = None
+    response_format: neutral({"type": "text"}) = None
+    parallel_tool_calls: neutral(True) = None
+    store: neutral(True) = None
+
+
+class Text(Reply, Sampled):
+    """The body of /v1/completions."""
+
+    prompt: fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
+    max_tokens: TokenLimit = 16
+    # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
+    logprobs: whole(0, 1) = None
+    echo: neutral(False) = None
+    suffix: neutral("") = None
+    best_of: neutral(1) = None
+
+
+class Parameters(Sampled):
+    """`sampling_params` of /inference/v1/generate."""
+
+    max_tokens: TokenLimit = 16
+    logprobs: whole(0, 1) = None
+    detokenize: neutral(True) = None
+    skip_special_tokens: neutral(True, False) = None
+    ignore_eos: neutral(False) = None
+    min_tokens: neutral(0) = None
+
+
+class Generate(Reply):
+    """The body of vLLM's /inference/v1/generate: tokens in, tokens out."""
+
+    token_ids: fits(Any, "token ids, at least one", _are_token_ids)
+    sampling_params: Parameters = pydantic.Field(Parameters(), description="an object")
+    stream: neutral(False) = False
+    request_id: text(256) = None
+    priority: neutral(0) = None
+    features: neutral() = None
+    cache_salt: neutral() = None
+    kv_transfer_params: neutral() = None
+
+
+class Reward(Body):
+    """The body of a session's reward."""
+
+    reward: number(f"a number of at most {MOST_REWARD:g} either way", is_finite_number)
+    reward_parts: fits(
+        dict[Annotated[str, pydantic.Field(min_length=1)], Annotated[float, pydantic.AfterValidator(_bounded)]],
+        "an object of at most 64 numbers by name",
+        lambda value: 0 < len(value) <= 64,
+    ) = None
+    accurate: Flag = None
+    comment: text(10_000) = None
+
+    def feedback(self) -> Feedback:
+        """The reward without the key of its completion."""
+        return Feedback(self.reward, self.reward_parts, self.accurate, self.comment)
+
+
+class CompletionReward(Reward):
+    """The body of a completion's reward."""
+
+    id: text(512)
+    index: whole(0, 2**31 - 1) = None
+
+
+class Asked(NamedTuple):
+    """A request for completions.
+
+    Attributes:
+        messages: messages of a chat; None: the request has prompts.
+        prompts: texts, or token ids.
+        n: number of completions of each prompt.
+        stop: strings that end a completion.
+        seed: random seed; None: the server's.
+        max_tokens: limit on a completion; None: as many tokens as there is room for.
+        usage: True if a stream ends with token counts.
+        metadata: extra values that the client wants recorded.
+        template: variables of the chat template.
+    """
+
+    messages: list[dict[str, Any]] | None
+    prompts: list[str | np.ndarray]
+    tools: list[dict[str, Any]] | None
+    sampling: Sampling
+    n: int
+    stop: tuple[str, ...]
+    seed: int | None
+    max_tokens: int | None
+    stream: bool
+    usage: bool
+    logprobs: bool
+    token_ids: bool
+    model: str | None
+    metadata: dict[str, Any]
+    template: dict[str, Any] = {}
+
+
+def read_chat(values: Any) -> Asked:
+    """Parses the body of /v1/chat/completions.
+
+    Raises:
+        Refused: with the invalid key.
+    """
+    body = read(Chat, values)
+    return _asked(body, body)._replace(
+        messages=[_message(message) for message in body.messages],
+        tools=None if body.tool_choice == "none" else body.tools or None,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=body.logprobs,
+        template=body.chat_template_kwargs,
+    )
+
+
+def read_text(values: Any) -> Asked:
+    """Parses the body of /v1/completions.
+
+    Raises:
+        Refused: with the invalid key.
+    """
+    body = read(Text, values)
+    prompt = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+    if len(prompt) > MOST_CHOICES:
+        raise Refused(400, f"prompt: {len(prompt)} prompts at once; give {MOST_CHOICES} at most", param="prompt")
+    for one in prompt:
+        if not (isinstance(one, str) and one) and not _are_token_ids(one):
+            raise Refused(400, f"prompt = {one!r:.100}: takes token ids, at least one", param="prompt")
+    return _asked(body, body)._replace(
+        prompts=[one if isinstance(one, str) else np.array(one, np.int32) for one in prompt]
+    )
+
+
+def read_generate(values: Any) -> Asked:
+    """Parses the body of vLLM's /inference/v1/generate.
+
+    Raises:
+        Refused: with the invalid key.
+    """
+    body = read(Generate, values)
+    return _asked(body, body.sampling_params)._replace(prompts=[np.array(body.token_ids, np.int32)], token_ids=True)
+
+
+def _asked(reply: Reply, sampled: Sampled) -> Asked:
+    """The request without prompts."""
+    metadata = {"metadata": reply.metadata, "user": reply.user}
+    return Asked(
+        messages=None,
+        prompts=[],
+        tools=None,
+        sampling=sampled.sampling(),
+        n=sampled.n,
+        stop=(sampled.stop,) if isinstance(sampled.stop, str) else tuple(sampled.stop),
+        seed=sampled.seed,
+        max_tokens=sampled.max_tokens,
+        stream=reply.stream,
+        usage=reply.stream_options.include_usage,
+        logprobs=sampled.logprobs is not None,
+        token_ids=reply.return_token_ids,
+        model=reply.model,
+        metadata={name: value for name, value in metadata.items() if value},
+    )
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Converts a message for the template: joins its content into one text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
+        raise Refused(400, f"messages: {message!r:.100} is no message; it has a role, and content", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise Refused(400, "messages: content takes text, or parts of type text alone", param="messages")
+        content = "".join(parts)
+    if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
+        raise Refused(400, f"messages: content = {content!r:.100}: takes text", param="messages")
+    made = {"role": message["role"], "content": content or ""}
+    if calls := message.get("tool_calls"):
+        are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+        if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
+            raise Refused(400, f"messages: tool_calls = {calls!r:.100}: takes a list of calls", param="messages")
+        made["tool_calls"] = calls
+    return made | {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
