@@ -35,7 +35,6 @@ setup(
         "optax>=0.2.8",
         "orbax-checkpoint>=0.11",
         "pandas>=2.2",
-        "pebble>=5.1",
         "pyarrow>=17.0",
         "pydantic>=2.10",
         "rich>=13.0",

@@ -25,21 +25,52 @@ def page(results: Sequence[dict[str, Any]]) -> str:
 def _section(result: dict[str, Any]) -> str:
     parts = result["parts"]
     kind = parts.get("device", {}).get("kind", "device not recorded")
-    lines = [
-        f"### {kind}, {result['date']}",
-        "",
-        f"`python -m benchmarks.accelerator {' '.join(result['command'])}`",
-        "",
-    ]
+    lines = [f"### {kind}, {result['date']}", ""]
     if result["rehearsal"]:
-        lines += ["A rehearsal in small sizes: the numbers show that the command works, and nothing else.", ""]
+        lines += ["A rehearsal in small sizes: the numbers only show that the command works.", ""]
+    lines += _generation(parts) + _updates(parts)
     for name, found in parts.items():
-        lines += [f"**{name.replace('_', ' ')}** ({found['seconds']:.0f} s)", ""]
-        rows = [[place, _shown(value)] for place, value in _leaves(found) if place != "seconds"]
-        lines += [*table([["measured", "value"], *rows]), ""]
+        others = {key: value for key, value in found.items() if not _has_table(key, value) and key not in _NOT_SHOWN}
+        text = "; ".join(f"{place} {_shown(value)}" for place, value in _leaves(others) if "kernels" not in place)
+        if text:
+            lines += [f"**{name.replace('_', ' ')}**: {text}", ""]
     if result["skipped"]:
         lines += ["Skipped: " + "; ".join(f"{name} ({why})" for name, why in result["skipped"].items()) + ".", ""]
     return "\n".join(lines)
+
+
+_NOT_SHOWN = ("seconds", "shape", "sampling_compile_seconds", "sampling_peak_bytes", "compile_seconds", "failures")
+
+
+def _has_table(name: str, value: Any) -> bool:
+    return isinstance(value, dict) and ("ms_per_token" in value or "flops_share" in value)
+
+
+def _generation(parts: dict[str, dict]) -> list[str]:
+    """Decoding, in milliseconds for a token of all slots; the bound is the time to read weights and cache once."""
+    rows = []
+    for name, found in parts.items():
+        if "ms_per_token" in (decode := found.get("decode", {})):
+            times = [f"{decode[key]:.2f}" for key in ("ms_per_token", "bound_ms_per_token")]
+            compiling = found.get("sampling_compile_seconds", found.get("compile_seconds", 0.0))
+            speed = f"{decode['generation_tokens_per_second']:,.0f}"
+            rows.append([name.replace("_", " "), *times, f"{decode['bytes_share']:.0%}", speed, f"{compiling:.0f}"])
+    head = ["decode", "ms per token", "bound", "share of bandwidth", "tokens per second with prefill", "compile s"]
+    return [*table([head, *rows]), ""] if rows else []
+
+
+def _updates(parts: dict[str, dict]) -> list[str]:
+    """Updates; the measured peak is the process's, so it belongs to the first update of a part."""
+    rows = []
+    for name, found in parts.items():
+        for way, made in found.items():
+            if isinstance(made, dict) and "flops_share" in made and "predicted_peak_bytes" in made:
+                gib = [f"{made[key] / 2**30:.1f}" for key in ("predicted_peak_bytes", "peak_bytes_so_far")]
+                label = f"{name} {way}".replace("_", " ")
+                seconds = f"{min(made['seconds']):.3f}"
+                rows.append([label, seconds, f"{made['flops_share']:.0%}", str(made["micro_batches"]), *gib])
+    head = ["update", "seconds", "share of peak FLOPs", "micro-batches", "predicted GiB", "peak GiB so far"]
+    return [*table([head, *rows]), ""] if rows else []
 
 
 def _leaves(found: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:

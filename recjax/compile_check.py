@@ -13,14 +13,14 @@ import sys
 from collections.abc import Iterator
 
 import jax
-from absl import app, flags
+from absl import flags
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from recjax.config import load_config
-from recjax.console import command, plain_console
+from recjax.console import command, plain_console, start
 from recjax.models.decoder import REMAT
 from recjax.models.placement import bytes_on_device
 from recjax.planning.dry_run import count
@@ -177,4 +177,4 @@ if __name__ == "__main__":
         "topology", None, "host, a TPU slice such as v5e:4x4, or GPUs such as h100-80:8.", required=True
     )
     flags.DEFINE_float("memory", None, "Usable GiB of each device; default: all that its kind has.", lower_bound=0)
-    app.run(main)
+    start(main)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import absl.logging
-from absl import flags
+from absl import app, flags
 from tqdm import tqdm
 
 from recjax.streams import outlast_readers
@@ -56,6 +56,16 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
             _end(f"{error.filename}: {error.strerror or error}; name another path, or allow access to this one")
 
     return run
+
+
+def start(main: Callable[[list[str]], None]) -> None:
+    """Parses the flags and runs a command's main. A request for help exits with 0, which absl ends with 1."""
+    try:
+        app.run(main)
+    except SystemExit as end:
+        if end.code == 1 and {"--help", "-help", "-h", "--helpshort", "--helpfull"}.intersection(sys.argv[1:]):
+            sys.exit(0)
+        raise
 
 
 def define_process_flags() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import pandas as pd
-from absl import app, flags
+from absl import flags
 from rich.table import Table
 
 from recjax import hosts
@@ -25,7 +25,7 @@ from recjax.analysis.samples import results
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
-from recjax.console import command, define_process_flags, plain_console, progress_bar
+from recjax.console import command, define_process_flags, plain_console, progress_bar, start
 from recjax.experience.trajectories import thoughts_opening
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.host_memory import prepare_host_memory
@@ -244,4 +244,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("config", None, "YAML file of a training run, for its task and settings.", required=True)
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
     define_process_flags()
-    app.run(main)
+    start(main)

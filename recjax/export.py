@@ -14,11 +14,11 @@ import json
 import tempfile
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from huggingface_hub import HfApi
 
 from recjax.config import Config
-from recjax.console import command
+from recjax.console import command, start
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model, write_adapters, write_base
 from recjax.hub.model_card import model_card
 from recjax.hub.tokenizers import model_folder
@@ -136,4 +136,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("push", None, "Hub repository, OWNER/NAME, to upload the folder to; private unless --public.")
     flags.DEFINE_bool("public", False, "With --push: a new repository is public.")
     flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of the weights; float32 is exact, the others round.")
-    app.run(main)
+    start(main)

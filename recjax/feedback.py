@@ -9,9 +9,9 @@ only if all lines are valid. If it was interrupted, run it again.
 
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from recjax.console import command
+from recjax.console import command, start
 from recjax.experience.feedback import Given, give_rewards
 from recjax.tasks.reading import read_file
 
@@ -40,4 +40,4 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_string("file", None, "JSON Lines file of rewards.", required=True)
-    app.run(main)
+    start(main)

@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from recjax import hosts
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
-from recjax.console import command, define_process_flags
+from recjax.console import command, define_process_flags, start
 from recjax.experience import store
 from recjax.experience.group import Group
 from recjax.experience.rows import rows_of
@@ -296,4 +296,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("retries", 6, "Engine: retries after a temporary failure.", lower_bound=0)
     flags.DEFINE_string("source", None, "Source of the rows; default: initial, or the name of the run's folder.")
     define_process_flags()
-    app.run(main)
+    start(main)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from transformers import PreTrainedTokenizerBase
 
-from recjax.console import command
+from recjax.console import command, start
 from recjax.experience import store
 from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.tokenize import tokenizer_name
@@ -143,4 +143,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("top_k", 0, "top_k that sampled the completions; 0: all tokens.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "top_p that sampled the completions; 1: all tokens.", lower_bound=0, upper_bound=1)
     flags.DEFINE_float("min_p", 0.0, "min_p that sampled the completions; 0: all tokens.", lower_bound=0, upper_bound=1)
-    app.run(main)
+    start(main)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Column, Table
 
-from recjax.console import command, plain_console
+from recjax.console import command, plain_console, start
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.rows import groups_of
 from recjax.experience.store import Experience, read
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("figure", None, "File for a figure; default: no figure.")
     flags.DEFINE_integer("samples", 5, "Number of random rows to show.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the random rows.")
-    app.run(main)
+    start(main)

@@ -5,12 +5,12 @@ python -m recjax.objectives [--figure] [--output figures]
 
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from rich.table import Table
 
 from recjax.algorithms.catalog import PAPER, changes_of
 from recjax.algorithms.field import FIELD
-from recjax.console import command, plain_console
+from recjax.console import command, plain_console, start
 from recjax.plots.objectives import draw_coefficients
 from recjax.plots.style import save_figure
 
@@ -37,4 +37,4 @@ if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_bool("figure", False, "Also draw the coefficients, as objectives.png.")
     flags.DEFINE_string("output", "figures", "Folder of objectives.png; also draws the figure.")
-    app.run(main)
+    start(main)

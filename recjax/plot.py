@@ -11,12 +11,12 @@ is a panel.
 from pathlib import Path
 
 import pandas as pd
-from absl import app, flags
+from absl import flags
 from rich.table import Table
 
 from recjax.analysis.collect import COLUMNS, axes_of, read_folders, read_runs
 from recjax.analysis.compare import final
-from recjax.console import command, plain_console
+from recjax.console import command, plain_console, start
 from recjax.files import writing
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save_figure
@@ -88,4 +88,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("output", "figures", "Folder of curves.png.")
     flags.DEFINE_string("table", None, "Also write the collected table to this Parquet file.")
     flags.DEFINE_bool("smoke", False, "Draw the runs of the sweep file's smoke block.")
-    app.run(main)
+    start(main)

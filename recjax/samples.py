@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from recjax.console import command
+from recjax.console import command, start
 from recjax.files import write_whole
 from recjax.plots.sample_page import sample_page
 from recjax.training.kept_samples import folder_of
@@ -66,4 +66,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("output", None, "File to write; default: samples.html in the run's folder.")
-    app.run(main)
+    start(main)

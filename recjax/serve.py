@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config
-from recjax.console import command
+from recjax.console import command, start
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.policy import Policy
 from recjax.models.placement import put_params
@@ -195,4 +195,4 @@ def define_flags() -> None:
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     define_flags()
-    app.run(main)
+    start(main)

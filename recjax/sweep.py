@@ -27,10 +27,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
-from recjax.console import command, progress_bar
+from recjax.console import command, progress_bar, start
 from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
@@ -118,4 +118,4 @@ if __name__ == "__main__":
         "workers", None, "Number of parallel runs; default: the number of cores. On one GPU, give 1.", lower_bound=1
     )
     flags.DEFINE_bool("dry_run", False, "Check and list the runs without starting them.")
-    app.run(main)
+    start(main)

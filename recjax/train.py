@@ -13,13 +13,13 @@ import json
 import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from rich.table import Table
 from rich.text import Text
 
 from recjax.config import load_config
-from recjax.config.help import as_text
-from recjax.console import command, define_process_flags, plain_console
+from recjax.config.help import help_text
+from recjax.console import command, define_process_flags, plain_console, start
 from recjax.host_memory import prepare_host_memory
 from recjax.tasks.problems import question_of
 
@@ -113,5 +113,5 @@ def _samples(path: Path) -> list[dict]:
 
 if __name__ == "__main__":
     if any("help" in argument for argument in sys.argv[1:]):  # only --help needs this text, which takes a moment
-        sys.modules["__main__"].__doc__ = f"{__doc__}\nThe keys of a config and their defaults:\n{as_text()}"
-    app.run(main)
+        sys.modules["__main__"].__doc__ = f"{__doc__}\nThe keys of a config and their defaults:\n{help_text()}"
+    start(main)

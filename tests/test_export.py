@@ -16,7 +16,7 @@ from recjax.config import load_config, to_yaml
 from recjax.export import export, push
 from recjax.hub.model_card import model_card
 from recjax.models.logprobs import Sampling
-from recjax.models.trainable import combine, flatten, split
+from recjax.models.trainable import combine, flatten, split_params
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.training import checkpoint
 from recjax.training.run import prepare
@@ -38,7 +38,7 @@ def finished(request, tmp_path_factory):
     config = load_config(folder / "tiny.yaml", [*SHORT, *TRAINED[request.param], f"output={folder / 'run'}"])
     train(config)
     prepared, params = prepare(config)
-    initial, frozen = split(params, config.model)
+    initial, frozen = split_params(params, config.model)
     state = TrainState(initial, make_optimizer(config.optimizer, config.training.steps).init(initial))
     manager = checkpoint.open_checkpoints(folder / "run" / "checkpoints")
     restored = checkpoint.restore(manager, state, initial)

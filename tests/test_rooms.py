@@ -72,6 +72,11 @@ def test_nobody_imports_a_command():
     assert not wrong, "\n".join(f"{name} imports {other}, a command: move what both need" for name, other in wrong)
 
 
+def test_every_command_starts_in_the_same_way():
+    texts = {name: PATHS[name].read_text(encoding="utf-8") for name in PATHS if is_command(name)}
+    assert [name for name, text in texts.items() if not text.endswith("    start(main)\n")] == []
+
+
 def test_rooms_import_what_is_below_them():
     wrong = []
     for name, others in IMPORTS.items():

@@ -32,6 +32,7 @@ def test_help_lists_flags_and_config_keys():
     flags = ("--config", "--[no]overwrite", "--[no]dry_run", "--coordinator", "--processes", "--process_id")
     for part in (*flags, "optimizer.learning_rate", "regime.sync_interval", "key=value"):
         assert part in shown.stdout + shown.stderr
+    assert shown.returncode == 0
 
 
 def test_help_waits_for_nothing_heavy():

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Block, Float, Int, checked, key
+from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, ConfigBlock, Float, Int, checked, key
 from recjax.models.sampling import Sampling
 
 _ASYNC, _STORE, _FOLLOW = "regime.mode = async", "experience.store", "experience.follow"
@@ -12,7 +12,7 @@ MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
-class RolloutConfig(Block):
+class RolloutConfig(ConfigBlock):
     """Sampling of completions."""
 
     prompts_per_step: Int = key(16, "Prompts in a batch", ge=1)
@@ -44,7 +44,7 @@ class RolloutConfig(Block):
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-class MixConfig(Block):
+class MixConfig(ConfigBlock):
     """Completions from a store, mixed with completions that the policy samples."""
 
     store: str = key(..., "Folder of the store")
@@ -63,7 +63,7 @@ class MixConfig(Block):
 # rounds of a run, a round is an optimizer step.
 
 
-class LateConfig(Block):
+class LateConfig(ConfigBlock):
     """Rewards that arrive after their completions; recjax samples a delay for every completion, uniformly."""
 
     shortest: Int = key(0, "Shortest delay, in rounds", ge=0)
@@ -73,7 +73,7 @@ class LateConfig(Block):
     )
 
 
-class ReplayConfig(Block):
+class ReplayConfig(ConfigBlock):
     """A buffer of groups that recjax trains on more than once, and how it samples from the buffer."""
 
     draw_every: Int = key(1, "The policy samples a batch every Nth round", excludes="experience.follow", ge=1)
@@ -92,13 +92,13 @@ class ReplayConfig(Block):
         require(self.max_reuse >= self.draw_every, "experience.replay.max_reuse", self.max_reuse, remedy)
 
 
-class RefillConfig(Block):
+class RefillConfig(ConfigBlock):
     """Dynamic sampling: replaces groups whose rewards are all equal by groups of further batches."""
 
     batches: Int = key(10, "Limit of batches for one step; a run that needs more ends with an error", ge=1)
 
 
-class RegimeConfig(Block):
+class RegimeConfig(ConfigBlock):
     """Staleness of the sampler's weights."""
 
     sync_interval: Int = key(
@@ -154,7 +154,7 @@ def _no_group(text: str) -> str | None:
     return None if text in ("group", "prompt") or text[:9] == "metadata." != text else takes
 
 
-class ExperienceConfig(Block):
+class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
     store: str | None = key(

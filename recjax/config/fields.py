@@ -57,7 +57,7 @@ _TYPES = {
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 
 
-class Block(pydantic.BaseModel):
+class ConfigBlock(pydantic.BaseModel):
     """A block of keys: frozen, with no other keys and no conversion between types."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
@@ -83,7 +83,7 @@ def default_of(field: FieldInfo) -> Any:
     return field.default_factory() if field.default_factory else field.default
 
 
-def check_rules(config: Block, keys: Mapping[str, FieldInfo]) -> None:
+def check_rules(config: ConfigBlock, keys: Mapping[str, FieldInfo]) -> None:
     """Refuses keys that need another key which is not set, or exclude one that is set."""
 
     def value_of(name: str) -> Any:
@@ -100,7 +100,7 @@ def check_rules(config: Block, keys: Mapping[str, FieldInfo]) -> None:
         value = value_of(name)
         if value == default_of(field) or (value is None and value_of(name.rpartition(".")[0]) is None):
             continue
-        value = value.model_dump() if isinstance(value, Block) else value
+        value = value.model_dump() if isinstance(value, ConfigBlock) else value
         needed = [] if not needs else needs.split(" or ")
         it = "one of them" if len(needed) > 1 else "it"
         met = not needed or any(map(holds, needed))
@@ -109,10 +109,10 @@ def check_rules(config: Block, keys: Mapping[str, FieldInfo]) -> None:
             require(not holds(condition), name, value, f"does not work with {condition}; remove one of them")
 
 
-def block_of(annotation: Any) -> type[Block] | None:
+def block_of(annotation: Any) -> type[ConfigBlock] | None:
     """The block in an annotation such as `Block` or `Block | None`; None for plain values."""
     parts = (annotation, *typing.get_args(annotation))
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, Block)), None)
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
     return tuple(choice for part in typing.get_args(annotation) for choice in choices_of(part))
 
 
-def schema_keys(block: type[Block], prefix: str = "") -> dict[str, FieldInfo]:
+def schema_keys(block: type[ConfigBlock], prefix: str = "") -> dict[str, FieldInfo]:
     """Every dotted key of a block and its field, a nested block's keys after its own."""
     keys = {}
     for name, field in block.model_fields.items():
@@ -137,14 +137,14 @@ def takes(annotation: Any) -> str:
     is_list = typing.get_origin(annotation) is list
     if choices := choices_of(annotation):
         return ("a list of " if is_list else "") + ", ".join(choices)
-    if len(parts := parts_of(annotation)) > 1:
+    if len(parts := type_parts(annotation)) > 1:
         return " or ".join(map(takes, parts))
     if is_list:
         return f"a list of {_PLURALS[plain_type(typing.get_args(annotation)[0])]}"
     return _TYPES[plain_type(annotation)]
 
 
-def parts_of(annotation: Any) -> tuple:
+def type_parts(annotation: Any) -> tuple:
     """The types of a union, or the one type."""
     is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation) if is_union else (annotation,)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from recjax.config.fields import Block, block_of, default_of, takes
+from recjax.config.fields import ConfigBlock, block_of, default_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
@@ -29,7 +29,7 @@ class Section(NamedTuple):
     keys: list[Key]
 
 
-def sections(of: type[Block] = Config, name: str = "", rules: str = "") -> Iterator[Section]:
+def sections(of: type[ConfigBlock] = Config, name: str = "", rules: str = "") -> Iterator[Section]:
     """The block, then the blocks inside it, in the schema's order."""
     fields = of.model_fields
     keys = []
@@ -50,7 +50,7 @@ def _rules(field: FieldInfo) -> str:
     return f" Only with {needs}." * bool(needs) + f" Not with {excludes}." * bool(excludes)
 
 
-def as_text() -> str:
+def help_text() -> str:
     """For a terminal."""
     lines = []
     for section in sections():

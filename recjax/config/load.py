@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic
 
-from recjax.config.fields import Block, block_of, parts_of, plain_type, refusal
+from recjax.config.fields import ConfigBlock, block_of, plain_type, refusal, type_parts
 from recjax.config.schema import KEYS, Config
 from recjax.config.tasks import named_task
 from recjax.config.yaml_values import is_decimal, read_override, read_yaml_file, write_yaml
@@ -57,7 +57,7 @@ def make_config(values: Any, overrides: Sequence[str] = (), source: str = "confi
         raise ValueError("\n".join(_messages(error, merged, sources, source))) from None
 
 
-def _merge(into: dict, layer: Any, block: type[Block], prefix: str, source: str, sources: dict[str, str]) -> None:
+def _merge(into: dict, layer: Any, block: type[ConfigBlock], prefix: str, source: str, sources: dict[str, str]) -> None:
     """Puts a layer's values over those of earlier layers, and notes the source of each.
 
     An empty mapping as the value of a key that holds one empties it; other mappings are merged key by key.
@@ -105,7 +105,7 @@ def _literal(value: Any, annotation: Any, place: str) -> Any:
     Raises:
         ValueError: a text holds ${…}, which other tools replace and recjax does not.
     """
-    parts = parts_of(annotation)
+    parts = type_parts(annotation)
     if isinstance(value, dict | list):
         kind = type(value)
         of = next((typing.get_args(part)[-1] for part in parts if typing.get_origin(part) is kind), None)
@@ -148,7 +148,7 @@ def _parse_override(text: str) -> dict:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         raise ValueError(f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
-    parts = parts_of(KEYS[key].annotation) if key in KEYS else ()
+    parts = type_parts(KEYS[key].annotation) if key in KEYS else ()
     takes_yaml = any(block_of(part) or typing.get_origin(part) in (list, dict) for part in parts)
     try:
         value.encode()  # an argument that is not UTF-8
@@ -163,7 +163,7 @@ def _parse_override(text: str) -> dict:
 def unknown_keys(values: Any) -> list[str]:
     """Dotted keys of a file's content that the schema lacks."""
 
-    def unknown(values: Any, block: type[Block], prefix: str) -> Iterator[str]:
+    def unknown(values: Any, block: type[ConfigBlock], prefix: str) -> Iterator[str]:
         for key, value in values.items() if isinstance(values, dict) else ():
             if key not in block.model_fields:
                 yield f"{prefix}{key}"

@@ -5,7 +5,7 @@ import re
 from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import Block, Float, Int, checked, key, require_one, wrong_with_variables
+from recjax.config.fields import ConfigBlock, Float, Int, checked, key, require_one, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -27,7 +27,7 @@ def _no_pattern(text: str) -> str | None:
         return f"{text!r} is not a regular expression ({error}); correct the pattern"
 
 
-class DecoderShape(Block):
+class DecoderShape(ConfigBlock):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
     hidden_size: Int = key(64, "Width of the residual stream", ge=2)
@@ -37,7 +37,7 @@ class DecoderShape(Block):
     intermediate_size: Int = key(256, "Width of the MLP", ge=1)
 
 
-class LoraConfig(Block):
+class LoraConfig(ConfigBlock):
     """Low-rank adapters on frozen projections."""
 
     rank: Int = key(16, "Rank of the adapters", ge=1)
@@ -47,7 +47,7 @@ class LoraConfig(Block):
     )
 
 
-class ModelConfig(Block):
+class ModelConfig(ConfigBlock):
     """The policy: either `path` or `decoder`."""
 
     path: str | None = key(None, "Folder or hub name of a model in Hugging Face format")
@@ -90,7 +90,7 @@ class ModelConfig(Block):
             require(heads % shape.num_kv_heads == 0, "model.decoder.num_kv_heads", shape.num_kv_heads, remedy)
 
 
-class WarmStartConfig(Block):
+class WarmStartConfig(ConfigBlock):
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
 
     steps: Int = key(400, "Optimizer steps", ge=1)
@@ -102,7 +102,7 @@ class WarmStartConfig(Block):
 Size = checked(int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
 
 
-class MeshConfig(Block):
+class MeshConfig(ConfigBlock):
     """Layout of the devices; the three sizes multiply to the number of devices, and at most one -1 takes the rest."""
 
     data: Size = key(-1, "Devices that split the rows of a batch; each has all parameters")

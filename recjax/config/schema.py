@@ -11,7 +11,7 @@ from recjax.config.experience import ExperienceConfig, RegimeConfig, RolloutConf
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
-    Block,
+    ConfigBlock,
     Float,
     Int,
     check_rules,
@@ -26,7 +26,7 @@ from recjax.models.sampling import Sampling
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
 
 
-class AlgorithmConfig(Block):
+class AlgorithmConfig(ConfigBlock):
     """A preset, and changes to any of its axes: the axis function's `name` and options.
 
     The name is one of the axis' table or your own `module:function`; docs/objectives.md has both.
@@ -83,7 +83,7 @@ class AlgorithmConfig(Block):
             raise ValueError(f"algorithm.{error}") from error
 
 
-class OptimizerConfig(Block):
+class OptimizerConfig(ConfigBlock):
     """AdamW with a schedule and clipping of the gradient's global norm."""
 
     learning_rate: Float = key(1e-6, "Learning rate of AdamW after the warm-up", ge=0, le=1)
@@ -103,7 +103,7 @@ class OptimizerConfig(Block):
         require(self.warmup_steps < steps, "optimizer.warmup_steps", self.warmup_steps, remedy)
 
 
-class TrainingConfig(Block):
+class TrainingConfig(ConfigBlock):
     """Length of the run, micro-batches and checkpoints."""
 
     steps: Int = key(100, "Optimizer steps", ge=1)
@@ -149,7 +149,7 @@ def _no_temperature(value: float) -> str | None:
     return None if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE else takes
 
 
-class EvaluationConfig(Block):
+class EvaluationConfig(ConfigBlock):
     """Sampled accuracy on held-out problems."""
 
     every: Int = key(50, "Optimizer steps between evaluations; 0: only before and after training", ge=0)
@@ -174,7 +174,7 @@ class EvaluationConfig(Block):
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-class SamplesConfig(Block):
+class SamplesConfig(ConfigBlock):
     """Training completions that recjax keeps in the run's folder, for python -m recjax.samples."""
 
     every: Int = key(25, "Keep completions of every Nth batch; 0: keep none", ge=0)
@@ -182,7 +182,7 @@ class SamplesConfig(Block):
     megabytes: Float = key(64.0, "Limit of all kept completions; recjax keeps no more after that", gt=0)
 
 
-class TrackingConfig(Block):
+class TrackingConfig(ConfigBlock):
     """Trackers that get metrics, config, figures and samples; a tracker that is down does not stop the run.
 
     A mapping holds the arguments of the module's `init`.
@@ -196,7 +196,7 @@ class TrackingConfig(Block):
     )
 
 
-class Config(Block):
+class Config(ConfigBlock):
     """A whole run."""
 
     seed: Int = key(0, "Seed of data order, sampling and initial parameters", ge=0, le=2**32 - 1)

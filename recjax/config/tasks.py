@@ -4,7 +4,7 @@ import difflib
 from typing import Any, Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import Block, Float, Int, Place, block_of, checked, key, require_one
+from recjax.config.fields import ConfigBlock, Float, Int, Place, block_of, checked, key, require_one
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
@@ -12,7 +12,7 @@ _SOURCE = "Hub data set, folder with its files, or one file as for task.file"
 _HELD_OUT = "null: recjax holds out a third of train, at most 1,024 problems"
 
 
-class ArithmeticTask(Block):
+class ArithmeticTask(ConfigBlock):
     """Questions with one integer as the answer."""
 
     problems: list[str] = key(lambda: ["10..99 + 10..99"], "Kinds of problems: A..B op C..D, with op + - or *")
@@ -21,7 +21,7 @@ class ArithmeticTask(Block):
     worked: bool = key(False, "Answers of sums show the columns and carries first: 7+5+0=12;4+8+1=13;132")
 
 
-class FileTask(Block):
+class FileTask(ConfigBlock):
     """Problems from your own files: JSON Lines, JSON or Parquet."""
 
     train: str = key(..., ".jsonl, .ndjson, .json (each also as .gz) or .parquet file of training problems")
@@ -32,35 +32,35 @@ class FileTask(Block):
     chat: bool = key(False, "Render text prompts with the model's chat template, as recjax does for lists of messages")
 
 
-class Gsm8kTask(Block):
+class Gsm8kTask(ConfigBlock):
     """GSM8K: word problems with a number as the answer."""
 
     train: str = key("openai/gsm8k", _SOURCE)
     evaluation: str | None = key("openai/gsm8k", f"{_SOURCE}; {_HELD_OUT}")
 
 
-class MathTask(Block):
+class MathTask(ConfigBlock):
     """MATH: competition problems; evaluated on MATH-500."""
 
     train: str = key("DigitalLearningGmbH/MATH-lighteval", _SOURCE)
     evaluation: str | None = key("HuggingFaceH4/MATH-500", f"{_SOURCE}; {_HELD_OUT}")
 
 
-class GuruMathTask(Block):
+class GuruMathTask(ConfigBlock):
     """Guru-Math: the mathematics part of Guru."""
 
     train: str = key("LLM360/guru-RL-92k", _SOURCE)
     evaluation: str | None = key("LLM360/guru-RL-92k", f"{_SOURCE}; {_HELD_OUT}")
 
 
-class ToolAceTask(Block):
+class ToolAceTask(ConfigBlock):
     """ToolACE: every turn of a conversation in which the assistant calls functions."""
 
     train: str = key("Team-ACE/ToolACE", _SOURCE)
     evaluation: str | None = key(None, f"{_SOURCE}; {_HELD_OUT}")
 
 
-class ReasoningGymTask(Block):
+class ReasoningGymTask(ConfigBlock):
     """Problems of one generator of the package reasoning_gym."""
 
     name: str = key(..., "Generator, such as letter_counting")
@@ -77,7 +77,7 @@ def _no_agent(text: str) -> str | None:
     return None if text in ("tools", "environment") or ":" in text else "takes module:function, tools or environment"
 
 
-class TaskConfig(Block):
+class TaskConfig(ConfigBlock):
     """Problems and their rewards. A text in place of the block names a task: task: gsm8k.
 
     The text replaces the whole block by the task with its defaults; `reasoning_gym:letter_counting` names a generator
@@ -182,7 +182,7 @@ def named_task(value: Any) -> Any:
 TASKS = tuple(name for name, field in TaskConfig.model_fields.items() if block_of(field.annotation))
 
 
-class GradingConfig(Block):
+class GradingConfig(ConfigBlock):
     """Worker processes that run built-in rewards; a completion past a limit gets reward 0 and is counted."""
 
     workers: Int = key(2, "Worker processes", ge=1)

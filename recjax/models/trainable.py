@@ -48,7 +48,7 @@ def merged(config: DecoderConfig, params: dict) -> dict:
     return unflatten(whole)
 
 
-def split(params: dict, config: ModelConfig) -> tuple[dict, dict]:
+def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
     """The trained parameters and the frozen parameters.
 
     Raises:

@@ -22,7 +22,7 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_fol
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules
-from recjax.models.trainable import adapted, in_compute_dtype, split
+from recjax.models.trainable import adapted, in_compute_dtype, split_params
 from recjax.planning.program_costs import Traffic, collectives, matmul_flops
 from recjax.planning.sampling import Executable, SamplingPlan, executables, sampling_of
 from recjax.planning.targets import Target
@@ -125,7 +125,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
             shape = scratch_config(config.model.decoder, len(tokenizer()))
         shape = adapted(shape, config.model.lora) if config.model.lora else shape
         decoder = Decoder(shape, compute_dtype(config.model.dtype), config.model.remat)
-        return Model(decoder, *split(abstract_params(shape), config.model))
+        return Model(decoder, *split_params(abstract_params(shape), config.model))
 
     task = reached(lambda: load_task(config))
     # A decoder made from scratch has the task's characters as its vocabulary.

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recjax.serving.answering import Answering, Job
-from recjax.serving.bodies import CompletionReward, Reward, read
+from recjax.serving.bodies import CompletionReward, RewardBody, read_body
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.numbers import CONTENT_TYPE, Numbers
 from recjax.serving.refusals import Refused
@@ -107,14 +107,14 @@ class Server:
 
     async def feedback(self, request: Request) -> Response:
         """Takes a reward for a completion, by the id of its reply or of its row."""
-        recorder, body = self.answering.require_recorder(), read(CompletionReward, await _body(request))
+        recorder, body = self.answering.require_recorder(), read_body(CompletionReward, await _body(request))
         row = body.id if "/" in body.id else recorder.book.row_of(body.id, body.index)
         return await self._rewarded(row, body.feedback())
 
     async def session_reward(self, request: Request) -> Response:
         """Takes the reward of a session."""
         self.answering.require_recorder()
-        body = read(Reward, await _body(request))
+        body = read_body(RewardBody, await _body(request))
         return await self._rewarded(session_row(_session(request)), body.feedback())
 
     async def _rewarded(self, row: str, given: Feedback) -> Response:

@@ -32,7 +32,7 @@ class Body(pydantic.BaseModel):
 T = TypeVar("T", bound=Body)
 
 
-def read(kind: type[T], values: Any) -> T:
+def read_body(kind: type[T], values: Any) -> T:
     """Parses a body.
 
     Raises:
@@ -75,17 +75,17 @@ def fits(of: Any, takes: str, check: Callable[[Any], bool] = lambda value: True)
     return Annotated[of, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
 
 
-def whole(low: int, high: int) -> Any:
+def whole_field(low: int, high: int) -> Any:
     """A whole number."""
     return fits(int, f"a whole number from {low} to {high}", lambda value: low <= value <= high)
 
 
-def number(takes: str, check: Callable[[float], bool]) -> Any:
+def number_field(takes: str, check: Callable[[float], bool]) -> Any:
     """A finite number."""
     return fits(float, takes, lambda value: math.isfinite(value) and check(value))
 
 
-def text(most: int) -> Any:
+def text_field(most: int) -> Any:
     """Text of at most `most` characters."""
     return fits(str, f"text of at most {most} characters", lambda value: len(value) <= most)
 
@@ -97,7 +97,7 @@ def neutral(*values: Any) -> Any:
 
 
 Flag = fits(bool, "true or false")
-TokenLimit = whole(1, 2**31 - 1)
+TokenLimit = whole_field(1, 2**31 - 1)
 
 
 def _bounded(value: float) -> float:
@@ -125,7 +125,7 @@ def _are_stops(value: Any) -> bool:
 
 
 def _is_metadata(value: dict[str, str]) -> bool:
-    return len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items())
+    return len(value) <= 16 and all(len(name) <= 64 and len(text_field) <= 512 for name, text_field in value.items())
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -139,14 +139,14 @@ class StreamOptions(Body):
     continuous_usage_stats: Flag = False
 
 
-class Reply(Body):
+class ReplyBody(Body):
     """Keys about the reply as a whole."""
 
-    model: text(1024) = None
+    model: text_field(1024) = None
     stream: Flag = False
     stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
     return_token_ids: Flag = False
-    user: text(512) = None
+    user: text_field(512) = None
     metadata: fits(
         dict[str, str],
         "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
@@ -154,21 +154,21 @@ class Reply(Body):
     ) = {}
 
 
-class Sampled(Body):
+class SampledBody(Body):
     """Keys about the sampling of completions."""
 
-    temperature: number(
+    temperature: number_field(
         f"0, for the most likely tokens, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
         lambda value: value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE,
     ) = 1.0
-    top_p: number("a number above 0 and at most 1", lambda value: 0 < value <= 1) = 1.0
-    top_k: whole(-1, 2**31 - 1) = 0
-    min_p: number("a number from 0 to 1", lambda value: 0 <= value <= 1) = 0.0
-    n: whole(1, MOST_CHOICES) = 1
+    top_p: number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1) = 1.0
+    top_k: whole_field(-1, 2**31 - 1) = 0
+    min_p: number_field("a number from 0 to 1", lambda value: 0 <= value <= 1) = 0.0
+    n: whole_field(1, MOST_CHOICES) = 1
     stop: fits(
         Any, f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each", _are_stops
     ) = []
-    seed: whole(-(2**63), 2**63 - 1) = None
+    seed: whole_field(-(2**63), 2**63 - 1) = None
     presence_penalty: neutral(0) = None
     frequency_penalty: neutral(0) = None
     repetition_penalty: neutral(1) = None
@@ -182,7 +182,7 @@ class Sampled(Body):
         return Sampling(self.temperature, max(self.top_k, 0), self.top_p, self.min_p)
 
 
-class Chat(Reply, Sampled):
+class Chat(ReplyBody, SampledBody):
     """The body of /v1/chat/completions."""
 
     messages: fits(list, "a list of messages", bool)
@@ -204,64 +204,64 @@ class Chat(Reply, Sampled):
     store: neutral(True) = None
 
 
-class Text(Reply, Sampled):
+class Text(ReplyBody, SampledBody):
     """The body of /v1/completions."""
 
     prompt: fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
     max_tokens: TokenLimit = 16
     # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
-    logprobs: whole(0, 1) = None
+    logprobs: whole_field(0, 1) = None
     echo: neutral(False) = None
     suffix: neutral("") = None
     best_of: neutral(1) = None
 
 
-class Parameters(Sampled):
+class Parameters(SampledBody):
     """`sampling_params` of /inference/v1/generate."""
 
     max_tokens: TokenLimit = 16
-    logprobs: whole(0, 1) = None
+    logprobs: whole_field(0, 1) = None
     detokenize: neutral(True) = None
     skip_special_tokens: neutral(True, False) = None
     ignore_eos: neutral(False) = None
     min_tokens: neutral(0) = None
 
 
-class Generate(Reply):
+class Generate(ReplyBody):
     """The body of vLLM's /inference/v1/generate: tokens in, tokens out."""
 
     token_ids: fits(Any, "token ids, at least one", _are_token_ids)
     sampling_params: Parameters = pydantic.Field(Parameters(), description="an object")
     stream: neutral(False) = False
-    request_id: text(256) = None
+    request_id: text_field(256) = None
     priority: neutral(0) = None
     features: neutral() = None
     cache_salt: neutral() = None
     kv_transfer_params: neutral() = None
 
 
-class Reward(Body):
+class RewardBody(Body):
     """The body of a session's reward."""
 
-    reward: number(f"a number of at most {MOST_REWARD:g} either way", is_finite_number)
+    reward: number_field(f"a number of at most {MOST_REWARD:g} either way", is_finite_number)
     reward_parts: fits(
         dict[Annotated[str, pydantic.Field(min_length=1)], Annotated[float, pydantic.AfterValidator(_bounded)]],
         "an object of at most 64 numbers by name",
         lambda value: 0 < len(value) <= 64,
     ) = None
     accurate: Flag = None
-    comment: text(10_000) = None
+    comment: text_field(10_000) = None
 
     def feedback(self) -> Feedback:
         """The reward without the key of its completion."""
         return Feedback(self.reward, self.reward_parts, self.accurate, self.comment)
 
 
-class CompletionReward(Reward):
+class CompletionReward(RewardBody):
     """The body of a completion's reward."""
 
-    id: text(512)
-    index: whole(0, 2**31 - 1) = None
+    id: text_field(512)
+    index: whole_field(0, 2**31 - 1) = None
 
 
 class Asked(NamedTuple):
@@ -302,7 +302,7 @@ def read_chat(values: Any) -> Asked:
     Raises:
         Refused: with the invalid key.
     """
-    body = read(Chat, values)
+    body = read_body(Chat, values)
     return _asked(body, body)._replace(
         messages=[_message(message) for message in body.messages],
         tools=None if body.tool_choice == "none" else body.tools or None,
@@ -318,7 +318,7 @@ def read_text(values: Any) -> Asked:
     Raises:
         Refused: with the invalid key.
     """
-    body = read(Text, values)
+    body = read_body(Text, values)
     prompt = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
     if len(prompt) > MOST_CHOICES:
         raise Refused(400, f"prompt: {len(prompt)} prompts at once; give {MOST_CHOICES} at most", param="prompt")
@@ -336,11 +336,11 @@ def read_generate(values: Any) -> Asked:
     Raises:
         Refused: with the invalid key.
     """
-    body = read(Generate, values)
+    body = read_body(Generate, values)
     return _asked(body, body.sampling_params)._replace(prompts=[np.array(body.token_ids, np.int32)], token_ids=True)
 
 
-def _asked(reply: Reply, sampled: Sampled) -> Asked:
+def _asked(reply: ReplyBody, sampled: SampledBody) -> Asked:
     """The request without prompts."""
     metadata = {"metadata": reply.metadata, "user": reply.user}
     return Asked(

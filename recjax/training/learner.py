@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from recjax.experience.batch import Batch
 from recjax.hub.policy import load_teacher
 from recjax.models.placement import constrain_params, put_rows
-from recjax.models.trainable import combine, in_compute_dtype, split
+from recjax.models.trainable import combine, in_compute_dtype, split_params
 from recjax.training import rounds
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.layout import packed_batch
@@ -32,7 +32,7 @@ class Learner:
             params: all of the policy's parameters in float32.
         """
         config, decoder = run.config, run.policy.decoder
-        params, frozen = split(params, config.model)
+        params, frozen = split_params(params, config.model)
         teacher = load_teacher(config, run.policy.tokenizer)
         self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
         steps = config.training.steps

@@ -241,7 +241,7 @@ def _evaluated(run: Run, state: State, name: str, writer: MetricsWriter) -> dict
 
 def _saved(run: Run, state: State, manager: ocp.CheckpointManager, writer: MetricsWriter) -> State:
     """Waits for all grades, writes a checkpoint, and returns the state that it holds."""
-    state = state._replace(queue=rounds.graded(run, state.queue, all_of_them=True))
+    state = state._replace(queue=rounds.add_due_grades(run, state.queue, all_of_them=True))
     with run.phases.phase("checkpoint"):
         seconds = {"seconds": dict(run.phases.totals), "wall_seconds": run.phases.wall_seconds}
         state = state._replace(totals=state.totals | seconds | {"metrics": writer.written})

@@ -173,7 +173,7 @@ def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]
         `regime.max_staleness` unless this step waits for it.
     """
     config, settings = run.config, run.settings
-    state = state._replace(queue=graded(run, state.queue))
+    state = state._replace(queue=add_due_grades(run, state.queue))
     queue = queues.deliver(state.queue, step, settings)
     count = run.own[0]
     later, groups = queues.take(queue, count, step, config.seed, settings)
@@ -184,7 +184,7 @@ def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]
     return state._replace(queue=later), groups
 
 
-def graded(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
+def add_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
     """Waits for the grades that are due, or for all, records their batches, and returns the queue."""
     with run.phases.phase("score"):
         queue, batches = queues.wait_for_grades(queue, all_of_them)

@@ -20,7 +20,7 @@ from recjax.experience.stored_groups import ByPrompt
 from recjax.hub.policy import Policy, Teacher, load_params, policy_alone
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
-from recjax.models.trainable import in_compute_dtype, split, with_adapters
+from recjax.models.trainable import in_compute_dtype, split_params, with_adapters
 from recjax.rollout.agents import Agents
 from recjax.rollout.generators import Generators
 from recjax.rollout.shared_generators import SharedGenerators, generators_of
@@ -177,7 +177,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
-        split(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
+        split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
     policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))

@@ -21,7 +21,7 @@ from recjax.hub.tokenizers import stop_token_ids
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import on_host, put_params
-from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split
+from recjax.models.trainable import adapted, combine, flatten, in_compute_dtype, merged, split_params
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task
 from recjax.training.checkpoint import check_whole, newest_whole, none_whole, progress, steps_of
@@ -168,7 +168,7 @@ def checkpoint_reader(run: Path, config: Config) -> tuple[Policy, Callable[[int]
         trained = abstract_params(policy.decoder.config)
     else:
         policy, params = _initial(config)
-        trained, constant = split(on_host(params), config.model)
+        trained, constant = split_params(on_host(params), config.model)
     decoder_config = policy.decoder.config
     plain = policy._replace(decoder=policy.decoder.clone(config=dataclasses.replace(decoder_config, lora=None)))
 
@@ -201,7 +201,7 @@ def run_adapters(run: Path, config: Config, step: int | None = None) -> tuple[in
     """
     decoder_config = adapted(policy_alone(config, "").decoder.config, config.model.lora)
     step = _whole_step(run, config, step)
-    return step, decoder_config, _restored(run, step, split(abstract_params(decoder_config), config.model)[0])
+    return step, decoder_config, _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
 
 
 def _whole_step(run: Path, config: Config, step: int | None) -> int:

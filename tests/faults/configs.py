@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from recjax.config import KEYS, load_config
-from recjax.config.fields import Block, block_of
+from recjax.config.fields import ConfigBlock, block_of
 
 CONFIG = "experiments/quickstart.yaml"
 VALUES = (
@@ -55,7 +55,7 @@ def outcome(key: str, text: str) -> str:
 def fits(key: str, value: Any) -> bool:
     """Whether a loaded value is of its key's type."""
     annotation = KEYS[key].annotation
-    if value is None or (block_of(annotation) and isinstance(value, Block)):
+    if value is None or (block_of(annotation) and isinstance(value, ConfigBlock)):
         return True
     if isinstance(value, float):
         return value == value and (abs(value) < 1e20 or value == float("inf"))

@@ -17,7 +17,7 @@ from recjax.models.trainable import (
     in_compute_dtype,
     is_adapter,
     merged,
-    split,
+    split_params,
     unflatten,
     with_adapters,
 )
@@ -79,7 +79,7 @@ def test_merged_kernels_give_the_same_scores(targets):
 def test_gradients_of_adapters_are_those_of_the_whole_kernel_by_the_chain_rule():
     decoder, params = with_adapters(Decoder(CONFIG), PARAMS, LORA, jax.random.key(0))
     params = noisy_adapters(params)
-    trainable, frozen = split(params, ModelConfig(lora=LORA))
+    trainable, frozen = split_params(params, ModelConfig(lora=LORA))
 
     def loss(scores):
         return jnp.sum(jnp.sin(scores))
@@ -98,10 +98,10 @@ def test_split_parts_share_nothing_and_combine_to_the_whole():
         decoder, params = Decoder(CONFIG), PARAMS
         if config.lora:
             decoder, params = with_adapters(decoder, params, config.lora, jax.random.key(0))
-        trainable, frozen = split(params, config)
+        trainable, frozen = split_params(params, config)
         assert not flatten(trainable).keys() & flatten(frozen).keys()
         chex.assert_trees_all_equal(combine(trainable, frozen), params)
-    assert set(flatten(split(PARAMS, ModelConfig(freeze=["embedding", "^layers/(query|key)/"]))[1])) == {
+    assert set(flatten(split_params(PARAMS, ModelConfig(freeze=["embedding", "^layers/(query|key)/"]))[1])) == {
         "embedding/embedding",
         *(f"layers/{name}/{kind}" for name in ("query", "key") for kind in ("kernel", "bias")),
     }
@@ -116,7 +116,7 @@ def test_split_parts_share_nothing_and_combine_to_the_whole():
 )
 def test_freezing_what_is_not_there_or_everything_is_refused(freeze, message):
     with pytest.raises(ValueError, match=message):
-        split(PARAMS, ModelConfig(freeze=freeze))
+        split_params(PARAMS, ModelConfig(freeze=freeze))
 
 
 def test_a_copy_in_the_compute_dtype_is_the_same_policy():

@@ -13,7 +13,7 @@ from recjax.config import RegimeConfig, load_config
 from recjax.experience.batch import sampled_shape
 from recjax.hub import policy
 from recjax.models.logprobs import Sampling
-from recjax.models.trainable import split
+from recjax.models.trainable import split_params
 from recjax.planning.dry_run import compact, count, dry_run, first_steps, print_dry_run, show_dry_run
 from recjax.planning.programs import batch_arrays
 from recjax.planning.targets import ACCELERATORS
@@ -108,7 +108,7 @@ def test_what_the_network_does_not_bring_is_a_note_and_no_error(tiny, no_weights
 def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options):
     config = tiny(*options, "regime.sync_interval=2")
     result, (run, params) = dry_run(config), prepare(config)
-    trained, frozen = split(params, config.model)
+    trained, frozen = split_params(params, config.model)
     assert jax.tree.map(jnp.shape, (trained, frozen)) == jax.tree.map(
         lambda leaf: leaf.shape, (result.model.trained, result.model.frozen)
     )

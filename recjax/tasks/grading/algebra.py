@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 
 from recjax.tasks.grading import syntax, values
-from recjax.tasks.grading.notation import split
+from recjax.tasks.grading.notation import split_outside_brackets
 from recjax.tasks.grading.tree import Node, Unreadable, contains, names, number
 
 OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
@@ -21,7 +21,7 @@ _NUMBER_SETS["R^+"] = sympy.Interval.open(0, sympy.oo)
 _MOST_PARTS = 80  # of an equation to factor or an inequality to solve
 
 
-def pairs(relation: Node) -> list[tuple[str, Node, Node]]:
+def relation_pairs(relation: Node) -> list[tuple[str, Node, Node]]:
     """Splits a chain such as a < b < c into single statements; > and similar operators are turned to < and so on."""
     operators, sides = relation.args
     triples = zip(operators, sides, sides[1:], strict=False)
@@ -100,11 +100,11 @@ def _region_of(text: str) -> tuple[str | None, sympy.Set]:
     """The variable, or None if the text names none, and the union of the regions that "or" separates."""
     parts = []
     for part in OR.split(text):
-        statements = split(_AND.sub(",", part))
+        statements = split_outside_brackets(_AND.sub(",", part))
         name, unequal, _ = statements[0].partition("\\neq")
         if unequal:  # "x\\neq 1, 2 and x > 0" is three statements about x
             statements = [each if re.search(r"\\|[<>A-Za-z]", each) else f"{name}\\neq {each}" for each in statements]
-        regions = [_region(syntax.read(statement)) for statement in statements]
+        regions = [_region(syntax.parse_math(statement)) for statement in statements]
         if len(regions) > 1 and (len({name for name, _ in regions}) > 1 or regions[0][0] is None):
             raise Unreadable("no region")
         parts.append((regions[0][0], sympy.Intersection(*(region for _, region in regions))))
@@ -150,7 +150,7 @@ def _solved(relation: Node) -> tuple[str, sympy.Set]:
         raise Unreadable("not of one unknown")
     (name,) = unknown
     region = sympy.S.Reals
-    for operator, a, b in pairs(relation):
+    for operator, a, b in relation_pairs(relation):
         variable = Node("name", (name,))
         if operator == r"\neq" and variable in (a, b):
             region -= sympy.FiniteSet(_constant(b if a == variable else a))

@@ -20,7 +20,7 @@ _ROUNDED = re.compile(r"(?P<exact>[^=]+?) ?\\approx ?(?P<decimal>-?[\d.,]+)")
 _INFINITE = Node("name", (r"\infty",))
 
 
-def same(truth: str, given: str, stated: Quantity | None) -> bool:
+def same_expression(truth: str, given: str, stated: Quantity | None) -> bool:
     """True if an answer equals the true answer; both are in the notation of `notation.plain`.
 
     Args:
@@ -93,7 +93,7 @@ def _words_fit(truth: str, given: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _read(text: str) -> Node | None:
-    return syntax.read(text)
+    return syntax.parse_math(text)
 
 
 # --- Expressions and equations.
@@ -153,7 +153,7 @@ def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
     (operators, sides), (others, parts) = wanted.args, said.args
     if {*operators} == {*others} == {"="} and len(sides) == len(parts) > 2:
         return algebra.matched(sides, parts, values.equal)
-    pairs, answers = algebra.pairs(wanted), algebra.pairs(said)
+    pairs, answers = algebra.relation_pairs(wanted), algebra.relation_pairs(said)
     if len(pairs) > 1 or len(answers) > 1:
         return len(pairs) == len(answers) and algebra.matched(pairs, answers, _same_pair)
     if operators == others == ("=",):
@@ -161,7 +161,7 @@ def _same_relation(wanted: Node, said: Node, is_periodic: bool) -> bool:
         value, got = _value_of(wanted), _value_of(said)
         if value is not None and got is not None and values.equal(sides[0], said.args[1][0]):
             return _same(value, got, is_periodic)
-    return _same_pair(*algebra.pairs(wanted), *algebra.pairs(said))
+    return _same_pair(*algebra.relation_pairs(wanted), *algebra.relation_pairs(said))
 
 
 def _in_the_same_letters(wanted: Node, said: Node) -> Node:
@@ -194,5 +194,5 @@ def _same_pair(wanted: tuple[str, Node, Node], said: tuple[str, Node, Node]) -> 
     return operator not in algebra.ORDERS and algebra.same_factors(whole, answer)
 
 
-# A forkserver imports this module and forks the workers. This call makes it do the setup of the first comparison.
-same(r"\frac{1}{2}x", plain("0.5x"), None)
+# The workers' program imports this module before it forks. This call does the setup of the first comparison.
+same_expression(r"\frac{1}{2}x", plain("0.5x"), None)

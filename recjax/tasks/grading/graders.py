@@ -20,7 +20,7 @@ class Grader(NamedTuple):
     parse: str
 
 
-def graded(function: str, *row: Any) -> dict[str, float] | str | None:
+def grade_row(function: str, *row: Any) -> dict[str, float] | str | None:
     """Runs in a worker: calls `grade` or `parse` of a Grader; returns plain values."""
     result = pkgutil.resolve_name(function)(*row)
     if isinstance(result, Mapping):

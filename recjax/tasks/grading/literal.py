@@ -5,8 +5,8 @@ Each function returns True or False, or None if the truth is not of its kind.
 
 import re
 
-from recjax.tasks.grading.notation import split, squeezed, words_of
-from recjax.tasks.grading.quantities import quantity, same
+from recjax.tasks.grading.notation import split_outside_brackets, squeezed, words_of
+from recjax.tasks.grading.quantities import quantity, same_quantity
 
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer):? ?)?(?P<text>\\text ?\{ ?)?"
@@ -64,7 +64,7 @@ def _as_congruence(truth: str, given: str) -> bool | None:
         return False
     if said["name"] and wanted["name"] and squeezed(said["name"]) != squeezed(wanted["name"]):
         return False
-    residues = [[quantity(value) for value in split(match["values"])] for match in (wanted, said)]
+    residues = [[quantity(value) for value in split_outside_brackets(match["values"])] for match in (wanted, said)]
     if None in residues[0] + residues[1]:
         return False
     classes = [{number.value % modulus for number in each} for each in residues]
@@ -141,4 +141,4 @@ def _as_ratio(truth: str, given: str) -> bool | None:
 
 def _is_number(truth: str, given: str) -> bool:
     wanted, said = quantity(truth), quantity(given)
-    return wanted is not None and said is not None and same(wanted, said)
+    return wanted is not None and said is not None and same_quantity(wanted, said)

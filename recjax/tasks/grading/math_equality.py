@@ -10,8 +10,8 @@ import re
 
 from recjax.tasks.grading import algebra, expressions, literal
 from recjax.tasks.grading.literal import TEXT
-from recjax.tasks.grading.notation import plain, split, squeezed
-from recjax.tasks.grading.quantities import Quantity, quantity, same
+from recjax.tasks.grading.notation import plain, split_outside_brackets, squeezed
+from recjax.tasks.grading.quantities import Quantity, quantity, same_quantity
 from recjax.tasks.grading.structures import Structure, structure
 
 _NAME = (
@@ -71,7 +71,7 @@ def _same(truth: str, given: str, finished: bool) -> bool:
     taken, said = _spread(truth), _spread(unnamed(given))
     if taken is not None and (decided := _same_structure(taken, said, given, finished)) is not None:
         return decided
-    return expressions.same(truth, given, quantity(unnamed(given)))
+    return expressions.same_expression(truth, given, quantity(unnamed(given)))
 
 
 def _in_one_form(truth: str, given: str) -> tuple[str, str]:
@@ -95,7 +95,7 @@ def _in_one_form(truth: str, given: str) -> tuple[str, str]:
 
 def _assigned(match: re.Match) -> str:
     """Rewrites (x,y)=(1,2) as x=1,y=2."""
-    return ",".join(map("=".join, itertools.zip_longest(*map(split, match.groups()), fillvalue="")))
+    return ",".join(map("=".join, itertools.zip_longest(*map(split_outside_brackets, match.groups()), fillvalue="")))
 
 
 def _without_thousands(text: str) -> str:
@@ -142,17 +142,17 @@ def _is_number(truth: str, number: Quantity, given: str, finished: bool) -> bool
     if ":" in truth:
         given = re.sub(r"^(\d+) to (\d+)$", r"\1:\2", given)
     if (said := quantity(given)) is not None:
-        return same(number, said)
-    if len(split(given, "=")) > 1:
+        return same_quantity(number, said)
+    if len(split_outside_brackets(given, "=")) > 1:
         # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
-        parts = [quantity(part) for part in split(given, "=")]
-        return None not in parts and all(same(number, part) for part in parts)
+        parts = [quantity(part) for part in split_outside_brackets(given, "=")]
+        return None not in parts and all(same_quantity(number, part) for part in parts)
     if number.units and (match := re.fullmatch(r"([\d.,]+) ([A-Za-z].*)", given)):
         said = quantity(rf"{match[1]}\text{{{match[2]}}}")  # 5 N is a quantity if the truth has a unit too
-        return said is not None and same(number, said)
+        return said is not None and same_quantity(number, said)
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
         return expressions.same_angle(number, given)
-    return not finished and r"\pm" not in given and expressions.same(truth, given, None)
+    return not finished and r"\pm" not in given and expressions.same_expression(truth, given, None)
 
 
 # --- Sets, lists, tuples, intervals, matrices.

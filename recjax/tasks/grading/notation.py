@@ -123,7 +123,7 @@ def _inner(text: str) -> str:
             inside = text[len(opening) : len(text) - len(closing)]
             if text.startswith(opening) and text.endswith(closing) and inside.strip() and not inside.endswith("\\"):
                 text = inside
-        if text.startswith("{") and braced(text) == text[1:-1] and len(split(text[1:-1])) == 1:
+        if text.startswith("{") and braced(text) == text[1:-1] and len(split_outside_brackets(text[1:-1])) == 1:
             text = text[1:-1]
         text = re.sub(r"(?<!\.)\.$|(?<!\\)\\$|^\*\*", "", text)
     return text.replace(r"\$", "$")
@@ -144,7 +144,7 @@ def depths(text: str) -> Iterator[int]:
     return itertools.accumulate((character in "([{") - (character in ")]}") for character in text)
 
 
-def split(text: str, separators: str = ",;") -> list[str]:
+def split_outside_brackets(text: str, separators: str = ",;") -> list[str]:
     """Splits a text at separators that are outside all brackets, and strips the parts."""
     places = [place for place, depth in enumerate(depths(text)) if depth == 0 and text[place] in separators]
     ends = zip([-1, *places], [*places, len(text)], strict=True)

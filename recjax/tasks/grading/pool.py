@@ -9,7 +9,7 @@ import numpy as np
 
 from recjax.config import Config
 from recjax.tasks.grading.custom import Row, custom_parts
-from recjax.tasks.grading.graders import GRADERS, graded
+from recjax.tasks.grading.graders import GRADERS, grade_row
 from recjax.tasks.grading.reward import LENGTH, MOST_REWARD, OVERLONG, Reward, check_parts
 from recjax.tasks.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.workers import CallFailed, Workers
@@ -159,7 +159,7 @@ class Grading:
         """
         limit = self._config.grading.max_characters
         calls = [
-            self._workers.call(graded, function, whole_reply(opening, row[0]), *row[1:])
+            self._workers.call(grade_row, function, whole_reply(opening, row[0]), *row[1:])
             if len(row[0]) <= limit
             else None
             for row, opening in zip(rows, openings, strict=True)

@@ -212,7 +212,7 @@ def named_unit(text: str, beside_a_number: bool = True) -> tuple[Unit, ...]:
     return () if "\\" in bare else units(_without_text(said))
 
 
-def same(truth: Quantity, given: Quantity) -> bool:
+def same_quantity(truth: Quantity, given: Quantity) -> bool:
     """True if a quantity equals the true one; see docs/rewards.md."""
     if truth.percent is not given.percent:
         if truth.units and given.units:

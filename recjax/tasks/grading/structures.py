@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from recjax.tasks.grading.notation import depths, split
+from recjax.tasks.grading.notation import depths, split_outside_brackets
 
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
 _BRACKETED = re.compile(r"[(\[]? ?(\\begin\{array\}.*\\end\{array\}) ?[)\]]?")
@@ -36,22 +36,24 @@ def structure(text: str) -> Structure | None:
     if match := _CASES.fullmatch(text):
         return Structure("list", [_case(row) for row in re.split(r"\\\\", match[2]) if row.strip()])
     if match := re.fullmatch(r"\\langle (.*)\\rangle", text):
-        return Structure("<>", split(match[1]))
+        return Structure("<>", split_outside_brackets(match[1]))
     if match := _MATRIX.fullmatch(text):
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
         return Structure("matrix", [[item.strip() for item in row.split("&")] for row in rows])
     if _ROWS.fullmatch(text):
-        inner = split(text[1:-1].strip())
+        inner = split_outside_brackets(text[1:-1].strip())
         if all(row.strip()[:1] == "[" and row.strip()[-1:] == "]" for row in inner):
-            return Structure("matrix", [[item.strip() for item in split(row.strip()[1:-1])] for row in inner])
+            return Structure(
+                "matrix", [[item.strip() for item in split_outside_brackets(row.strip()[1:-1])] for row in inner]
+            )
     if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
         return Structure("{}", [])
     if match := re.fullmatch(r"([\[\]]) ?([^\[\]()]*,[^\[\]()]*?) ?([\[\]])", text):
         # In the French notation, ]1,2[ is an open interval.
         kind = {"[": "[", "]": "("}[match[1]] + {"]": "]", "[": ")"}[match[3]]
-        return Structure(kind, split(match[2]))
+        return Structure(kind, split_outside_brackets(match[2]))
     # "x<1 or x>2" is one region and not a list.
-    items = split(text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text))
+    items = split_outside_brackets(text if re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text) else _WORDED.sub(",", text))
     if len(items) > 1 and all(items):
         return Structure("list", items)
     if not (match := _ENCLOSED.fullmatch(text)):
@@ -60,7 +62,7 @@ def structure(text: str) -> Structure | None:
     levels = [0, *depths(inside)]
     if min(levels) != 0 or levels[-1] != 0:  # the last bracket does not close the first one
         return None
-    items = split(inside if opening == "{" else _WORDED.sub(",", inside))
+    items = split_outside_brackets(inside if opening == "{" else _WORDED.sub(",", inside))
     match opening, closing, len(items):
         case (r"\{", r"\}", _):
             return Structure("{}", items)

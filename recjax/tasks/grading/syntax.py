@@ -78,7 +78,7 @@ def _letters(run: str, following: str) -> list[str]:
     return [run] if len(run) > 2 and run.isupper() else list(run)
 
 
-def read(text: str) -> Node | None:
+def parse_math(text: str) -> Node | None:
     """Parses a whole text into a tree; None if any part of the text is unknown."""
     try:
         reader = _Reader(text)
@@ -98,7 +98,7 @@ class _Reader:
 
     def _set_apart(self, match: re.Match) -> str:
         rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-        entries = tuple(tuple(read(entry.strip()) for entry in row) for row in rows)
+        entries = tuple(tuple(parse_math(entry.strip()) for entry in row) for row in rows)
         if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
             raise Unreadable(match.group())
         node = Node("matrix", entries)

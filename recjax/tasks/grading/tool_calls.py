@@ -32,7 +32,7 @@ def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict
     return {"accuracy": float(given is not None and Counter(given) == Counter(truth))}
 
 
-def parse_calls(completion: str) -> str | None:
+def canonical_calls(completion: str) -> str | None:
     """A completion's calls, sorted and in a canonical spelling; None if its form is wrong."""
     given = _given(completion)
     return None if given is None else "[" + ", ".join(sorted(given)) + "]"
