@@ -1,6 +1,6 @@
-"""YAML as recjax reads and writes it: text stays text, and only what is plainly a number is a number.
+"""Reads and writes YAML: text stays text, and only plain numbers become numbers.
 
-Scalars are those of YAML 1.2, decimal alone. `yes`, `no`, `on`, `off`, `1:30`, `0x1f`, `0o17`, `1_000`, dates, and
+Scalars follow YAML 1.2, with decimal numbers only. `yes`, `no`, `on`, `off`, `1:30`, `0x1f`, `0o17`, `1_000`, dates, and
 numbers with padding such as `010` are texts, from which a key of the schema that takes a number reads decimal digits.
 """
 
@@ -74,7 +74,7 @@ class _Literal(_Loader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` and readers of YAML 1.1 both read back: text that either takes for a value is quoted."""
+    """Writes YAML for `_Loader` and for readers of YAML 1.1: quotes text that either would read as a value."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         style = '"' if any(character in text for character in _BREAKS) else None
@@ -151,12 +151,11 @@ def read_scalar(text: str) -> Any:
 
 
 def read_override(text: str, takes_text: bool = False, takes_yaml: bool = False) -> Any:
-    """The value of an override, of which no text is lost.
+    """The value of an override; keeps all text.
 
     Args:
-        text: all that stands behind the first `=`.
-        takes_text: the key takes text: `text` itself, without the quotes that enclose all of it; null and nothing are
-            None.
+        text: everything after the first `=`.
+        takes_text: the key takes text: `text` itself, without enclosing quotes; null and empty text are None.
         takes_yaml: the key takes a list, mapping or block. Other keys take YAML that begins as one, or a scalar.
     Raises:
         ValueError: no YAML.
@@ -174,7 +173,7 @@ def read_override(text: str, takes_text: bool = False, takes_yaml: bool = False)
 
 
 def write_override(key: str, value: Any) -> str:
-    """The `key=value` that `read_override` reads back, whatever the key takes; on one line."""
+    """The `key=value` that `read_override` reads back for any key; on one line."""
     plain = isinstance(value, str) and value.isprintable() and value[:1] not in "[{'\""
     plain = plain and value == read_override(value, takes_text=True) == read_scalar(value)
     return f"{key}={value if plain else write_yaml(value, flow=True)}"

@@ -1,6 +1,6 @@
 """The two large programs of a run, sampling and the update, as shapes, and how they compile for a device.
 
-Dry runs and compile checks read the same shapes. Nothing here reads weights.
+Dry runs and compile checks read the same shapes. This file reads no weights.
 """
 
 import re
@@ -43,7 +43,7 @@ TEACHER = "teacher's parameters"
 
 
 class Model(NamedTuple):
-    """A decoder and the shapes of its trained and frozen parameters."""
+    """A decoder and the shapes of trained and frozen parameters."""
 
     decoder: Decoder
     trained: dict
@@ -82,7 +82,7 @@ class Program(NamedTuple):
     Attributes:
         needed: total memory with arguments; for a program that does not fit, the size in the compiler's error.
         temporaries: the part of `needed` that is neither argument nor result.
-        flops: floating-point operations of its matmuls.
+        flops: floating-point operations of the matmuls.
         refusal: the compiler's error if the program alone is too large for the device. Temporaries and collectives are
             then unknown.
     """
@@ -96,7 +96,7 @@ class Program(NamedTuple):
 
 
 def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | None, list[str]]:
-    """The model's shapes, the task, the length of prompts, and notes on what is unknown.
+    """The model's shapes, the task, the length of prompts, and notes on unknown values.
 
     Raises:
         ValueError: an invalid config. A file that cannot be downloaded gives a note and not an error.

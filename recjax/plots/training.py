@@ -1,4 +1,4 @@
-"""The pictures of a run: accuracy, how far off-policy it was, and the sources of its experience."""
+"""The pictures of a run: accuracy, how far off-policy it was, and the sources of experience."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
     """Accuracy, ratio, clipping, staleness, divergence and entropy over the steps of a run, as a PNG.
 
     Args:
-        rows: the run's metrics, step by step.
+        rows: metrics of each step.
     """
     figure = new_figure(13, 6.5, title)
     panels = figure.subplots(2, 3, sharex=True)
@@ -49,10 +49,10 @@ def draw_training(rows: Rows, title: str, path: Path) -> None:
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
-    """Draws sources and age of a run's experience: shares, staleness, ratio, effective sample size, as a PNG.
+    """Draws sources and age of experience: shares, staleness, ratio, effective sample size, as a PNG.
 
     Args:
-        rows: the run's metrics, step by step.
+        rows: metrics of each step.
     """
     figure = new_figure(11, 6.5, title)
     (ages, sources), (ratio, size) = figure.subplots(2, 2)
@@ -84,7 +84,7 @@ def _draw_line(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, lw: floa
 
 
 def _draw_smoothed(axes: Axes, rows: Rows, name: str, *, color: str = BLUE, **options) -> None:
-    """For a long run, the mean over a fiftieth of its steps, with a band from the lowest to the highest value."""
+    """For a long run, the mean over a fiftieth of the steps, with a band from the lowest to the highest value."""
     values = pd.Series(_series(rows, name), dtype=float)
     width = len(values) // 50
     if width < 2:

@@ -33,7 +33,7 @@ Sampler = Callable[..., AbstractContextManager[Callable[[int, int, dict, Callabl
 
 
 class Assignment(NamedTuple):
-    """A batch being sampled: its number, the version of its weights, and the index of its generator, from 0."""
+    """A batch being sampled: its number, the weights' version, and the generator's index, from 0."""
 
     number: int
     version: int
@@ -50,7 +50,7 @@ class Generator:
         self._newest: tuple[int, dict] | None = None
 
     def sample(self, number: int, version: int, weights: dict) -> Any:
-        """Samples the batch with this number, using the given weights for all of it or for its beginning."""
+        """Samples the batch with this number, using the given weights for the whole batch or for the beginning."""
         return self._sample(number, version, weights, lambda: self._newest)
 
     def replace_weights(self, version: int, weights: dict) -> None:
@@ -72,7 +72,7 @@ def require_ray(config: Config) -> None:
 
 
 class Generators:
-    """The generators of an asynchronous run, as a context; it knows which batches each of them samples.
+    """The generators of an asynchronous run, as a context; it knows the batches of each generator.
 
     A generator that dies, or does not answer for `regime.generator_seconds`, is logged and restarted. It then samples
     its batches again with the newest weights. So every issued batch arrives exactly once.
@@ -131,7 +131,7 @@ class Generators:
                 self._ray.kill(actor)
 
     def start(self, sampler: Sampler, *arguments: Any) -> None:
-        """Starts the processes, in each of which `sampler(*arguments)` opens the function that samples."""
+        """Starts the processes; in each, `sampler(*arguments)` opens the function that samples."""
         gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0) / self._regime.generators)
         variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if gpus > 0 else {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
         if self._regime.address is None:

@@ -44,7 +44,7 @@ class Run(NamedTuple):
     train, held_out: prompts to train on, and to evaluate on.
     grading: workers that grade completions; open during the run.
     generators: processes that sample, in an asynchronous run; open during the run.
-    phases: the clock of the run's phases.
+    phases: the clock of the phases.
     stored: groups of the store that the run trains on.
     others: completions of a store that join the policy's groups, by prompt.
     frozen: parameters that are not trained, in the compute dtype.
@@ -95,7 +95,7 @@ class Run(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """True if the policy samples any of its training data."""
+        """True if the policy samples any training data."""
         return self.own[0] > 0 and not self.follower
 
     @property
