@@ -1,6 +1,6 @@
 """Reads and writes YAML: text stays text, and only plain numbers become numbers.
 
-Scalars follow YAML 1.2, with decimal numbers only. `yes`, `no`, `on`, `off`, `1:30`, `0x1f`, `0o17`, `1_000`, dates, and
+Scalars follow YAML 1.2, with decimal numbers only. `yes`, `no`, `on`, `off`, `1:30`, `0x1f`, `0o17`, `1_000`, dates and
 numbers with padding such as `010` are texts, from which a key of the schema that takes a number reads decimal digits.
 """
 
