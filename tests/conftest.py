@@ -76,6 +76,7 @@ def package_logger():
     yield logger
     logger.setLevel(before[0])
     logger.propagate, logger.handlers[:] = before[1:]
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

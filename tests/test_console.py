@@ -140,7 +140,7 @@ def test_files_that_cannot_be_used_are_errors_of_one_line(monkeypatch, tmp_path)
 
         with pytest.raises(SystemExit) as ended:
             console.command(main)([])
-        assert re.match(f"error: {path}: .*; name another place", ended.value.code)
+        assert re.match(f"error: {path}: .*; name another path", ended.value.code)
         logging.disable(logging.NOTSET)
 
 

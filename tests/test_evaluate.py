@@ -198,7 +198,7 @@ def test_the_command_prints_a_table_or_one_line(finished, tmp_path):
 def test_arguments_that_contradict_are_refused():
     assert split_arguments(["seed=1", "checkpoint=a/b=c"]) == ("a/b=c", ["seed=1"])
     assert split_arguments([]) == (None, [])
-    with pytest.raises(ValueError, match="checkpoint is given 2 times"):
+    with pytest.raises(ValueError, match="found 2 values of checkpoint="):
         split_arguments(["checkpoint=a", "checkpoint=b"])
     with pytest.raises(ValueError, match="output=.*--output FOLDER"):
         split_arguments(["output=x"])

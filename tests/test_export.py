@@ -210,7 +210,7 @@ def test_a_push_makes_a_private_repository_and_its_errors_are_one_line(tmp_path,
     assert push("out", "me/model") == "https://hub/me/model"
     assert push("out", "me/open", public=True) and done[2][1] is False
     assert done[:2] == [("me/model", True, True), ("me/model", "out")]
-    with pytest.raises(ValueError, match="--push 'me/full': no room; out is written"):
+    with pytest.raises(ValueError, match="--push 'me/full': no room; out is complete"):
         push("out", "me/full")
 
 

@@ -109,7 +109,7 @@ def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         system_prompt = hub.SYSTEM_PROMPT if system_prompt is None else system_prompt
         rows = read_split(task.train, hub.TRAIN, "train", f"task.{name}.train")
         held_out = task.evaluation and read_split(task.evaluation, hub.EVALUATION, "test", f"task.{name}.evaluation")
-        train, evaluation = hub.gsm8k_problems(rows, system_prompt), hub.gsm8k_problems(held_out or [], system_prompt)
+        train, evaluation = hub.problems(rows, system_prompt), hub.problems(held_out or [], system_prompt)
     if evaluation:
         return train, evaluation
     order = np.random.default_rng([config.seed, 0]).permutation(len(train))

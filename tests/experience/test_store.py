@@ -206,7 +206,7 @@ def test_ids_are_unique_in_a_store_and_groups_go_on(tmp_path):
     copy = tmp_path / "part-00000007.parquet"
     copy.write_bytes((tmp_path / "part-00000001.parquet").read_bytes())
     with pytest.raises(
-        ValueError, match="part-00000007.*row 0: id 'row 2' is also that of part-00000001.parquet, row 0"
+        ValueError, match="part-00000007.*row 0: id 'row 2' is also the id of part-00000001.parquet, row 0"
     ):
         store.read(tmp_path)
 

@@ -397,9 +397,8 @@ def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monke
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=rf"tokenizer.model alone, and the package {package} .*; pip install {install},"
-    ):
+    words = rf"only as tokenizer.model, and the package {package} .*; pip install {install},"
+    with pytest.raises(ValueError, match=words):
         load_tokenizer(tmp_path)
     llama_like().save_pretrained(tmp_path)
     assert len(load_tokenizer(tmp_path)) == len(llama_like()), "with a tokenizer.json it is not needed"

@@ -38,7 +38,9 @@ def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():
     drop = RolloutConfig(prompts_per_step=1, max_prompt_tokens=4, long_prompts="drop")
     assert without_long_prompts(task, TOKENIZER, drop)[:2] == (PROBLEMS[:1], PROBLEMS[2:])
     assert without_long_prompts(task, TOKENIZER, RolloutConfig(max_prompt_tokens=4)) is task
-    with pytest.raises(ValueError, match="max_prompt_tokens = 3 leaves 0 train and 1 held-out problems of 2 and 1"):
+    with pytest.raises(
+        ValueError, match="max_prompt_tokens = 3: only 0 of 2 train problems and 1 of 1 held-out problems fit"
+    ):
         without_long_prompts(task, TOKENIZER, drop.model_copy(update={"max_prompt_tokens": 3}))
 
 

@@ -193,7 +193,7 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
     config, folder = run
     (folder / "config.yaml").write_text(content)
     run_folder.check_run_folder(config, overwrite=False)
-    assert any("config.yaml is damaged" in line and "checkpoint of step 4 is taken" in line for line in said)
+    assert any("config.yaml is damaged" in line and "the checkpoint of step 4" in line for line in said)
     with pytest.raises(ValueError, match="learning_rate: 0.01 there, 0.5 now"):
         other = load_config(made[0] / "tiny.yaml", [*OPTIONS, "optimizer.learning_rate=0.5", f"output={folder}"])
         run_folder.check_run_folder(other, overwrite=False)

@@ -160,7 +160,7 @@ def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch)
 def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
     monkeypatch.setattr(rounds, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
-    with pytest.raises(RuntimeError, match=r"step 1: 3 batches were sampled .*left_out/no_signal': 16"):
+    with pytest.raises(RuntimeError, match=r"step 1: 3 batches were sampled, .*left_out/no_signal': 16"):
         count(config, sources=functools.partial(prepared_batch, reward=0.0))
 
 

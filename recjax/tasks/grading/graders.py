@@ -35,6 +35,6 @@ GRADERS = {
     "math": Grader(f"{_MATH}:math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
     "guru_math": Grader(f"{_MATH}:guru_math", {"accuracy": 1.0}, f"{_MATH}:parse_boxed"),
     "math_dapo": Grader(f"{_MATH}:math_dapo", {"accuracy": 1.0}, f"{_MATH}:parse_line"),
-    "tool_calls": Grader(f"{_TOOLS}:tool_calls", {"accuracy": 1.0}, f"{_TOOLS}:parse_calls"),
+    "tool_calls": Grader(f"{_TOOLS}:tool_calls", {"accuracy": 1.0}, f"{_TOOLS}:canonical_calls"),
     "reasoning_gym": Grader(f"{_GYM}:grade", {"accuracy": 1.0, "score": 0.0}, f"{_GYM}:parse"),
 }
