@@ -133,6 +133,7 @@ def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, t
     assert all(map(same, without_time(rows)[:48], without_time(generated)))
 
 
+@pytest.mark.slow
 def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
     config = load_config(tiny[1], [f"output={tmp_path / 'run'}", "training.steps=2", "training.checkpoint_every=1"])
     first = train(config)[1]

@@ -23,6 +23,7 @@ from recjax.algorithms.catalog import PAPER
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from tests.algorithms.examples import loss_and_gradient, make_example
+from tests.marks import slow_except
 
 EXAMPLE = make_example(seed=3)
 
@@ -277,7 +278,7 @@ def test_the_list_of_options_is_whole():
     assert sorted(everything) == sorted(OPTIONS)
 
 
-@pytest.mark.parametrize("place", OPTIONS)
+@pytest.mark.parametrize("place", slow_except(OPTIONS, *[*OPTIONS][::4]))
 def test_every_option_changes_the_loss(place):
     axis, name, option = place.split(".")
     *values, rest = OPTIONS[place]

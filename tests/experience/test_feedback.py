@@ -143,6 +143,7 @@ def test_a_killed_feedback_leaves_rows_whole_and_is_given_again(folder, tmp_path
     assert not [name for name in os.listdir(folder) if name.startswith(".part")]
 
 
+@pytest.mark.slow
 def test_the_command(folder, tmp_path):
     (tmp_path / "r.jsonl").write_text('{"id": "row 0", "reward": 1}\n{"id": "row 1", "reward": 0}\n')
     command = [sys.executable, "-m", "recjax.feedback", str(folder), "--file", str(tmp_path / "r.jsonl")]

@@ -42,6 +42,7 @@ RAGGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", slow_except([1, 3], 3))
 def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batches):
     # Two more prompts than groups, of which nothing but padding is in the batch.

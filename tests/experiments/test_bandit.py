@@ -107,6 +107,7 @@ def test_a_batch_is_its_counts_of_groups(label):
     np.testing.assert_allclose(counted, jax.grad(plain)(logits), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sampled_updates_are_exact_on_average():
     seeds = 2000
     after = bandit.paths(METHODS["REINFORCE"], 0.2, 1, seeds)[1][:, :, -1]

@@ -64,6 +64,7 @@ def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds
     np.testing.assert_allclose(whole, ours, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, monkeypatch):
     folder, config = run
     relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})

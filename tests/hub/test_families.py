@@ -219,6 +219,7 @@ def test_decoding_with_the_cache_equals_a_full_forward_pass(loaded):
         np.testing.assert_allclose(draws.logprobs[row, : len(expected)], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_option_matters(loaded):
     """Each option that the family sets changes the logits when it is put back to its default."""
     tokens, positions, mask, _ = laid_out(loaded.sequences, "right", ids=False)

@@ -63,6 +63,7 @@ def test_tokens_beyond_the_masks_change_nothing():
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_completions_of_one_token():
     arguments = (Decoder(CONFIG), PARAMS, PROMPTS, PROMPT_MASK)
     long, _ = completion_logprobs(*arguments, COMPLETIONS, MASK, sampling=Sampling(), chunk=64)

@@ -182,6 +182,7 @@ def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
     assert 0.6 < foretold / planned < 1.4
 
 
+@pytest.mark.slow
 def test_activations_grow_with_what_they_are_of(tiny):
     def activations(*options):
         return memory(dry_run(tiny(*options)))["activations"]
@@ -201,6 +202,7 @@ def test_activations_grow_with_what_they_are_of(tiny):
         activations("training.tokens_per_micro_batch=5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "regime",
     [
@@ -232,6 +234,7 @@ def test_compact_words(staleness, words):
     assert compact(staleness) == words
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_queue_too(tiny):
     plain, ahead = dry_run(tiny()), dry_run(tiny("regime.sync_offset=3"))
     found = memory(plain)
@@ -259,6 +262,7 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, overrid
     assert print_dry_run(path, ["output=x"]) == 0
 
 
+@pytest.mark.slow
 def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
     tiny()
     path = str(tmp_path / "tiny.yaml")

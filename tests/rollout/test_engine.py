@@ -96,6 +96,7 @@ def test_any_number_of_slots_samples_the_same(slots):
     assert any(truncated) and not all(truncated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unrolled", slow_except([True, False], False), ids=["unrolled", "scanned"])
 def test_layers_that_differ(unrolled, monkeypatch):
     monkeypatch.setattr(unrolling, "MOST_WRITTEN_OUT", 2 if unrolled else 1)
@@ -127,6 +128,7 @@ def test_stops(stop_ids):
     assert all(len(found.tokens) == 1 for found in sampled) == (len(stop_ids) == 23)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     slow_except(
@@ -210,6 +212,7 @@ def test_uneven_completions_come_to_one_length_of_cache_for_each_number_of_slots
     assert_same(40, group_size=10, stop_ids=EARLY, max_tokens=40)
 
 
+@pytest.mark.slow
 def test_slots_of_completions_that_end_together_are_given_up_by_halves(sizes):
     requests = requests_of(limits=[3] * 9 + [24], group_size=10)
     decoder, params, *_ = problem(PLAIN)
@@ -295,6 +298,7 @@ def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under
     assert_completions([found[ticket] for ticket in tickets], alone(requests))
 
 
+@pytest.mark.slow
 def test_what_a_program_reads_stays_as_it_was(monkeypatch):
     """A device that is behind the others may read an array of the host after the engine has gone on."""
     given = []
@@ -449,6 +453,7 @@ def test_what_cannot_be_sampled_is_refused():
     assert engine.admit([]) == [] and engine.drain() == {}
 
 
+@pytest.mark.slow
 def test_the_sizes():
     assert [capacity.slot_numbers(most) for most in (1, 5, 13)] == [[1], [5], [7, 13]]
     assert [capacity.cache_lengths(longest) for longest in (1, 6, 24)] == [

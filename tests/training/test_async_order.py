@@ -111,6 +111,7 @@ def test_replay_draws_as_seldom_as_it_says(tiny, monkeypatch):
     assert 25 // 3 <= drawn <= 25 // 3 + 1 + 6 // 3
 
 
+@pytest.mark.slow
 def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
     options = ["regime.swap_within=true", "rollout.max_completion_tokens=40", "rollout.prompts_per_step=2"]
     config = tiny("run", *ASYNC, *options)

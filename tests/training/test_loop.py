@@ -58,6 +58,7 @@ def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distributions(tiny):
     config = tiny("run", "evaluation.initial_kl=true", "evaluation.problems=8", "evaluation.samples=256")
     config_rows = train(config)

@@ -52,6 +52,7 @@ def most_rows_of_scores(compiled) -> int:
     return max(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
@@ -62,6 +63,7 @@ def test_the_state_is_updated_in_its_own_memory(packed):
     assert 0 < metrics < 2048, "beside the state and what was made of each token, only metrics come out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_update_holds_the_scores_of_one_chunk(packed):
     assert most_rows_of_scores(compiled_update(packed)) == CHUNK

@@ -122,6 +122,7 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
     assert run.policy.tokenizer.decode(prompt)[:10] == FIRST
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_model_that_is_resumed_keeps_its_day(folder, on, tmp_path, monkeypatch):
     config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
     on(FIRST)

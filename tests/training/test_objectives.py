@@ -99,6 +99,7 @@ def make_teacher(folder, characters):
     return str(folder / "model")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_comes_nearer_to_it(tiny, tmp_path):
     run, _ = prepare(tiny("alphabet"))
     characters = "".join(sorted(set("".join(map(str, run.policy.tokenizer.get_vocab()))) & set("0123456789+=")))

@@ -181,6 +181,7 @@ def tiny(tmp_path):
     return lambda *overrides: load_config(path, [f"output={tmp_path / next(names)}", "training.steps=2", *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, *slow(False)])
 def test_a_packed_run_is_the_same_run(tiny, monkeypatch, asked):
     whole = train(tiny())

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recjax.training import loop
+from tests.marks import slow_except
 from tests.training.counting import CountingLearner, count, killed, prepared_batch
 from tests.training.tiny_run import without_times
 
@@ -28,6 +29,8 @@ FEEDS = {
     "mix of groups": [*MIX, "experience.mix.of=batch"],
     "late, replay, mix, record, interval": [LATE, REPLAY, *MIX, "experience.record=true", "regime.sync_interval=2"],
 }
+
+QUICK = ("on policy", "interval", "late", "store", "mix of groups", "late, replay, mix, record, interval")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def killed_in_batch(at: int):
     return sample
 
 
-@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize("feed", slow_except(FEEDS, *QUICK))
 def test_kill_and_resume_equals_straight_through(tiny, store, feed, monkeypatch):
     options = [option.replace("{store}", str(store)) for option in FEEDS[feed]]
     straight = count(tiny("straight", *options))

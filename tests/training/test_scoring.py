@@ -109,6 +109,7 @@ def test_penalized_rows_get_the_reward_and_lose_their_own():
     assert learned.rewards.dtype == np.float32 and learned.completion_mask is batch.completion_mask
 
 
+@pytest.mark.slow
 def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny):
     options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=1"]
     options += ["algorithm.advantage={name: raw_reward}"]

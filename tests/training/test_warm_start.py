@@ -79,6 +79,7 @@ def test_a_damaged_cache_is_made_anew(config, tmp_path, monkeypatch):
 WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=', worked: true}, reward: 'math:floor'}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong_fraction", [0.4, pytest.param(0.0, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)]
 )
