@@ -24,13 +24,29 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         ValueError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
             million questions; or `worked` is set with kinds other than sums.
     """
-    _check_template(config.template)
+    remedy = "must hold {a}, {op} and {b}, without a width or a conversion, and no other names"
+    try:
+        fields = {tuple(field) for _, *field in string.Formatter().parse(config.template) if field[0] is not None}
+    except ValueError as error:
+        raise ValueError(f"task.arithmetic.template = {config.template!r} {remedy} ({error})") from error
+    # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
+    if fields != {(name, "", None) for name in ("a", "op", "b")}:
+        raise ValueError(f"task.arithmetic.template = {config.template!r} {remedy}")
     for kind in config.problems if config.worked else ():
         if " + " not in kind:
             raise ValueError(f"task.arithmetic.problems: {kind!r}: task.arithmetic.worked shows sums only; remove it")
     kinds: dict[tuple[int, str, int], str] = {}
     for kind in config.problems:
-        for question in _questions(kind):
+        match = _KIND.fullmatch(kind)
+        if not match:
+            raise ValueError(
+                f"task.arithmetic.problems: {kind!r} is not of the form 'A..B op C..D' with op one of + - *"
+            )
+        first, last, symbol, other_first, other_last = match.groups()
+        left, right = range(int(first), int(last) + 1), range(int(other_first), int(other_last) + 1)
+        if not 0 < (count := len(left) * len(right)) <= _LIMIT:
+            raise ValueError(f"task.arithmetic.problems: {kind!r} spans {count} questions; 1 to {_LIMIT}")
+        for question in itertools.product(left, symbol, right):
             kinds.setdefault(question, kind)
     questions = list(kinds)
     if len(questions) <= config.examples + 1:
@@ -72,25 +88,3 @@ def _slips(a: int, b: int) -> tuple[str, ...]:
     wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
     # A negative column sum would not be a plausible mistake.
     return tuple(text for text in wrong if text != right and "-" not in text)
-
-
-def _check_template(template: str) -> None:
-    remedy = "must hold {a}, {op} and {b}, without a width or a conversion, and no other names"
-    try:
-        fields = {tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None}
-    except ValueError as error:
-        raise ValueError(f"task.arithmetic.template = {template!r} {remedy} ({error})") from error
-    # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
-    if fields != {(name, "", None) for name in ("a", "op", "b")}:
-        raise ValueError(f"task.arithmetic.template = {template!r} {remedy}")
-
-
-def _questions(kind: str) -> list[tuple[int, str, int]]:
-    match = _KIND.fullmatch(kind)
-    if not match:
-        raise ValueError(f"task.arithmetic.problems: {kind!r} is not of the form 'A..B op C..D' with op one of + - *")
-    first, last, symbol, other_first, other_last = match.groups()
-    left, right = range(int(first), int(last) + 1), range(int(other_first), int(other_last) + 1)
-    if not 0 < len(left) * len(right) <= _LIMIT:
-        raise ValueError(f"task.arithmetic.problems: {kind!r} spans {len(left) * len(right)} questions; 1 to {_LIMIT}")
-    return list(itertools.product(left, symbol, right))

@@ -30,12 +30,12 @@ def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> lis
     Raises:
         ValueError: a row has no question or answer, or its answer does not end in "####" and a number.
     """
-    return [Problem(chat(system_prompt, row.text("question")), _answer(row)) for row in rows]
-
-
-def _answer(row: FileRow) -> str:
-    _, mark, last = row.text("answer").rpartition("####")
-    number = last.strip().removeprefix("$")
-    if not mark or not _NUMBER.fullmatch(number):
-        raise row.error("answer", f"must end in '####' and a number; got {row.values['answer'][-80:]!r}")
-    return number.replace(",", "")
+    found = []
+    for row in rows:
+        prompt = chat(system_prompt, row.text("question"))
+        _, mark, last = row.text("answer").rpartition("####")
+        number = last.strip().removeprefix("$")
+        if not mark or not _NUMBER.fullmatch(number):
+            raise row.error("answer", f"must end in '####' and a number; got {row.values['answer'][-80:]!r}")
+        found.append(Problem(prompt, number.replace(",", "")))
+    return found

@@ -52,10 +52,16 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
     shots, entries = entries[: config.examples], entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
         raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
+    shown = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]
     problems = []
     for entry, label in zip(entries, _difficulties(entries), strict=True):
         columns = {"generator": config.name, "options": dict(config.options), "entry": entry}
-        prompt = _prompt(config, shots, entry, system_prompt)
+        question = config.template.replace("{question}", entry["question"])
+        if config.chat:
+            turns = [turn for text, answer in shown for turn in (text, f"<answer>{answer}</answer>")]
+            prompt = chat(system_prompt, *turns, question)
+        else:
+            prompt = "".join(f"{text} {answer}\n" for text, answer in shown) + question
         problems.append(Problem(prompt, entry["answer"] or "", columns=columns, difficulty=label))
     return problems
 
@@ -96,14 +102,3 @@ def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
             finer = [f"{label}, {name} {value}" for label, value in zip(labels, values, strict=True)]
             labels = finer if len(set(finer)) <= _LABELS else labels
     return [label.removeprefix(", ") or None for label in labels]
-
-
-def _prompt(
-    config: ReasoningGymTask, shots: Sequence[Mapping], entry: Mapping, system_prompt: str
-) -> str | list[dict[str, str]]:
-    *asked, question = [config.template.replace("{question}", each["question"]) for each in (*shots, entry)]
-    shown = [(text, shot["answer"]) for text, shot in zip(asked, shots, strict=True)]
-    if not config.chat:
-        return "".join(f"{text} {answer}\n" for text, answer in shown) + question
-    turns = [turn for text, answer in shown for turn in (text, f"<answer>{answer}</answer>")]
-    return chat(system_prompt, *turns, question)

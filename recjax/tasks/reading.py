@@ -123,12 +123,24 @@ def read_file(file: Path, key: str) -> list[FileRow]:
     if not ending:
         raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}")
     if ending[2]:
+        try:
+            table = datasets.load_dataset("parquet", data_files=str(file), split="train")
+        except Exception as error:  # Arrow, datasets and fsspec raise many types for damaged or encrypted files
+            reason = str(error.__cause__ or error).strip() or type(error).__name__
+            raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
         rows = []
-        for index, values in enumerate(_parquet(file, where)):
+        for index, values in enumerate(table):
             objects = {name: _without_nulls(values[name]) for name in TEMPLATE_COLUMNS if name in values}
             rows.append(FileRow(values | objects, f"{where}: row {index}"))
     else:
-        rows = _rows_of_text(_content(file, where), where, may_be_a_list=ending[1].lower() == "json")
+        content = file.read_bytes()
+        if file.suffix.lower() == ".gz":
+            try:
+                content = gzip.decompress(content)
+            except (OSError, EOFError, zlib.error) as error:
+                raise ValueError(f"{where}: cannot be read as gzip ({error}); write the file again") from error
+        content = content.removeprefix(codecs.BOM_UTF8)
+        rows = _rows_of_text(content, where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
         raise ValueError(f"{where}: the file holds no rows")
     for values, place in rows:
@@ -152,7 +164,16 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     place = Path(where)
     if (ENDING.search(where) and not place.is_dir()) or place.is_file():
         return read_file(place, key)
-    folder = place if place.is_dir() else _from_hub(where, files, key)
+    folder = place
+    if not place.is_dir():
+        try:
+            folder = Path(huggingface_hub.snapshot_download(where, repo_type="dataset", allow_patterns=[files]))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{key} = {where!r} is no local folder or file, and the Hugging Face hub did not serve the data set"
+                f" ({str(error).splitlines()[0]}); where there is a network, `hf download {where} --repo-type dataset"
+                f" --include '{files}' --local-dir FOLDER` fetches it: then give {key}=FOLDER"
+            ) from error
     # Read only the first kind found: a folder may hold the same rows in several formats, and .json files without rows.
     kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
     patterns = [(files,), *(tuple(f"{split}*.{ending}" for ending in kind) for kind in kinds)]
@@ -163,35 +184,6 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
             f"{key}: the folder {folder} holds neither {files} nor {split}*.parquet or {split}*.jsonl {MORE_ENDINGS}"
         )
     return [row for file in found for row in read_file(file, key)]
-
-
-def _from_hub(name: str, files: str, key: str) -> Path:
-    try:
-        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=[files]))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{key} = {name!r} is no local folder or file, and the Hugging Face hub did not serve the data set"
-            f" ({str(error).splitlines()[0]}); where there is a network, `hf download {name} --repo-type dataset"
-            f" --include '{files}' --local-dir FOLDER` fetches it: then give {key}=FOLDER"
-        ) from error
-
-
-def _parquet(file: Path, where: str) -> datasets.Dataset:
-    try:
-        return datasets.load_dataset("parquet", data_files=str(file), split="train")
-    except Exception as error:  # Arrow, datasets and fsspec raise many exception types for damaged or encrypted files
-        reason = str(error.__cause__ or error).strip() or type(error).__name__
-        raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
-
-
-def _content(file: Path, where: str) -> bytes:
-    content = file.read_bytes()
-    if file.suffix.lower() == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{where}: cannot be read as gzip ({error}); write the file again") from error
-    return content.removeprefix(codecs.BOM_UTF8)
 
 
 def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileRow]:

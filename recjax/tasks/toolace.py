@@ -53,7 +53,15 @@ def problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT) -> lis
     found, unreadable = [], 0
     for row in rows:
         messages = [{"role": "system", "content": f"{_functions(row.text('system'))}\n\n{system_prompt}".strip()}]
-        for speaker, text in _turns(row):
+        turns = row.values.get("conversations")
+        if not isinstance(turns, list) or not turns:
+            raise row.error("conversations", f"must hold a list of turns; got {turns!r:.80}")
+        for turn in turns:
+            is_known = isinstance(turn, dict) and turn.get("from") in _SPEAKERS
+            if not is_known or not isinstance(turn.get("value"), str):
+                reason = f"has a turn that is not {{'from': {' or '.join(_SPEAKERS)}, 'value': text}}"
+                raise row.error("conversations", f"{reason}; got {turn!r:.80}")
+            speaker, text = turn["from"], turn["value"]
             calls = parse_calls(text) if speaker == "assistant" else None
             if calls is not None:
                 text = json.dumps(calls, ensure_ascii=False)
@@ -93,17 +101,6 @@ def _functions(system: str) -> str:
         if all(isinstance(function, dict) and "name" in function for function in functions):
             return system[:end]
     return system.strip()
-
-
-def _turns(row: FileRow) -> list[tuple[str, str]]:
-    turns = row.values.get("conversations")
-    if not isinstance(turns, list) or not turns:
-        raise row.error("conversations", f"must hold a list of turns; got {turns!r:.80}")
-    for turn in turns:
-        if not isinstance(turn, dict) or turn.get("from") not in _SPEAKERS or not isinstance(turn.get("value"), str):
-            reason = f"has a turn that is not {{'from': {' or '.join(_SPEAKERS)}, 'value': text}}"
-            raise row.error("conversations", f"{reason}; got {turn!r:.80}")
-    return [(turn["from"], turn["value"]) for turn in turns]
 
 
 def _looks_like_calls(text: str) -> bool:
