@@ -178,7 +178,11 @@ def _without_bars(a: Node, b: Node) -> tuple[Node, Node]:
 def _below(a: Node, b: Node, is_strict: bool, has_ends: bool) -> sympy.Set:
     """The region with a < b, or a <= b, for rational functions whose factors have degree 2 at most."""
     quotient = sympy.together(_symbolic(a) - _symbolic(b))
-    zeros, poles = ([root for factor in _factors(part) for root in _roots(factor)] for part in sympy.fraction(quotient))
+    factors = [_factors(part) for part in sympy.fraction(quotient)]
+    parts = [[sympy.Poly(factor, *factor.free_symbols) for factor in part] for part in factors]
+    if any(polynomial.degree() > 2 for part in parts for polynomial in part):
+        raise Unreadable("degree")
+    zeros, poles = ([root for each in part for root in sympy.roots(each) if root.is_real] for part in parts)
     places = [-sympy.oo, *sorted({*zeros, *poles}, key=lambda root: root.evalf(50)), sympy.oo]
     region = sympy.FiniteSet(*zeros) if has_ends else sympy.S.EmptySet
     for low, high in zip(places, places[1:], strict=False):
@@ -187,13 +191,6 @@ def _below(a: Node, b: Node, is_strict: bool, has_ends: bool) -> sympy.Set:
         if quotient.subs(at).evalf(50) < 0:
             region = region.union(sympy.Interval.open(low, high))
     return region - sympy.FiniteSet(*poles)
-
-
-def _roots(factor: sympy.Expr) -> list[sympy.Expr]:
-    polynomial = sympy.Poly(factor, *factor.free_symbols)
-    if polynomial.degree() > 2:
-        raise Unreadable("degree")
-    return [root for root in sympy.roots(polynomial) if root.is_real]
 
 
 def _same_set(a: sympy.Set, b: sympy.Set) -> bool:

@@ -87,18 +87,12 @@ async def _within(result: Awaitable[Any], seconds: float | None) -> Any:
 def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> list[Any]:
     prompts, completions, answers, columns = (list(column) for column in zip(*rows, strict=True))
     arguments = [prompts, completions, answers]
-    if _takes_columns(function):
-        names = dict.fromkeys(name for row in columns for name in row)
-        arguments.append({name: [row.get(name) for row in columns] for name in names})
-    return arguments
-
-
-def _takes_columns(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind(*[None] * 4)
-    except TypeError:
-        return False
-    return True
+    except TypeError:  # the function takes no columns
+        return arguments
+    names = dict.fromkeys(name for row in columns for name in row)
+    return [*arguments, {name: [row.get(name) for row in columns] for name in names}]
 
 
 def _checked(reward: Reward, part: str, values: Any, rows: Sequence[Row]) -> np.ndarray:

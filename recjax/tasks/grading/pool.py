@@ -164,14 +164,13 @@ class Grading:
             else None
             for row, opening in zip(rows, openings, strict=True)
         ]
-        return [("too_long", None) if call is None else _outcome(call) for call in calls]
-
-
-def _outcome(call: Future) -> tuple[str, Any]:
-    try:
-        return FAILURES[0], call.result()
-    except CallFailed as error:
-        return error.reason, None
+        outcomes = []
+        for call in calls:
+            try:
+                outcomes.append(("too_long", None) if call is None else (FAILURES[0], call.result()))
+            except CallFailed as error:
+                outcomes.append((error.reason, None))
+        return outcomes
 
 
 def overlong_penalty(lengths: np.ndarray, longest: int, margin: int) -> np.ndarray:

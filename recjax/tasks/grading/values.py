@@ -195,7 +195,15 @@ class _Evaluation:
         if node.kind == "relation":
             return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
         if node.kind == "call":
-            return self._call(node.args[0], [self.value(each) for each in node.args[1:]])
+            name, values = node.args[0], [self.value(each) for each in node.args[1:]]
+            if name == "transpose" and isinstance(values[0], mpmath.matrix):
+                return values[0].T
+            if name not in FUNCTIONS:
+                return self._opaque(name, values)
+            if name in EXACT and all(isinstance(value, Fraction) for value in values):
+                return EXACT[name](*values)
+            value = FUNCTIONS[name](*map(floating, values))
+            return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
         return self._over(node.kind, *node.args)
 
     def _add(self, *terms: Any) -> Any:
@@ -228,16 +236,6 @@ class _Evaluation:
             return (-1) ** power.numerator * mpmath.power(floating(-base), floating(power))
         return mpmath.power(floating(base), floating(power))
 
-    def _call(self, name: str, values: list[Any]) -> Any:
-        if name == "transpose" and isinstance(values[0], mpmath.matrix):
-            return values[0].T
-        if name in FUNCTIONS:
-            if name in EXACT and all(isinstance(value, Fraction) for value in values):
-                return EXACT[name](*values)
-            value = FUNCTIONS[name](*map(floating, values))
-            return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
-        return self._opaque(name, values)
-
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
         told = [mpmath.nstr(floating(value), 25) for value in values]
@@ -247,9 +245,15 @@ class _Evaluation:
     def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:
         """A sum, product, integral or limit over a variable."""
         low, high = self.value(lower), None if upper is None else self.value(upper)
+        # Unknown functions, or names with the variable as index, such as a_k.
+        has_unknowns = any(
+            name in part.args[0].partition("_")[2] if part.kind == "name" else part.args[0] not in FUNCTIONS
+            for part in walk(body)
+            if part.kind in ("name", "call")
+        )
         before = self.point.get(name)
         try:
-            if _is_of_unknowns(body, name):
+            if has_unknowns:
                 self.point[name] = Fraction(random.Random(name).randrange(10**9), 10**9)
                 return self._opaque((kind, name), [low, 0 if high is None else high, self.value(body)])
 
@@ -289,15 +293,6 @@ class _Evaluation:
             if kind == "limit":
                 return mpmath.limit(at, low)
             return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
-
-
-def _is_of_unknowns(body: Node, name: str) -> bool:
-    """True if an expression has unknown functions, or names with the variable as index, such as a_k."""
-    return any(
-        name in node.args[0].partition("_")[2] if node.kind == "name" else node.args[0] not in FUNCTIONS
-        for node in walk(body)
-        if node.kind in ("name", "call")
-    )
 
 
 def _bits(value: Fraction) -> int:
