@@ -105,6 +105,14 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             " row, or remove all rows of the trajectory"
         )
     metadata = json.loads(row.metadata) if row.metadata else {}
+    runs, masks = metadata.get(_VERSIONS), [each.completion_mask for each in rows]
+    # Token versions in another format count as none.
+    are_runs = (
+        isinstance(runs, list)
+        and all(isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs)
+        and all(mask is not None for mask in masks)
+        and sum(count for _, count in runs) == sum(int(mask.sum()) for mask in masks)
+    )
     return Completion(
         id=row.id,
         source=row.source,
@@ -121,20 +129,9 @@ def _completion(rows: Sequence[Experience]) -> Completion:
             Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behavior_logprobs)
             for other in others
         ),
-        version_runs=_version_runs(metadata.get(_VERSIONS), rows),
+        version_runs=tuple(map(tuple, runs)) if are_runs else (),
         turns=_turns(metadata.get(_TURNS), rows),
     )
-
-
-def _version_runs(runs: Any, rows: Sequence[Experience]) -> tuple[tuple[int, int], ...]:
-    """Checks the token versions in a completion's metadata; empty if they have another format."""
-    if runs is None or any(row.completion_mask is None for row in rows):
-        return ()
-    tokens = sum(int(row.completion_mask.sum()) for row in rows)
-    are_runs = isinstance(runs, list) and all(
-        isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs
-    )
-    return tuple(map(tuple, runs)) if are_runs and sum(count for _, count in runs) == tokens else ()
 
 
 def _turns(found: Any, rows: Sequence[Experience]) -> tuple[Turn, ...]:

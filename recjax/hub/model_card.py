@@ -39,12 +39,16 @@ def model_card(
         adapters: flag for a folder with only adapters, not merged into the model.
     """
     task, rollout, path = config.task.chosen(), config.rollout, config.model.path
+    try:
+        base_license = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license
+    except (OSError, ValueError):
+        base_license = None
     data = ModelCardData(
         library_name="peft" if adapters else "transformers",
         base_model=path if path and not Path(path).exists() else None,
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "recjax", config.algorithm.preset],
-        license=_license(base),
+        license=base_license,
     )
     before, after = (summary.get(f"accuracy_{when}") for when in ("before", "after"))
     result = "" if before is None or after is None else f"Held-out sampled accuracy: {before:.3f} → {after:.3f}.\n"
@@ -78,11 +82,3 @@ def _settings(config: Config) -> list[tuple[str, Any]]:
         ("model.lora", config.model.lora),
         ("seed", config.seed),
     ]
-
-
-def _license(base: Path) -> str | None:
-    """The license in the base model's card; None if the card cannot be read or names none."""
-    try:
-        return ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license
-    except (OSError, ValueError):
-        return None

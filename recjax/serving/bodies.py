@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 import pydantic
 
-from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, wrong_with_variables
+from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
@@ -47,7 +47,10 @@ def read_body(kind: type[T], values: Any) -> T:
         # Unknown keys come last, so that the reply names an invalid value first.
         first = min(error.errors(), key=lambda each: each["type"] == "extra_forbidden")
     path = list(first["loc"])
-    while len(path) > 1 and (inner := _body_of(kind, path[0])):
+    while len(path) > 1 and path[0] in kind.model_fields:
+        inner = kind.model_fields[path[0]].annotation
+        if not (isinstance(inner, type) and issubclass(inner, Body)):
+            break
         kind, values, path = inner, values[path[0]], path[1:]
     name = str(path[0])
     if first["type"] == "extra_forbidden":
@@ -57,11 +60,6 @@ def read_body(kind: type[T], values: Any) -> T:
         raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
     problem = str(first.get("ctx", {}).get("error", "")) or f"takes {takes}"
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
-
-
-def _body_of(kind: type[Body], name: str) -> type[Body] | None:
-    annotation = kind.model_fields[name].annotation if name in kind.model_fields else None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None
 
 
 def fits(of: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
@@ -100,18 +98,6 @@ Flag = fits(bool, "true or false")
 TokenLimit = whole_field(1, 2**31 - 1)
 
 
-def _bounded(value: float) -> float:
-    if not is_finite_number(value):
-        raise ValueError
-    return value
-
-
-def _checked_variables(values: Any) -> dict[str, Any]:
-    if reason := wrong_with_variables(values):
-        raise ValueError(reason)
-    return dict(values)
-
-
 def _are_tools(value: list) -> bool:
     functions = [tool.get("function") for tool in value if isinstance(tool, dict) and tool.get("type") == "function"]
     named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
@@ -122,10 +108,6 @@ def _are_stops(value: Any) -> bool:
     values = [value] if isinstance(value, str) else value
     are_texts = isinstance(values, list) and all(isinstance(one, str) for one in values)
     return are_texts and len(values) <= MOST_STOPS and all(0 < len(one) <= MOST_STOP_CHARACTERS for one in values)
-
-
-def _is_metadata(value: dict[str, str]) -> bool:
-    return len(value) <= 16 and all(len(name) <= 64 and len(text_field) <= 512 for name, text_field in value.items())
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -150,7 +132,7 @@ class ReplyBody(Body):
     metadata: fits(
         dict[str, str],
         "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
-        _is_metadata,
+        lambda value: len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items()),
     ) = {}
 
 
@@ -192,9 +174,7 @@ class Chat(ReplyBody, SampledBody):
         _are_tools,
     ) = []
     tool_choice: fits(str, "'auto' or 'none'", lambda value: value in ("auto", "none")) = "auto"
-    chat_template_kwargs: Annotated[
-        Any, pydantic.Field(description="variables"), pydantic.AfterValidator(_checked_variables)
-    ] = {}
+    chat_template_kwargs: Annotated[checked(Any, wrong_with_variables), pydantic.Field(description="variables")] = {}
     max_completion_tokens: TokenLimit = None
     max_tokens: TokenLimit = None
     logprobs: Flag = False
@@ -245,7 +225,7 @@ class RewardBody(Body):
 
     reward: number_field(f"a number of at most {MOST_REWARD:g} either way", is_finite_number)
     reward_parts: fits(
-        dict[Annotated[str, pydantic.Field(min_length=1)], Annotated[float, pydantic.AfterValidator(_bounded)]],
+        dict[Annotated[str, pydantic.Field(min_length=1)], fits(float, "a number", is_finite_number)],
         "an object of at most 64 numbers by name",
         lambda value: 0 < len(value) <= 64,
     ) = None
