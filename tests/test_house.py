@@ -50,21 +50,26 @@ def public_names_of_several_files():
 
 
 def small_helpers_called_once():
-    """Private functions of at most SMALL lines, docstring aside, that are used once in their file."""
+    """Private functions of at most SMALL lines, docstring aside, whose single use in their file is a call.
+
+    Decorated functions and functions that are passed on need their name.
+    """
     helpers = set()
     for module, tree in TREES.items():
+        nodes = list(ast.walk(tree))
         uses = collections.Counter(
             node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Name | ast.Attribute)
         )
-        for node in ast.walk(tree):
+        functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+        called = {getattr(function, "id", getattr(function, "attr", None)) for function in functions}
+        for node in nodes:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not re.match("_[^_]", node.name):
                 continue
-            body = [
-                part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
-            ]
-            if uses[node.name] == 1 and (not body or body[-1].end_lineno - body[0].lineno < SMALL):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            is_small = not body or body[-1].end_lineno - body[0].lineno < SMALL
+            if is_small and uses[node.name] == 1 and node.name in called and not node.decorator_list:
                 helpers.add(f"{module}.{node.name}")
     return helpers
 
