@@ -212,7 +212,7 @@ def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path,
     options = ["training.steps=1", f"experience.store={tmp_path / 'store'}", "algorithm.preset=reinforce"]
     count(tiny("run", *options, "experience.missing_logprobs=unneeded"))
     assert "3 of 9 groups have a single completion, from which reinforce learns nothing" in caplog.text
-    assert "are compared as they are: one 0 to 1, two 0 to 2" in caplog.text
+    assert "which recjax does not rescale: one 0 to 1, two 0 to 2" in caplog.text
 
 
 def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
