@@ -65,7 +65,8 @@ def _updates(parts: dict[str, dict]) -> list[str]:
     for name, found in parts.items():
         for way, made in found.items():
             if isinstance(made, dict) and "flops_share" in made and "predicted_peak_bytes" in made:
-                gib = [f"{made[key] / 2**30:.1f}" for key in ("predicted_peak_bytes", "peak_bytes_so_far")]
+                peaks = [made[key] for key in ("predicted_peak_bytes", "peak_bytes_so_far")]
+                gib = ["–" if peak is None else f"{peak / 2**30:.1f}" for peak in peaks]
                 label = f"{name} {way}".replace("_", " ")
                 seconds = f"{min(made['seconds']):.3f}"
                 rows.append([label, seconds, f"{made['flops_share']:.0%}", str(made["micro_batches"]), *gib])

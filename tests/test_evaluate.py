@@ -191,7 +191,7 @@ def test_the_command_prints_a_table_or_one_line(finished, tmp_path):
     for part in ("pass@2", "95 % interval", "completion_length/median", "always answering"):
         assert part in done.stdout
     refused = run(f"checkpoint={tmp_path / 'nowhere'}")
-    assert refused.returncode != 0 and "no run's folder and no model's" in refused.stderr
+    assert refused.returncode != 0 and "is neither a run's folder nor a model" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -23,6 +23,8 @@ CASES = [
     ("sync_interval=3", "'sync_interval'", "3", "'regime.sync_interval'"),
     ("xyzzy=1", "unknown key 'xyzzy'", "keys here: seed, output, model"),
     ("optimizer=3", "optimizer must hold keys and values", "3"),
+    ("optimizer=~", "optimizer = None: takes a mapping"),
+    ("tracking=~", "tracking = None: takes a mapping"),
     ("seed", "'seed'", "key=value"),
     ("seed=[1", "seed=[1", "YAML"),
     ("rollout.stop=[a] # note", "rollout.stop=[a] # note", "comment"),

@@ -141,7 +141,7 @@ def takes(annotation: Any) -> str:
         return " or ".join(map(takes, parts))
     if is_list:
         return f"a list of {_PLURALS[plain_type(typing.get_args(annotation)[0])]}"
-    return _TYPES[plain_type(annotation)]
+    return _TYPES.get(plain_type(annotation), "a mapping")  # a block
 
 
 def type_parts(annotation: Any) -> tuple:
