@@ -187,6 +187,7 @@ def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny):
 DANGEROUS = """
 import sys
 import ray
+from recjax.config import load_config
 from recjax.training import loop
 from tests.training.tiny_run import train
 
