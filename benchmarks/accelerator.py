@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
+from recjax.files import write_whole
+
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parents[1]
 # Names of XLA's groups of operations that become CUDA graphs, loops among them.
@@ -179,15 +181,6 @@ def _path() -> str:
     return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 
 
-def write(content: dict) -> None:
-    """Writes the file, whole or not at all."""
-    out = Path(FLAGS.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(out)
-
-
 def main(_) -> None:
     """Runs the parts within the budget."""
     started, everything = time.monotonic(), parts()
@@ -196,6 +189,8 @@ def main(_) -> None:
         sys.exit(f"error: --only {','.join(unknown)}: there is no such part; take some of {', '.join(everything)}")
     content = {"command": sys.argv[1:], "date": time.strftime("%Y-%m-%d"), "rehearsal": FLAGS.rehearsal}
     content |= {"parts": {}, "skipped": {}}
+    out = Path(FLAGS.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="recjax_accelerator_", ignore_cleanup_errors=True) as place:
         for name in chosen:
             left = FLAGS.budget - (time.monotonic() - started)
@@ -209,7 +204,7 @@ def main(_) -> None:
                 found = measured(name, everything[name], min(limit, left), Path(place))
                 content["parts"][name] = found
                 say(f"{name}: {found['seconds']} s {found.get('why', 'done')}: {json.dumps(found)[:1500]}")
-            write(content)
+            write_whole(out, json.dumps(content, indent=1) + "\n")
     say(f"written: {FLAGS.out}")
 
 

@@ -29,6 +29,7 @@ from benchmarks.rows import make_rows
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import SYSTEMS, System, interpreter, named
 from recjax.cache import cache_folder
+from recjax.files import write_whole
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parent.parent
@@ -286,9 +287,7 @@ def write(content: dict) -> None:
     """Writes the file, whole or not at all."""
     out = Path(FLAGS.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(out)
+    write_whole(out, json.dumps(content, indent=1) + "\n")
     say(f"written: {out}")
 
 
