@@ -181,9 +181,7 @@ def sample_rounds(config: Config, evaluated: OpenedPolicy, prompts: Prompts, tas
             if hosts.is_first():
                 rows = pd.DataFrame(sample_rows(done))
                 tokenizer = evaluated.policy.tokenizer
-                openings = [
-                    thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions
-                ]
+                openings = [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
                 rows["parsed"] = grading.parsed(rows["completion"].tolist(), openings)
                 _write_table(rows, files[done.first])
             bar.update(len(done.groups))

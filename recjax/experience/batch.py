@@ -133,16 +133,16 @@ def _fill_rows(batch: Batch, rows: Int[np.ndarray, " some"], completions: Sequen
     """Writes completions into the given rows of the batch."""
     names = [f"row {one.id!r}" for one in completions]
     for name, one in zip(names, completions, strict=True):
-        if not one.mask.all():
+        if len(one.rows) != 1 or not one.rows[0].mask.all():
             raise ValueError(
                 f"{name} of source {one.source!r} has tokens that its policy did not choose (completion_mask), and runs"
                 " cannot train on stored trajectories; remove the row, or train on them with experience.follow"
             )
-    _fill(batch.completions, batch.completion_mask, rows, [one.tokens for one in completions], names)
+    _fill(batch.completions, batch.completion_mask, rows, [one.rows[0].tokens for one in completions], names)
     if batch.behavior_logprobs is not None:
         known = [
-            np.full(len(one.tokens), np.nan) if one.behavior_logprobs is None else one.behavior_logprobs
-            for one in completions
+            np.full(len(row.tokens), np.nan) if row.behavior_logprobs is None else row.behavior_logprobs
+            for (row,) in (one.rows for one in completions)
         ]
         batch.behavior_logprobs[batch.completion_mask] = np.concatenate([[], *known])
     versions = [one.policy_version for one in completions]

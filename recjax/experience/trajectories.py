@@ -40,7 +40,7 @@ def pad_trajectories(
         (number, completion, place, row)
         for number, group in enumerate(groups)
         for completion in group.completions
-        for place, row in enumerate(rows_of_trajectory(completion, group))
+        for place, row in enumerate(completion.rows)
     ]
     units: dict[object, list[int]] = {}
     for place, (number, completion, *_) in enumerate(numbered):
@@ -95,13 +95,6 @@ def token_turns(completion: Completion, row: int, mask: Bool[np.ndarray, " time"
     return np.where(mask, np.array([*own, -1])[ended], -1).astype(np.int32)
 
 
-def rows_of_trajectory(completion: Completion, group: Group) -> list[Row]:
-    """All rows of a completion that have at least one token."""
-    prompt = group.prompt_tokens if completion.prompt_tokens is None else completion.prompt_tokens
-    first = Row(prompt, completion.tokens, completion.mask, completion.behavior_logprobs)
-    return [row for row in (first, *completion.further) if len(row.tokens)]
-
-
 def _places(units: list[list[int]], count: int, size: int) -> list[int] | None:
     """Assigns rows to places in the batch, first fit, with each unit in one micro-batch; None if they do not fit."""
     used, places = np.zeros(count, int), {}
@@ -154,7 +147,7 @@ def _fill(batch: Batch, place: int, completion: Completion, row: Row) -> None:
         values[place] = ((grade and grade.reward_parts) or {}).get(part, np.nan)
 
 
-def thoughts_opening(group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
     """The opening tag of the thoughts that a completion's text starts inside; empty if it starts outside thoughts.
 
     The text of a trajectory is its last reply. A reply that continues earlier replies as plain text starts inside any
@@ -164,11 +157,10 @@ def thoughts_opening(group: Group, completion: Completion, tokenizer: PreTrained
     def text_of(ids: np.ndarray) -> str:
         return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    rows = rows_of_trajectory(completion, group)
-    if not rows:
+    if not completion.rows:
         return ""
-    place, end, _ = completion.turns[-1] if completion.turns else (len(rows) - 1, None, 0.0)
-    row, special = rows[place], set(tokenizer.all_special_ids)
+    place, end, _ = completion.turns[-1] if completion.turns else (-1, None, 0.0)
+    row, special = completion.rows[place], set(tokenizer.all_special_ids)
     tokens, mask, opening = row.tokens[:end], row.mask[:end], opening_tag(text_of(row.prompt_tokens))
     ends = {turn.end for turn in completion.turns if turn.row == place}
     starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})

@@ -111,15 +111,12 @@ class Agents:
         groups = []
         for place, problem in enumerate(prompts.problems):
             own = tuple(completions[place * group_size : (place + 1) * group_size])
-            # Stores record the prompt of a group's first agent as the prompt of the group.
-            prompt = own[0].prompt_tokens
+            # The group's prompt is the first prompt that one of its agents made.
+            prompts_made = (row.prompt_tokens for one in own for row in one.rows)
+            prompt = next(prompts_made, np.zeros(0, np.int32))
             groups.append(Group(f"{name}/{place:05d}", prompt, own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
-        openings = [
-            thoughts_opening(group, completion, policy.tokenizer)
-            for group in groups
-            for completion in group.completions
-        ]
+        openings = [thoughts_opening(completion, policy.tokenizer) for completion in completions]
         return groups, AgentGrades(self._config, tried, texts, openings, problems, grading)
 
     async def _all_tried(
@@ -187,26 +184,20 @@ def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "
 
 
 def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weight: float) -> Completion:
-    """Converts a trajectory to a completion without a grade; without turns, the completion has no tokens.
+    """Converts a trajectory to a completion without a grade; without turns, the completion has no rows.
 
     Args:
         weight: weight of the turns' rewards, which do not count if the agent failed.
     """
-    trajectory, none = tried.policy.trajectory, np.zeros(0, np.int32)
-    first, *further = trajectory.rows or [(none, none, none.astype(bool), none.astype(np.float32))]
-    prompt, tokens, mask, logprobs = first
+    trajectory = tried.policy.trajectory
     return Completion(
         id=name,
         source=source,
         text=tried.policy.last_text,
-        tokens=tokens,
-        mask=mask,
-        behavior_logprobs=logprobs,
+        rows=trajectory.rows,
         sampling=sampling,
         policy_version=trajectory.oldest_version if trajectory.turns else None,
         truncated=bool(trajectory.turns) and trajectory.truncated,
-        prompt_tokens=prompt,
-        further=tuple(further),
         turns=tuple(
             Turn(*end, 0.0 if tried.failure else weight * tried.policy.rewards.get(turn, 0.0))
             for turn, end in enumerate(trajectory.ends)

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import SamplesConfig
-from recjax.experience.group import Completion, Group
+from recjax.experience.group import Completion, Group, Row
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.tokenizers import token_texts
 from recjax.tasks.problems import question_of
@@ -56,7 +56,7 @@ def keep(
         for number, completion in enumerate(group.completions):
             row = _described(step, group, completion, tokenizer)
             if learned is not None:
-                index, terms, length = place * rows_per_group + number, learned.terms, len(completion.tokens)
+                index, terms, length = place * rows_per_group + number, learned.terms, completion.sampled_tokens
                 advantages = np.broadcast_to(terms.advantages[index], terms.ratio[index].shape)
                 row["probability_now"] = _short(np.exp(learned.logprobs[index, :length]))
                 row["advantage"] = _short(advantages[:length])
@@ -69,7 +69,8 @@ def keep(
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    grade, known = completion.grade, completion.behavior_logprobs
+    grade, rows = completion.grade, completion.rows
+    known = None if any(row.behavior_logprobs is None for row in rows) else _joined(rows, "behavior_logprobs")
     return {
         "step": step,
         "group": group.id,
@@ -84,10 +85,14 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "accurate": grade.accurate,
         "truncated": completion.truncated,
         "version": completion.policy_version,
-        "tokens": token_texts(tokenizer, completion.tokens.tolist()),
-        "chosen": completion.mask.astype(int).tolist(),
+        "tokens": token_texts(tokenizer, _joined(rows, "tokens").astype(int).tolist()),
+        "chosen": _joined(rows, "mask").astype(int).tolist(),
         "probability": None if known is None else _short(np.exp(known)),
     }
+
+
+def _joined(rows: Sequence[Row], column: str) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *(getattr(row, column) for row in rows)])
 
 
 def _short(numbers: np.ndarray) -> list[float]:

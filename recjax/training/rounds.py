@@ -190,8 +190,8 @@ def add_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
         queue, batches = queues.wait_for_grades(queue, all_of_them)
     if run.record and hosts.is_first():
         for groups in batches:
-            # An agent that failed before its first turn has no tokens.
-            silent = [one.id for group in groups for one in group.completions if not len(one.tokens)]
+            # An agent that failed before its first turn has no rows.
+            silent = [one.id for group in groups for one in group.completions if not one.rows]
             said = [without(group, silent) for group in groups] if silent else groups
             names = completion_ids(said)
             # A run that resumed from before this batch has recorded it already.

@@ -184,8 +184,8 @@ FAULTS = {
     "store-loses-mask": Fault(
         "the store marks every token of a completion as sampled, also those of tools and of users",
         "recjax/experience/rows.py",
-        "completion_mask=completion.mask,",
-        "completion_mask=completion.mask | True,",
+        "completion_mask=row.mask,",
+        "completion_mask=row.mask | True,",
         ("tests/rollout/test_trajectory.py", "tests/experience/test_queue.py"),
     ),
     "store-accepts-double-ids": Fault(

@@ -118,11 +118,7 @@ def test_every_turn_is_in_one_row_behind_its_prompt(steps):
 
 
 def completion(name, rows, reward=1.0):
-    first, *further = rows
-    return Completion(
-        name, "policy", "text", *first[1:], Sampling(), 3, False, Grade(reward, {"turns": 2.0}, True), first[0],
-        tuple(further),
-    )  # fmt: skip
+    return Completion(name, "policy", "text", tuple(rows), Sampling(), 3, False, Grade(reward, {"turns": 2.0}, True))
 
 
 def row(*prompt, then, mask):
@@ -238,15 +234,12 @@ def test_a_reply_begins_inside_thoughts_that_its_turn_has_opened(turns, opening)
         text += ids(prompt)
         made.add(np.array(text, np.int32), turn(*ids(reply)))
         text += ids(reply)
-    first, *further = made.rows
     ends = tuple(Turn(*end, 0.0) for end in made.ends)
-    one = Completion("a", "p", "", *first[1:], Sampling(), 0, False, None, first[0], tuple(further), turns=ends)
-    group = Group("g", first[0], (one,), "")
-    assert thoughts_opening(group, one, letters) == opening
+    one = Completion("a", "p", "", made.rows, Sampling(), 0, False, turns=ends)
+    assert thoughts_opening(one, letters) == opening
     recorded = one._replace(turns=())  # turns that others recorded without their ends
-    assert "" in turns or thoughts_opening(group, recorded, letters) == opening
+    assert "" in turns or thoughts_opening(recorded, letters) == opening
 
 
 def test_of_a_trajectory_without_tokens_nothing_is_known():
-    none = row(then=[], mask=[])
-    assert thoughts_opening(GROUPS[0], completion("a", [none]), tokenizer()) == ""
+    assert thoughts_opening(completion("a", []), tokenizer()) == ""

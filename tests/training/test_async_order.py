@@ -128,9 +128,10 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
             # The first token and a round of sixteen, another round, and what is left.
             assert one.version_runs == ((3, 17), (5, 16), (9, 7)) and one.policy_version == 3
             versions = np.repeat(*np.array(one.version_runs).T)
-            found = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, versions)
-            np.testing.assert_allclose(one.behavior_logprobs, found, atol=1e-5)
-            alone = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, np.full(40, 3))
+            ((prompt, tokens, _, logprobs),) = one.rows
+            found = logprobs_across(policy.decoder, weights, prompt, tokens, versions)
+            np.testing.assert_allclose(logprobs, found, atol=1e-5)
+            alone = logprobs_across(policy.decoder, weights, prompt, tokens, np.full(40, 3))
             assert np.abs(alone - found)[17:].max() > 0.01
     assert token_staleness(groups, 11) == (7 * 17 + 5 * 16 + 1 * 7) / 40
 
@@ -141,7 +142,7 @@ def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
     queue = Queue(ready=(Entry(old, 1, 0), Entry(new, 1, 0)))
     queue, groups = take(queue, 1, 5, 0, settings_of(config))
     assert groups == [new] and queue.left["stale"] == 1
-    assert queue.left["stale_tokens"] == sum(int(one.mask.sum()) for one in old.completions) > 0
+    assert queue.left["stale_tokens"] == sum(len(one.rows[0].tokens) for one in old.completions) > 0
 
 
 def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):
