@@ -13,19 +13,21 @@ from absl import flags
 
 from recjax.console import command, start
 from recjax.experience.feedback import Given, give_rewards
+from recjax.experience.store import Store, store_name
 from recjax.tasks.reading import read_file
 
 FLAGS = flags.FLAGS
 
 
-def feedback(folder: str | Path, file: str | Path) -> Given:
+def feedback(store: str | Path, file: str | Path) -> Given:
     """Completes pending rows of a store from a JSON Lines file.
 
     Raises:
         ValueError: see `give_rewards`; the message has file and line.
     """
     rows = read_file(Path(file), "--file")
-    return give_rewards(folder, [row.values for row in rows], [row.place for row in rows].__getitem__)
+    with Store(store) as opened:
+        return give_rewards(opened, [row.values for row in rows], [row.place for row in rows].__getitem__)
 
 
 @command
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.feedback STORE --file rewards.jsonl")
     given = feedback(argv[1], FLAGS.file)
-    print(f"{argv[1]}: {given.completed} rows got rewards, {given.had_it} already had the same reward")
+    print(f"{store_name(argv[1])}: {given.completed} rows got rewards, {given.had_it} already had the same reward")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ each gets the same command; see docs/devices.md.
 
 import hashlib
 import json
+from collections.abc import Collection, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,8 @@ from recjax import hosts
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
-from recjax.experience import store
-from recjax.experience.group import Group
-from recjax.experience.rows import rows_of
-from recjax.experience.store import CHAT_TEMPLATE, Experience
+from recjax.experience.group import Completion, Group, Row
+from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of
 from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
@@ -51,7 +50,7 @@ from recjax.training.trained import for_sampling, open_checkpoint, run_config
 FLAGS = flags.FLAGS
 
 
-def generate(config: Config, folder: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
+def generate(config: Config, place: str | Path, steps: int, run: str | None, step: int | None, source: str) -> int:
     """Samples batches 1 to `steps` into the store; skips batches that the store already holds.
 
     Args:
@@ -64,7 +63,7 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     Raises:
         ValueError: the checkpoint is missing, or the task or the store cannot be read.
     """
-    known, model, name = store.ids(folder), config.model, None
+    known, model, name = known_ids(place), config.model, None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
         digest = _name(config, None, 0)
@@ -81,10 +80,11 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     with sampler.grading, step_bar("generate", steps, initial=steps - len(missing)) as bar:
 
         def keep(groups: list[Group], grades: Grades) -> None:
-            rows = rows_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
+            records = records_of(with_grades(groups, grades.result()), tokenizer, datetime.now(UTC))
             if hosts.is_first():
-                store.append(folder, rows)
-            rewards = [row.reward for row in rows if row.reward is not None]
+                with Store(place, create=True) as store:
+                    store.append(records)
+            rewards = _rewards(records)
             bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
             bar.update()
 
@@ -100,7 +100,7 @@ def generate(config: Config, folder: str | Path, steps: int, run: str | None, st
     return len(missing)
 
 
-def generate_remotely(config: Config, folder: str | Path, steps: int, address: Address, source: str | None) -> int:
+def generate_remotely(config: Config, place: str | Path, steps: int, address: Address, source: str | None) -> int:
     """Like `generate`, but a server samples the completions.
 
     Args:
@@ -109,7 +109,7 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
         ValueError: the server refuses or does not answer, or the task or the store cannot be read.
     """
     _refuse_agents(config)
-    config, known = untrained(config), store.ids(folder)
+    config, known = untrained(config), known_ids(place)
     task = load_task(config)
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
@@ -126,77 +126,84 @@ def generate_remotely(config: Config, folder: str | Path, steps: int, address: A
                 common = config.model.chat_template_kwargs
                 templates = [{**common, **problem.template} for problem in asked.problems]
                 answers = engine.answers([problem.prompt for problem in asked.problems], seed, templates)
-                rows = _remote_rows(
+                records = _remote_records(
                     config, policy, asked.problems, answers, f"{name}/{number:06d}", source or engine.model
                 )
-                rows = _graded(rows, asked.take(np.repeat(np.arange(count), [*map(len, answers)])), grading, policy)
-                if rows:
-                    store.append(folder, rows)
-                rewards = [row.reward for row in rows if row.reward is not None]
+                own = asked.take(np.repeat(np.arange(count), [*map(len, answers)]))
+                records = _graded(records, own, grading, policy)
+                if records:
+                    with Store(place, create=True) as store:
+                        store.append(records)
+                rewards = _rewards(records)
                 bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
                 bar.update()
     return len(missing)
 
 
-def _remote_rows(
+def known_ids(place: str | Path) -> Collection[str]:
+    """The ids of a store's completions; empty if the store does not exist yet."""
+    if not exists(place):
+        return ()
+    with Store(place, create=True) as store:
+        return store.ids()
+
+
+def _rewards(records: Sequence[Record]) -> list[float]:
+    grades = [record.completion.grade for record in records]
+    return [grade.reward for grade in grades if grade and grade.reward is not None]
+
+
+def _remote_records(
     config: Config, policy: Policy, problems: list[Problem], answers: list[list[Answer]], name: str, source: str
-) -> list[Experience]:
-    """One row per answer, without a reward."""
-    now, vocabulary, rows = datetime.now(UTC), tokenizer_name(policy.tokenizer), []
+) -> list[Record]:
+    """One completion per answer, without a reward."""
+    now, vocabulary, records = datetime.now(UTC), tokenizer_name(policy.tokenizer), []
     for place, (problem, own) in enumerate(zip(problems, answers, strict=True)):
-        is_text = isinstance(problem.prompt, str)
         for answer in own:
-            row = Experience(
-                id=f"{name}/{len(rows):05d}",
-                group_id=f"{name}/{place:05d}",
-                source=source,
-                completion=answer.text,
-                time=now,
-                prompt=problem.prompt if is_text else None,
-                messages=None if is_text else list(problem.prompt),
-                answer=problem.answer,
-                truncated=answer.truncated,
-                metadata=json.dumps({CHAT_TEMPLATE: dict(problem.template)}) if problem.template else None,
-                **config.rollout.sampling()._asdict(),
-            )
+            prompt, rows = np.zeros(0, np.int32), ()
             if answer.tokens is not None:
-                row = row._replace(
-                    tokenizer=vocabulary,
-                    prompt_tokens=np.array(answer.prompt, np.int32),
-                    completion_tokens=np.array(answer.tokens, np.int32),
-                    completion_mask=np.ones(len(answer.tokens), bool),
-                    behavior_logprobs=answer.logprobs and np.array(answer.logprobs, np.float32),
-                )
-            rows.append(row)
-    return rows
+                prompt, tokens = np.array(answer.prompt, np.int32), np.array(answer.tokens, np.int32)
+                logprobs = answer.logprobs and np.array(answer.logprobs, np.float32)
+                rows = (Row(prompt, tokens, np.ones(len(tokens), bool), logprobs),)
+            completion = Completion(
+                id=f"{name}/{len(records):05d}",
+                source=source,
+                text=answer.text,
+                rows=rows,
+                sampling=config.rollout.sampling(),
+                policy_version=None,
+                truncated=answer.truncated,
+                metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
+            )
+            asked = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
+            group = Group(f"{name}/{place:05d}", prompt, (completion,), asked, problem.answer)
+            records.append(Record(group, now, vocabulary if rows else None))
+    return records
 
 
-def _graded(rows: list[Experience], own: Prompts, grading: Grading, policy: Policy) -> list[Experience]:
-    """Adds the task's rewards to the rows.
+def _graded(records: list[Record], own: Prompts, grading: Grading, policy: Policy) -> list[Record]:
+    """Adds the task's rewards to the completions.
 
     Args:
-        own: prompts of the rows, one for each.
+        own: prompts of the completions, one for each.
     """
-    if not rows:
+    if not records:
         return []
     answered = []
-    for prompt, problem, row in zip(own.texts, own.problems, rows, strict=True):
-        if row.prompt_tokens is not None:
-            prompt = policy.tokenizer.decode(row.prompt_tokens)  # the prompt that the server's model saw
-        tokens = row.completion_tokens
-        if tokens is None:
+    for prompt, problem, record in zip(own.texts, own.problems, records, strict=True):
+        one = record.completion
+        if one.rows:
+            prompt = policy.tokenizer.decode(one.rows[0].prompt_tokens)  # the prompt that the server's model saw
+            length = len(one.rows[0].tokens)
+        else:
             try:
-                tokens = encode_after(policy.tokenizer, (), row.completion)
+                length = len(encode_after(policy.tokenizer, (), one.text))
             except ValueError:
-                tokens = row.completion  # text outside the vocabulary: counts characters
-        answered.append(Answered(prompt, row.completion, problem.answer, problem.columns, len(tokens)))
-    scores = grading.submit(answered)
-    return [
-        row
-        if grade.reward is None
-        else row._replace(reward=grade.reward, reward_parts=grade.reward_parts or None, accurate=grade.accurate)
-        for row, grade in zip(rows, Grades(scores, len(rows)).result(), strict=True)
-    ]
+                length = len(one.text)  # text outside the vocabulary: counts characters
+        answered.append(Answered(prompt, one.text, problem.answer, problem.columns, length))
+    grades = Grades(grading.submit(answered), len(records)).result()
+    groups = with_grades([record.group for record in records], grades)
+    return [record._replace(group=group) for record, group in zip(records, groups, strict=True)]
 
 
 def _refuse_agents(config: Config) -> None:
@@ -275,8 +282,9 @@ def main(argv: list[str]) -> None:
             new = generate_remotely(config, FLAGS.output, FLAGS.steps, address, FLAGS.source)
     if not hosts.is_first():
         return
-    rows = len(store.ids(FLAGS.output))
-    print(f"{FLAGS.output}: {new} new batches, {FLAGS.steps - new} already in the store; {rows} rows in total")
+    with Store(FLAGS.output) as store:
+        rows = store.last().completions
+    print(f"{store.name}: {new} new batches, {FLAGS.steps - new} already in the store; {rows} rows in total")
 
 
 if __name__ == "__main__":
@@ -284,7 +292,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("config", None, "YAML file of a training run; its initial policy samples.")
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not; its checkpoint samples.")
     flags.DEFINE_integer("step", None, "Checkpoint to use; default: the newest.")
-    flags.DEFINE_string("output", None, "Folder of the store; created if it does not exist.", required=True)
+    flags.DEFINE_string("output", None, "File or URL of the store; created if it does not exist.", required=True)
     flags.DEFINE_integer(
         "steps", None, "Number of batches that the store has in the end.", required=True, lower_bound=1
     )

@@ -2,16 +2,18 @@
 
     python -m recjax.import_experience --input FILE [--input FILE ...] --output STORE [--source NAME] [column flags]
 
-Files are JSON Lines, CSV or Parquet. A row has a prompt (text or a list of messages) and a completion, or OpenAI-style
-messages in which the last one, from the assistant, is the completion. The reward may be missing (pending). Optional
-columns are answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and logprobs. Rows with equal
-prompts are a group unless --group_column names another column. Before it writes anything, the command refuses malformed
-rows, with their place, and files that the store already has.
+Files are JSON Lines, CSV or Parquet; exports of recjax.export_experience; or the folder of Parquet files in which an
+earlier recjax kept a store. STORE is a file, or the URL of a database. A row has a prompt (text or a list of messages)
+and a completion, or OpenAI-style messages in which the last one, from the assistant, is the completion. The reward may
+be missing (pending). Optional columns are answer, reward_parts, truncated or finish_reason, prompt_tokens, tokens and
+logprobs. Rows with equal prompts are a group unless --group_column names another column. Before it writes anything, the
+command refuses malformed rows, with their place, and files that the store already has.
 """
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from absl import flags
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import command, start
-from recjax.experience import store
+from recjax.experience.exchange import read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
+from recjax.experience.store import Record, Store, store_name
+from recjax.experience.store_checks import check_records
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.tokenizers import load_tokenizer
 from recjax.models.sampling import Sampling
@@ -31,15 +35,16 @@ logger = logging.getLogger("recjax.import_experience")  # __name__ is "__main__"
 
 def import_files(
     files: Sequence[str | Path],
-    folder: str | Path,
+    place: str | Path,
     columns: Columns,
     source: str | None = None,
     tokenizer: str | None = None,
     sampling: Sampling | None = None,
 ) -> Imported:
-    """Appends the rows of files to a store: all rows, or none if one is invalid.
+    """Appends the completions of files to a store: all, or none if one is invalid.
 
     Args:
+        place: file or URL of the store.
         columns, source, sampling: arguments of `foreign.import_rows`.
         tokenizer: folder or hub name of the tokenizer that made the token columns.
     Raises:
@@ -49,20 +54,34 @@ def import_files(
     name = tokenizer_name(vocabulary) if vocabulary else None
     found = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
     if vocabulary:
-        if all(row.tokenizer is None for row in found.rows):
+        if all(record.tokenizer is None for record in found.records):
             raise ValueError(f"--tokenizer {tokenizer!r}: has no effect, as no row has tokens; remove it")
         size = len(vocabulary)
-        for row, place in zip(found.rows, found.places, strict=True):
-            if max([*(row.prompt_tokens or []), *(row.completion_tokens or [])], default=0) >= size:
-                raise ValueError(f"{place}: a token id is {size} or more, beyond the vocabulary of {tokenizer}")
-        check_texts(found.rows, vocabulary, found.places.__getitem__)
-    store.append(folder, found.rows, found.places.__getitem__)
+        for record, where in zip(found.records, found.places, strict=True):
+            rows = [row.tokens for row in record.completion.rows]
+            if any((tokens >= size).any() for tokens in (record.group.prompt_tokens, *rows)):
+                raise ValueError(f"{where}: a token id is {size} or more, beyond the vocabulary of {tokenizer}")
+        check_texts(found.records, vocabulary, found.places.__getitem__)
+    check_records(found.records, found.places.__getitem__)  # before the store is created
+    with Store(place, create=True) as store:
+        store.append(found.records, found.places.__getitem__)
     return found
 
 
-def check_texts(
-    rows: Sequence[store.Experience], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]
-) -> None:
+def import_exports(exports: Sequence[Iterable[list[Record]]], place: str | Path) -> int:
+    """Appends exported completions to a store: all, or none if one is invalid; returns their number.
+
+    Args:
+        exports: results of `exchange.read_exported`.
+        place: file or URL of the store.
+    Raises:
+        ValueError: a completion is invalid, or the store already has it.
+    """
+    with Store(place, create=True) as store:
+        return store.append_batches(itertools.chain.from_iterable(exports))
+
+
+def check_texts(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]) -> None:
     """Refuses rows whose tokens do not decode to their text; ignores whitespace and special tokens.
 
     Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.
@@ -77,16 +96,18 @@ def check_texts(
             text = text.replace(token, "")
         return "".join(text.split())
 
-    for number, row in enumerate(rows):
-        for column, tokens in (("prompt_tokens", row.prompt_tokens), ("tokens", row.completion_tokens)):
-            if not tokens:
-                continue  # the store itself refuses empty lists
+    for number, record in enumerate(records):
+        group, one = record.group, record.completion
+        columns = [("prompt_tokens", group.prompt_tokens), *(("tokens", row.tokens) for row in one.rows)]
+        for column, tokens in columns:
+            if not len(tokens):
+                continue
             decoded, start = plain(tokenizer.decode(tokens)), 0
-            if column == "tokens" or row.messages is None:
-                parts = [row.completion if column == "tokens" else row.prompt]
+            if column == "tokens" or isinstance(group.prompt, str):
+                parts = [one.text if column == "tokens" else group.prompt]
                 agrees = decoded == plain(parts[0])
             else:
-                parts = [turn["content"] for turn in row.messages]
+                parts = [turn["content"] for turn in group.prompt]
                 for part in map(plain, parts):
                     found = decoded.find(part, start)
                     start = found + len(part)
@@ -109,13 +130,19 @@ def main(argv: list[str]) -> None:
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
         raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
+    exports = [read_exported(Path(file)) for file in FLAGS.input]
+    if any(exports):
+        if not all(exports):
+            raise ValueError("--input: import exported files and files of other programs one after the other")
+        count = import_exports(exports, FLAGS.output)
+        print(f"{store_name(FLAGS.output)}: {count} completions{_in_all(FLAGS.output, count)}")
+        return
     found = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
-    groups = Counter(row.group_id for row in found.rows)
-    pending = sum(row.reward is None for row in found.rows)
-    total = len(store.ids(FLAGS.output))
-    in_all = f"; the store has {total} rows" if total > len(found.rows) else ""
-    print(f"{FLAGS.output}: {len(found.rows)} rows in {len(groups)} groups, {pending} rows pending{in_all}")
-    if single := sum(count == 1 for count in groups.values()):
+    groups = Counter(record.group.id for record in found.records)
+    pending, count = sum(record.completion.grade is None for record in found.records), len(found.records)
+    in_all = _in_all(FLAGS.output, count)
+    print(f"{store_name(FLAGS.output)}: {count} rows in {len(groups)} groups, {pending} rows pending{in_all}")
+    if single := sum(size == 1 for size in groups.values()):
         logger.warning(
             "%d of %d groups have a single completion, from which most advantages cannot learn. Rows with equal prompts"
             " form a group, or rows with equal --group_column; see algorithm.advantage={name: raw_reward}",
@@ -126,15 +153,21 @@ def main(argv: list[str]) -> None:
         print(f"unused columns: {', '.join(found.unused)}")
 
 
+def _in_all(place: str, new: int) -> str:
+    with Store(place) as store:
+        total = store.last().completions
+    return f"; the store has {total} rows" if total > new else ""
+
+
 if __name__ == "__main__":
     # Not at module level: absl flags are global, and importing this module must not define them.
     flags.DEFINE_multi_string(
         "input",
         None,
-        "File to import: .csv, .parquet, .jsonl, .ndjson, .json, or .gz of the last three.",
+        "File to import: .csv, .parquet, .jsonl, .ndjson, .json, .gz of the last three, or a store's folder.",
         required=True,
     )
-    flags.DEFINE_string("output", None, "Folder of the store; created if it does not exist.", required=True)
+    flags.DEFINE_string("output", None, "File or URL of the store; created if it does not exist.", required=True)
     flags.DEFINE_string("source", None, "Source of the rows; default: each file's name without its ending.")
     for field, default in Columns._field_defaults.items():
         flags.DEFINE_string(f"{field}_column", default, f"Name of the column with the {field}.")

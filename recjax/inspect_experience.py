@@ -15,19 +15,19 @@ from rich.table import Column, Table
 
 from recjax.console import command, plain_console, start
 from recjax.experience.group import is_whole, reward_spread
-from recjax.experience.rows import groups_of
-from recjax.experience.store import Experience, read
-from recjax.plots.store import by_source, draw_store, length
+from recjax.experience.store import Record, Store, groups_of
+from recjax.plots.store import by_source, draw_store, has_logprobs, length
 
 FLAGS = flags.FLAGS
 
 
-def summary(rows: Sequence[Experience]) -> dict[str, str]:
-    """Summary numbers of the rows, by name; a group has only members among `rows`."""
-    groups, scored = groups_of(rows), [row.reward for row in rows if row.reward is not None]
+def summary(records: Sequence[Record]) -> dict[str, str]:
+    """Summary numbers of the completions, by name; a group has only members among `records`."""
+    rows, groups = [record.completion for record in records], groups_of(records)
+    scored = [row.grade.reward for row in rows if row.grade]
     sizes = [len(group.completions) for group in groups]
     whole = [group for group in groups if is_whole(group)]
-    accurate = [row.accurate for row in rows if row.accurate is not None]
+    accurate = [row.grade.accurate for row in rows if row.grade and row.grade.accurate is not None]
     versions = [row.policy_version for row in rows if row.policy_version is not None]
     lengths = [tokens for row in rows if (tokens := length(row)) is not None]
     return {
@@ -42,7 +42,7 @@ def summary(rows: Sequence[Experience]) -> dict[str, str]:
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
         "policy versions": _span(versions) if versions else "none",
         "rows of other models": str(len(rows) - len(versions)),
-        "with behavior log-probs": str(sum(row.behavior_logprobs is not None for row in rows)),
+        "with behavior log-probs": str(sum(has_logprobs(row) for row in rows)),
         "tokenized": str(len(lengths)),
         "completion tokens": f"{np.mean(lengths):.1f} ({_span(lengths)})" if lengths else "not known",
         "truncated": f"{np.mean([row.truncated for row in rows]):.3f}",
@@ -54,26 +54,27 @@ def _span(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def chosen_rows(rows: Sequence[Experience], count: int, seed: int) -> list[Experience]:
-    """A random sample of `count` rows, or all rows if there are fewer, in the store's order."""
-    places = np.random.default_rng(seed).choice(len(rows), min(count, len(rows)), replace=False)
-    return [rows[place] for place in sorted(places)]
-
-
-def print_summary(rows: Sequence[Experience], samples: Sequence[Experience], console: Console) -> None:
-    """Prints summaries of all rows and of each source, then the samples."""
-    sources = by_source(rows)
-    columns = {"all": summary(rows)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
+def print_summary(records: Sequence[Record], samples: Sequence[Record], console: Console) -> None:
+    """Prints summaries of all completions and of each source, then the samples."""
+    sources = by_source(records)
+    columns = {"all": summary(records)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
     table = Table(Column("", no_wrap=True), *columns)
     for name in columns["all"]:
         table.add_row(name, *(column[name] for column in columns.values()))
     console.print(table)
-    for row in samples:
-        asked = row.prompt if row.messages is None else " / ".join(turn["content"] for turn in row.messages)
-        reward = "pending" if row.reward is None else f"{row.reward:g}"
+    for record in samples:
+        prompt, row = record.group.prompt, record.completion
+        asked = prompt if isinstance(prompt, str) else " / ".join(turn["content"] for turn in prompt)
+        reward = f"{row.grade.reward:g}" if row.grade else "pending"
         console.print(f"{row.source} · {row.id} · reward {reward}", style="bold", highlight=False)
-        for text in (asked, row.completion):
+        for text in (asked, row.text):
             console.print(f"  {text[:400]!r}{'…' if len(text) > 400 else ''}", highlight=False)
+
+
+def chosen_records(records: Sequence[Record], count: int, seed: int) -> list[Record]:
+    """A random sample of `count` completions, or all if there are fewer, in the store's order."""
+    places = np.random.default_rng(seed).choice(len(records), min(count, len(records)), replace=False)
+    return [records[place] for place in sorted(places)]
 
 
 @command
@@ -81,10 +82,14 @@ def main(argv: list[str]) -> None:
     """Reads the store and shows its content."""
     if len(argv) != 2:
         raise ValueError("give one store: python -m recjax.inspect_experience STORE")
-    rows = read(argv[1])
-    print_summary(rows, chosen_rows(rows, FLAGS.samples, FLAGS.seed), plain_console())
+    with Store(argv[1]) as store:
+        records = list(store.records())
+        if not records:
+            raise ValueError(f"{store.name} has no completions")
+        print_summary(records, chosen_records(records, FLAGS.samples, FLAGS.seed), plain_console())
+        if FLAGS.figure:
+            draw_store(records, f"{store.name}: {len(records)} rows", Path(FLAGS.figure))
     if FLAGS.figure:
-        draw_store(rows, f"{argv[1]}: {len(rows)} rows", Path(FLAGS.figure))
         print(f"figure: {FLAGS.figure}")
     else:
         print("--figure FILE.png draws rewards, lengths and versions")

@@ -1,4 +1,4 @@
-"""Converts completions in JSON Lines, CSV and Parquet files to rows of a store."""
+"""Converts completions in JSON Lines, CSV and Parquet files of other programs to records of a store."""
 
 import csv
 import hashlib
@@ -9,7 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recjax.experience.store import CHAT_TEMPLATE, Experience, parts_of
+import numpy as np
+
+from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.store import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.tasks.reading import ENDING, MORE_ENDINGS, TEMPLATE_COLUMNS, FileRow, as_text, read_file, template_of
@@ -39,9 +42,9 @@ class Columns(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """Imported rows, their names in error messages, and the names of unused columns."""
+    """Imported completions, their names in error messages, and the names of unused columns."""
 
-    rows: list[Experience]
+    records: list[Record]
     places: list[str]
     unused: list[str]
 
@@ -75,25 +78,26 @@ def import_rows(
         if not file.is_file():
             raise ValueError(f"{file}: no such file; correct --input")
         digest.update(file.read_bytes())
-    name, rows, places, seen = digest.hexdigest()[:12], [], [], {}
+    name, records, places, seen = digest.hexdigest()[:12], [], [], {}
     for file in map(Path, files):
         is_csv = file.suffix.lower() == ".csv"
         if not (is_csv or ENDING.search(file.name)):
             raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
         for values, place in _csv_rows(file, columns) if is_csv else read_file(file, "--input"):
-            row, number = _Source(values, columns, place), len(rows)
+            row, number = _Source(values, columns, place), len(records)
             named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
-            rows.append(_row(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
+            records.append(_record(row, name, number, named, time, tokenizer=tokenizer, sampling=sampling))
             places.append(place)
             seen |= dict.fromkeys(values)
-    if not rows:
+    if not records:
         raise ValueError(f"{', '.join(map(str, files))}: has no rows; give a file with at least one")
     for column, wanted in columns._asdict().items():
         if wanted not in (*seen, Columns._field_defaults[column]):
             raise ValueError(f"--{column}_column {wanted!r}: no row has this column; choose from {', '.join(seen)}")
-    taken = {*columns, *(TEMPLATE_COLUMNS if any(row.messages for row in rows) else ())}
-    return Imported(rows, places, [column for column in seen if column not in taken])
+    has_chats = any(not isinstance(record.group.prompt, str) for record in records)
+    taken = {*columns, *(TEMPLATE_COLUMNS if has_chats else ())}
+    return Imported(records, places, [column for column in seen if column not in taken])
 
 
 def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
@@ -146,16 +150,16 @@ class _Source(NamedTuple):
             raise ValueError(f"{self.place}: {name}: {self.values.get(name)!r:.80}: {reason}")
 
 
-def _row(
+def _record(
     row: _Source, name: str, number: int, source: str, time: datetime, tokenizer: str | None, sampling: Sampling | None
-) -> Experience:
+) -> Record:
     prompt, messages, completion = _texts(row)
     template = {} if messages is None else template_of(FileRow(row.values, row.place))
     asked = prompt if messages is None else json.dumps([messages, template] if template else messages)
     group = hashlib.sha256(asked.encode()).hexdigest()[:12] if row.columns.group is None else _label(row, "group")
     parts = row.get("reward_parts")
     if isinstance(parts, list) and all(isinstance(pair, dict) and pair.keys() == {"name", "value"} for pair in parts):
-        parts = parts_of(parts)
+        parts = {pair["name"]: pair["value"] for pair in parts}
     row.require(isinstance(parts, dict | None), "reward_parts", "takes names and numbers")
     # In Parquet files, every row has the part names of all rows, with null for parts that it lacks.
     parts = {part: value for part, value in (parts or {}).items() if value is not None}
@@ -167,21 +171,22 @@ def _row(
     row.require(agrees, "truncated", f"contradicts {row.columns.finish_reason} = {reason!r}")
     answer = as_text(row.get("answer"))
     row.require(answer or row.get("answer") is None, "answer", "takes text or a number")
-    return Experience(
+    prompt_tokens, rows, distribution = _tokens(row, tokenizer, sampling)
+    reward = None if row.get("reward") is None else _number(row, "reward", row.get("reward"))
+    reward_parts = {part: _number(row, "reward_parts", value) for part, value in parts.items()} or None
+    completion = Completion(
         id=f"{name}/{number:06d}" if row.columns.id is None else _label(row, "id"),
-        group_id=f"{name}/{group}",
         source=source if row.columns.source is None else _label(row, "source"),
-        completion=completion,
-        time=time,
-        prompt=prompt,
-        messages=messages,
-        answer=answer,
-        reward=None if row.get("reward") is None else _number(row, "reward", row.get("reward")),
-        reward_parts={part: _number(row, "reward_parts", value) for part, value in parts.items()} or None,
+        text=completion,
+        rows=rows,
+        sampling=distribution,
+        policy_version=None,
         truncated=bool(truncated) or reason == "length",
-        metadata=json.dumps({CHAT_TEMPLATE: template}) if template else None,
-        **_token_columns(row, tokenizer, sampling),
+        grade=None if reward is None and not reward_parts else Grade(reward, reward_parts),
+        metadata={CHAT_TEMPLATE: template} if template else {},
     )
+    group = Group(f"{name}/{group}", prompt_tokens, (completion,), prompt if messages is None else messages, answer)
+    return Record(group, time, tokenizer if rows or len(prompt_tokens) else None)
 
 
 def _texts(row: _Source) -> tuple[str | None, list | None, str]:
@@ -239,7 +244,10 @@ def _number(row: _Source, column: str, value: Any) -> float:
     return float(value)
 
 
-def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | None) -> dict[str, Any]:
+def _tokens(
+    row: _Source, tokenizer: str | None, sampling: Sampling | None
+) -> tuple[np.ndarray, tuple[Row, ...], Sampling | None]:
+    """The prompt's tokens, empty if there are none, the rows, and the distribution."""
     prompt, tokens, logprobs = (row.get(name) for name in ("prompt_tokens", "tokens", "logprobs"))
     unnamed = "token ids need their vocabulary; give --tokenizer, the folder of the model's tokenizer"
     for column, value in (("prompt_tokens", prompt), ("tokens", tokens)):
@@ -247,18 +255,15 @@ def _token_columns(row: _Source, tokenizer: str | None, sampling: Sampling | Non
             whole = isinstance(value, list) and all(type(token) is int for token in value)
             row.require(whole, column, "takes a list of token ids")
             row.require(tokenizer is not None, column, unnamed)
+            row.require(value, column, "has no tokens; prompts and completions need at least one")
+            row.require(0 <= min(value) <= max(value) < 2**31, column, "token ids are whole numbers, 0 or more")
     if logprobs is not None:
         remedy = "log-probabilities need the ids of their tokens; give token ids, or remove the log-probabilities"
         row.require(tokens is not None, "logprobs", remedy)
         row.require(isinstance(logprobs, list), "logprobs", "takes a list of numbers, one for each token")
         remedy = "log-probabilities need the distribution that sampled the tokens; give --temperature"
         row.require(sampling is not None, "logprobs", remedy)
-        logprobs = [_number(row, "logprobs", value) for value in logprobs]
-    return {
-        "tokenizer": None if prompt is None and tokens is None else tokenizer,
-        "prompt_tokens": prompt,
-        "completion_tokens": tokens,
-        "completion_mask": None if tokens is None else [True] * len(tokens),
-        "behavior_logprobs": logprobs,
-        **dict(zip(Sampling._fields, sampling or (None,) * len(Sampling._fields), strict=True)),
-    }
+        logprobs = np.array([_number(row, "logprobs", value) for value in logprobs], np.float32)
+    prompt = np.array(prompt or [], np.int32)
+    rows = () if tokens is None else (Row(prompt, np.array(tokens, np.int32), np.ones(len(tokens), bool), logprobs),)
+    return prompt, rows, sampling

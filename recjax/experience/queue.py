@@ -9,7 +9,6 @@ releases groups with missing rewards, replay allows several uses, and asynchrono
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -27,8 +26,7 @@ from recjax.experience.group import (
     without,
 )
 from recjax.experience.replay import Entry, Judge
-from recjax.experience.rows import groups_of, rows_of
-from recjax.experience.store import Experience
+from recjax.experience.store import groups_from_bytes, groups_to_bytes
 
 # Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.
 ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
@@ -339,8 +337,8 @@ def counts(queue: Queue) -> dict[str, int]:
     }
 
 
-def to_plain(queue: Queue) -> tuple[list[Experience], dict[str, Any]]:
-    """Converts a queue to store rows of all its groups, and JSON data; `from_plain` is the inverse.
+def to_plain(queue: Queue) -> tuple[bytes, dict[str, Any]]:
+    """Converts a queue to the bytes of all its groups, and JSON data; `from_plain` is the inverse.
 
     Args:
         queue: queue between two steps, after waiting for all grades.
@@ -348,17 +346,21 @@ def to_plain(queue: Queue) -> tuple[list[Experience], dict[str, Any]]:
     placed = [("early", one.group, [one.since]) for one in queue.early]
     placed += [("waiting", one.group, [one.since]) for one in queue.waiting]
     placed += [("ready", entry.group, [entry.added, entry.used]) for entry in queue.ready]
-    rows = rows_of([group for _, group, _ in placed], None, datetime.fromtimestamp(0, UTC))
     coming = [[one.ids, one.rounds, one.grades] for one in queue.coming]
     plain = {"round": queue.round, "added": queue.added, "idle": queue.idle, "left": queue.left, "coming": coming}
     plain |= {"followed": queue.followed.to_json()} if any(queue.followed) else {}
-    return rows, plain | {"groups": [[place, *numbers] for place, _, numbers in placed]}
+    groups = groups_to_bytes([group for _, group, _ in placed])
+    return groups, plain | {"groups": [[place, *numbers] for place, _, numbers in placed]}
 
 
-def from_plain(rows: Sequence[Experience], plain: dict[str, Any]) -> Queue:
-    """Converts the rows and JSON data of `to_plain` back to a queue."""
+def from_plain(groups: bytes, plain: dict[str, Any]) -> Queue:
+    """Converts the bytes and JSON data of `to_plain` back to a queue.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
     held: dict[str, list] = {"early": [], "waiting": [], "ready": []}
-    for group, (place, *numbers) in zip(groups_of(rows), plain["groups"], strict=True):
+    for group, (place, *numbers) in zip(groups_from_bytes(groups), plain["groups"], strict=True):
         held[place].append(Entry(group, *numbers) if place == "ready" else Waiting(group, *numbers))
     coming = [
         Coming(tuple(ids), tuple(rounds), tuple(Grade(*grade) for grade in grades))

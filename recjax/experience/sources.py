@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from recjax import hosts
 from recjax.algorithms import presets
@@ -16,24 +14,25 @@ from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
 from recjax.experience.batch import Shape, pad, score
 from recjax.experience.group import Completion, Group
-from recjax.experience.prepared import SMALL, prepared_rows
-from recjax.experience.stored_groups import StoredGroups, groups_in, is_missing
+from recjax.experience.store import Store
+from recjax.experience.stored_groups import StoredGroups, groups_in
 from recjax.files import writing
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.tasks.prompts import batch_indices
 
+_SMALL = 2**24  # bytes of log-probs that stay in memory
 _LONG = 50  # batches of log-probs above which a progress bar is shown
 
 
-def load_groups(folder: str | Path, policy: Policy) -> StoredGroups:
-    """Loads the tokenized groups of a store, including pending rows, ordered by first row.
+def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
+    """Loads the tokenized groups of a store, including pending completions, ordered by first completion.
 
     Raises:
-        ValueError: a store that cannot be read or tokenized, a cache that cannot be written, a group with two prompts,
-            or a trajectory whose first row does not come first.
+        ValueError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
+            prompts.
     """
-    return groups_in(prepared_rows(folder, policy), str(folder))
+    return groups_in(Store(place), policy)
 
 
 def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Sampling, missing: MissingLogprobs) -> None:
@@ -52,29 +51,29 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
                 f" 'current', or choose a preset that reads none: {', '.join(_presets_without())}"
             )
         return
-    heads, columns = groups.heads, ["id", "source", *Sampling._fields]
-    without = groups.rows.each(is_missing, "behavior_logprobs")[heads]
-    if without.any() and missing == "error":
-        (first,) = groups.rows.at(heads[without][:1]).select(columns).to_pylist()
+    index, members = groups.index, groups.members
+    kinds, origins = index.kinds[members], index.origins
+    has_logprobs = np.array([known for *_, known in origins])[kinds]
+
+    def first_of(flags: np.ndarray) -> tuple[str, str, Sampling | None]:
+        place = members[np.argmax(flags)]
+        (record,) = groups.store.read(index.numbers[[place]], None)
+        return record.completion.id, *origins[index.kinds[place]][:2]
+
+    if missing == "error" and not has_logprobs.all():
+        name, source, _ = first_of(~has_logprobs)
         raise ValueError(
-            f"{without.sum()} of {len(heads)} rows have no behavior log-probs, the first is {first['id']!r} of source"
-            f" {first['source']!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
+            f"{(~has_logprobs).sum()} of {len(members)} rows have no behavior log-probs, the first is {name!r} of"
+            f" source {source!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
             f" {', '.join(_presets_without())}, 'unneeded'"
         )
-
-    def certainly_from(*found: pa.Array) -> np.ndarray:
-        *found, min_p = found
-        columns = [*found, pc.fill_null(min_p, 0.0)]  # see `Experience.sampling`
-        equal = [pc.fill_null(pc.equal(column, value), False) for column, value in zip(columns, sampling, strict=True)]
-        return np.logical_and.reduce([column.to_numpy(zero_copy_only=False) for column in equal])
-
-    others = ~without & ~groups.rows.each(certainly_from, *Sampling._fields)[heads]
+    others = np.array([known and found != sampling for _, found, known in origins])[kinds]
     if others.any():
-        (first,) = groups.rows.at(heads[others][:1]).select(columns).to_pylist()
-        found = {name: first[name] for name in Sampling._fields} | {"min_p": first["min_p"] or 0.0}
-        words = ", ".join(f"{name} {'unknown' if None in found.values() else value}" for name, value in found.items())
+        name, source, found = first_of(others)
+        found = ("unknown",) * len(Sampling._fields) if found is None else found
+        words = ", ".join(f"{field} {value}" for field, value in zip(Sampling._fields, found, strict=True))
         raise ValueError(
-            f"row {first['id']!r} of source {first['source']!r} was sampled with {words}, but rollout has"
+            f"row {name!r} of source {source!r} was sampled with {words}, but rollout has"
             f" {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
             " rollout, or experience.missing_logprobs to 'unneeded'"
         )
@@ -126,37 +125,41 @@ def with_initial_logprobs(
     Raises:
         ValueError: the cache folder, which holds the temporary file, cannot be written.
     """
-    missing = groups.rows.each(is_missing, "behavior_logprobs")
-    lacking = groups.chosen(groups.any_in(missing[groups.heads]))
+    index = groups.index
+    lacks = ~np.array([known for *_, known in index.origins])[index.kinds]
+    lacking = groups.chosen(groups.any_in(lacks[groups.members]))
     if not len(lacking):
         return groups
-    places, end, folder = np.full(len(groups.index.heads), -1), 0, cache_folder("experience")
+    # The place of a completion's log-probs in the file, by number; -1: the store has them.
+    places, end, folder = np.full(int(index.numbers.max()) + 1, -1), 0, cache_folder("experience")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    file = tempfile.SpooledTemporaryFile(SMALL, dir=folder)
+    file = tempfile.SpooledTemporaryFile(_SMALL, dir=folder)
     shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
     with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
         for start in range(0, len(lacking), shape.prompts):
             part = lacking[start : start + shape.prompts]
-            filled = with_logprobs(list(part), shape, policy, params, sampling, chunk)
-            for number, group in zip(part.numbers, filled, strict=True):
-                for place, one in enumerate(group.completions, groups.index.starts[number]):
-                    if missing[groups.index.heads[place]]:
+            before = list(part)
+            filled = with_logprobs(before, shape, policy, params, sampling, chunk)
+            numbers = iter(index.numbers[part.members].tolist())
+            for old, new in zip(before, filled, strict=True):
+                for was, one, number in zip(old.completions, new.completions, numbers, strict=False):
+                    if _lacks_logprobs(was):
                         with writing(folder):
                             file.write(one.rows[0].behavior_logprobs.astype(np.float32).tobytes())
-                        places[place], end = end, end + 4 * one.sampled_tokens
+                        places[number], end = end, end + 4 * one.sampled_tokens
             bar.update(len(part))
     with writing(folder):
         file.flush()
 
-    def filled_in(group: Group, first: int) -> Group:
-        rows = []
-        for one, place in zip(group.completions, places[first:], strict=False):
+    def filled_in(group: Group, numbers: np.ndarray) -> Group:
+        completions = []
+        for one, place in zip(group.completions, places[numbers].tolist(), strict=True):
             if place >= 0:
                 file.seek(place)
                 one = _with_logprobs(one, np.frombuffer(file.read(4 * one.sampled_tokens), np.float32))
-            rows.append(one)
-        return group._replace(completions=tuple(rows))
+            completions.append(one)
+        return group._replace(completions=tuple(completions))
 
     return groups.changed(filled_in)
 

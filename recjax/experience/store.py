@@ -1,327 +1,831 @@
-"""The experience store: a folder of Parquet part files with one row per completion, from any source.
+"""The experience store: a database with completions and their rewards, from any source.
 
-`part-00000000.parquet`, `part-00000001.parquet` … are read in this order. A part appears whole or not at all, and the
-ledger in the folder detects parts that are damaged or lost later. docs/experience.md describes the columns.
+SQLite in one file is the default; a URL such as postgresql://host/name is the same code for several machines. Both
+tables only grow, so a number orders the rows of each: a reader asks for the rows after the last number that it knows.
+Every row has a checksum, which readers verify. docs/experience.md describes the columns.
 """
 
 import contextlib
-import functools
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+import sqlite3
+import types
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import sqlalchemy as sql
+import xxhash
 
-from recjax.experience import ledger
-from recjax.experience.store_checks import check_rows, check_schema
-from recjax.files import locked_file, size_and_digest, sync_folder, writing
+from recjax.experience.group import Completion, Grade, Group, Row, Turn
+from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
 
-VERSION = "4"
-_VERSION_KEY = b"recjax.experience.version"
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-_PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
+VERSION = 5
+GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
 CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
-PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of rows whose prompt was not recorded
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("group_id", pa.string()),
-        ("source", pa.string()),
-        ("prompt", pa.string()),
-        ("messages", pa.list_(_MESSAGE)),
-        ("completion", pa.string()),
-        ("answer", pa.string()),
-        ("tokenizer", pa.string()),
-        ("prompt_tokens", pa.list_(pa.int32())),
-        ("completion_tokens", pa.list_(pa.int32())),
-        ("completion_mask", pa.list_(pa.bool_())),
-        ("behavior_logprobs", pa.list_(pa.float32())),
-        ("reward", pa.float64()),
-        ("reward_parts", pa.list_(_PART)),
-        ("accurate", pa.bool_()),
-        ("truncated", pa.bool_()),
-        ("policy_version", pa.int32()),
-        ("temperature", pa.float64()),
-        ("top_k", pa.int32()),
-        ("top_p", pa.float64()),
-        ("min_p", pa.float64()),
-        ("time", pa.timestamp("us", tz="UTC")),
-        ("trajectory", pa.string()),
-        ("metadata", pa.string()),
-    ],
-    metadata={_VERSION_KEY: VERSION.encode()},
+PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of completions whose prompt was not recorded
+_LOCKED_SECONDS = 60  # time that a writer waits for another writer
+_TOGETHER = 256  # completions to read at a time
+_SCAN = 10_000  # rows of `Store.scan` at a time
+
+
+SCANNED = (
+    *("number", "group_id", "source", "tokenizer", "prompt_key", "row_count", "prompt_length", "completion_length"),
+    *("sampled_length", "largest_token", "has_logprobs", "temperature", "top_k", "top_p", "min_p"),
+)
+_SCANNED_REWARDS = ("number", "completion", "grader", "reward")
+
+
+def _columns(kind: Any, *names: str) -> list[sql.Column]:
+    return [sql.Column(name, kind) for name in names]
+
+
+def _number() -> sql.Column:
+    whole = sql.BigInteger().with_variant(sql.Integer, "sqlite")
+    return sql.Column("number", whole, primary_key=True, autoincrement=False)
+
+
+_TABLES = sql.MetaData()
+# The single row of this table has the numbers of the last rows, and how many rows there are.
+_STORE = sql.Table(
+    "store",
+    _TABLES,
+    *_columns(sql.Integer, "version"),
+    *_columns(sql.Text, "id"),
+    *_columns(sql.BigInteger, "last_completion", "last_reward", "completions", "rewards"),
+    *_columns(sql.LargeBinary, "checksum"),
+)
+# SQLite reads the first columns of a long row without the others, so the columns that `scan` reads are first.
+COMPLETIONS = sql.Table(
+    "completions",
+    _TABLES,
+    _number(),
+    sql.Column("id", sql.Text, nullable=False, unique=True),
+    sql.Column("group_id", sql.Text, nullable=False, index=True),
+    *_columns(sql.Text, "source", "tokenizer"),
+    *_columns(sql.BigInteger, "prompt_key"),
+    *_columns(sql.Integer, "row_count", "prompt_length", "completion_length", "sampled_length", "largest_token"),
+    *_columns(sql.Boolean, "has_logprobs"),
+    *_columns(sql.Double, "temperature"),
+    *_columns(sql.Integer, "top_k"),
+    *_columns(sql.Double, "top_p", "min_p"),
+    *_columns(sql.BigInteger, "scan_checksum"),
+    *_columns(sql.Boolean, "truncated"),
+    *_columns(sql.Integer, "policy_version"),
+    *_columns(sql.Double, "time"),
+    *_columns(sql.Text, "prompt", "messages", "completion", "answer", "metadata"),
+    *_columns(sql.Text, "token_versions", "turns", "row_lengths"),
+    *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
+    *_columns(sql.LargeBinary, "checksum"),
+)
+REWARDS = sql.Table(
+    "rewards",
+    _TABLES,
+    _number(),
+    sql.Column("completion", sql.BigInteger, nullable=False),
+    sql.Column("grader", sql.Text, nullable=False),
+    *_columns(sql.Double, "reward"),
+    *_columns(sql.BigInteger, "scan_checksum"),
+    *_columns(sql.Text, "parts"),
+    *_columns(sql.Boolean, "accurate"),
+    *_columns(sql.Text, "failure", "comment"),
+    *_columns(sql.Double, "time"),
+    *_columns(sql.LargeBinary, "checksum"),
+    sql.UniqueConstraint("completion", "grader"),
 )
 
 
-class Experience(NamedTuple):
-    """One completion: a row of a store with the columns as fields. None means not known, or not available yet.
+class Record(NamedTuple):
+    """A completion as a store keeps it.
 
-    A row has exactly one of `prompt` (text) and `messages` (a chat). `tokenizer` names the vocabulary of the tokens.
-    completion_mask is True at tokens that the behavior policy chose. behavior_logprobs are the log-probs under the
-    distribution that sampled the tokens; temperature, top_k, top_p and min_p describe it. A row without a reward is
-    pending.
-    policy_version: optimizer updates of the weights that sampled the row; None for another model.
-    trajectory: id of the first row of an agent's trajectory, whose rows each have their own prompt_tokens; else None.
-    metadata: JSON object with additional information, such as the user; this module does not read it.
+    group: the prompt and this completion alone; a completion without rows has only its text.
+    time: time of sampling or import.
+    tokenizer: name of the tokens' vocabulary, see `tokenize.tokenizer_name`; None without tokens.
+    number: place in the store, from 1 in order of arrival; 0 before the store has the completion.
+    others: rewards of other graders than `GIVEN`, each with its comment; only for exports and imports.
     """
 
-    id: str
-    group_id: str
-    source: str
-    completion: str
+    group: Group
     time: datetime
-    prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
-    answer: str | None = None
     tokenizer: str | None = None
-    prompt_tokens: np.ndarray | None = None
-    completion_tokens: np.ndarray | None = None
-    completion_mask: np.ndarray | None = None
-    behavior_logprobs: np.ndarray | None = None
-    reward: float | None = None
-    reward_parts: dict[str, float] | None = None
-    accurate: bool | None = None
-    truncated: bool = False
-    policy_version: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    trajectory: str | None = None
-    metadata: str | None = None
+    number: int = 0
+    others: Mapping[str, tuple[Grade, str | None]] = {}
 
     @property
-    def sampling(self) -> Sampling | None:
-        """The distribution that sampled the tokens; None if not known. A missing min_p counts as 0."""
-        found = Sampling(self.temperature, self.top_k, self.top_p, self.min_p or 0.0)
-        return None if None in found else found
+    def completion(self) -> Completion:
+        """The completion."""
+        return self.group.completions[0]
 
 
-_ARRAYS = ("prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs")
-_MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError)
-_PLACE = "rows to append: row {}".format
+class Last(NamedTuple):
+    """How far a store has grown: the numbers of its last rows, and how many rows it has."""
+
+    completion: int = 0
+    reward: int = 0
+    completions: int = 0
+    rewards: int = 0
 
 
-def append(folder: str | Path, rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> Path:
-    """Adds rows to a store, or to a new store if the folder does not exist; returns the new part file.
+class Store:
+    """A store that several processes and threads may read and write at the same time.
 
-    Writes a temporary file, forces it to disk and renames it, so that a killed writer leaves the store unchanged.
-    Several processes may append concurrently.
-
-    Args:
-        place: function from a row's number to its name in error messages.
-    Raises:
-        ValueError: a row that `read` would reject, or an id that the store already has; the store stays unchanged.
+    Attributes:
+        name: the file or URL, for messages.
+        id: identity of the store, the same for all who open it.
+        contents: the store to read completions from; another one if that is a copy with tokens.
     """
-    table = to_table(rows, place)
-    check_rows(table, place)
-    part_files(folder)  # raises an error for a file, before the lock creates a folder
-    with locked(folder):
-        parts = part_files(folder)
-        if taken := ids(folder).intersection(table["id"].to_pylist()):
-            raise ValueError(f"{folder}: already has a row with id {min(taken)!r}; give every row a new id")
-        number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
-        path = Path(folder) / f"part-{number:08d}.parquet"
-        write_part(table, path)
-    return path
+
+    def __init__(self, place: str | Path | None, create: bool = False):
+        """Opens a store.
+
+        Args:
+            place: file, or URL of a database; None: a new store in memory.
+            create: True to make a new store if there is none.
+        Raises:
+            ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
+        """
+        self._engine, self.name, self._file = _engine(place, create)
+        self._writing = self._engine.execution_options(writes=True)
+        with self._trying("opened"):
+            if create:
+                self._create()
+            if not sql.inspect(self._engine).has_table(_STORE.name):
+                raise ValueError(f"{self.name} is not an experience store; {_MAKE}")
+            with self._engine.connect() as connection:
+                self.id = self._row(connection).id
+        self._check_lasts()
+        self.contents = self
+
+    def __enter__(self) -> "Store":
+        """The store."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the store."""
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._engine.dispose()
+
+    # --- Writing: each method is one transaction, and durable when it returns.
+
+    def append(
+        self,
+        records: Sequence[Record],
+        place: Callable[[int], str] = "record {}".format,
+        numbers: Sequence[int] | None = None,
+    ) -> Sequence[int]:
+        """Adds completions, with the rewards that they have, and returns their numbers.
+
+        Args:
+            place: function from a record's index to its name in error messages.
+            numbers: numbers for a copy of another store, in ascending order; None: the next numbers.
+        Raises:
+            ValueError: a value outside its column's limits, or an id that the store already has; the store stays
+                unchanged.
+        """
+        with self._transaction() as (connection, last):
+            numbers, last = self._append(connection, last, records, place, numbers)
+            self._save(connection, last)
+        return numbers
+
+    def append_batches(self, batches: Iterable[Sequence[Record]]) -> int:
+        """Adds batches of completions in one transaction, and returns the number of completions; see `append`."""
+        with self._transaction() as (connection, last):
+            before = last.completions
+            for records in batches:
+                _, last = self._append(connection, last, records, "record {}".format, None)
+            self._save(connection, last)
+        return last.completions - before
+
+    def add_rewards(self, grades: Mapping[int, tuple[Grade, str | None]], grader: str = GIVEN) -> None:
+        """Adds rewards, each with a comment or None, by number of the completion.
+
+        Args:
+            grader: name of the reward function; each gives a completion one reward.
+        Raises:
+            ValueError: a completion is gone, or has a reward of this grader.
+        """
+        with self._transaction() as (connection, last):
+            here = {number for (number,) in self._chosen(connection, [COMPLETIONS.c.number], list(grades))}
+            if gone := sorted(grades.keys() - here):
+                raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
+            self._save(connection, self._add_rewards(connection, last, grades, grader))
+
+    def delete(self, numbers: Sequence[int]) -> None:
+        """Deletes completions and their rewards."""
+        with self._transaction() as (connection, last):
+            for part in _parts(numbers):
+                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(part))).rowcount
+                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(part))).rowcount
+                last = last._replace(completions=last.completions - rows, rewards=last.rewards - rewards)
+            self._save(connection, last)
+
+    # --- Reading.
+
+    def last(self) -> Last:
+        """How far the store has grown."""
+        with self._trying("read"), self._engine.connect() as connection:
+            return _last(self._row(connection))
+
+    def read(self, numbers: Sequence[int] | np.ndarray, grader: str | None = GIVEN) -> list[Record]:
+        """Reads completions by their numbers, in the order of the numbers, with the rewards of a grader.
+
+        Raises:
+            ValueError: a completion is gone or damaged.
+        """
+        numbers = list(map(int, numbers))
+        with self.contents._trying("read"), self.contents._engine.connect() as connection:
+            rows = {row.number: row for row in self._chosen(connection, list(COMPLETIONS.c), numbers)}
+        if gone := [number for number in numbers if number not in rows]:
+            raise ValueError(f"{self.contents.name}: completion {gone[0]} is gone; {_RESTORE}")
+        rewards = self.rewards(numbers, grader) if grader else {}
+        return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
+
+    def rewards(self, numbers: Sequence[int], grader: str = GIVEN) -> dict[int, tuple[Grade, str | None]]:
+        """The rewards of a grader, each with its comment, by number of the completion.
+
+        Raises:
+            ValueError: a reward is damaged.
+        """
+        found = {}
+        with self._trying("read"), self._engine.connect() as connection:
+            for part in _parts(numbers):
+                wanted = sql.select(REWARDS).where(REWARDS.c.grader == grader, REWARDS.c.completion.in_(part))
+                found |= {row.completion: self._grade(row) for row in connection.execute(wanted)}
+        return found
+
+    def records(
+        self, after: int = 0, last: int | None = None, grader: str | None = GIVEN, others: bool = False
+    ) -> Iterator[Record]:
+        """Reads the completions after one number up to another, in order.
+
+        Args:
+            others: True to read the rewards of other graders, too.
+        Raises:
+            ValueError: a completion is damaged or lost.
+        """
+        began, seen, start = self.last(), 0, after
+        end = began.completion if last is None else last
+        in_range = COMPLETIONS.c.number > sql.bindparam("after"), COMPLETIONS.c.number <= end
+        wanted = sql.select(COMPLETIONS).where(*in_range).order_by(COMPLETIONS.c.number).limit(_TOGETHER)
+        while True:
+            with self._trying("read"), self._engine.connect() as connection:
+                rows = connection.execute(wanted, {"after": after}).all()
+            numbers = [row.number for row in rows]
+            rewards = self.rewards(numbers, grader) if grader else {}
+            more = self._other_rewards(numbers, grader) if others else {}
+            for row in rows:
+                yield self._record(row, rewards.get(row.number))._replace(others=more.get(row.number, {}))
+            seen += len(rows)
+            if len(rows) < _TOGETHER:
+                break
+            after = rows[-1].number
+        if began.completion == began.completions:  # otherwise completions were deleted
+            self._check_count(began, seen, end - start, "completions")
+
+    def scan(self) -> Iterator[dict[str, Sequence]]:
+        """Yields the columns of `SCANNED` in the order of the store, some thousand rows at a time.
+
+        Raises:
+            ValueError: a value is damaged, or a completion is lost.
+        """
+        began = self.last()
+        yield from self._scan(COMPLETIONS, SCANNED, began, began.completions)
+
+    def scan_rewards(self, grader: str = GIVEN) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the completions that a grader has graded, in order, and its rewards, NaN for none.
+
+        Raises:
+            ValueError: a value is damaged, or a reward is lost.
+        """
+        began, numbers, rewards = self.last(), [np.zeros(0, np.int64)], [np.zeros(0)]
+        for columns in self._scan(REWARDS, _SCANNED_REWARDS, began, began.rewards):
+            is_chosen = np.array([name == grader for name in columns["grader"]])
+            numbers.append(np.array(columns["completion"], np.int64)[is_chosen])
+            rewards.append(np.array(columns["reward"], np.float64)[is_chosen])
+        order = np.argsort(found := np.concatenate(numbers), kind="stable")
+        return found[order], np.concatenate(rewards)[order]
+
+    def _scan(self, table: sql.Table, names: Sequence[str], began: Last, count: int) -> Iterator[dict[str, Sequence]]:
+        wanted = sql.select(*(table.c[name] for name in names), table.c.scan_checksum).order_by(table.c.number)
+        seen = 0
+        with self._trying("read"), self._engine.connect() as connection:
+            for rows in connection.execution_options(yield_per=_SCAN).execute(wanted).partitions():
+                *columns, expected = zip(*rows, strict=True)
+                columns = dict(zip(names, columns, strict=True))
+                if len(bad := np.flatnonzero(_scan_checksums(columns) != np.array(expected, np.int64))):
+                    where = f"row {columns['number'][bad[0]]} of its table `{table.name}`"
+                    raise ValueError(f"{self.name} is damaged: {where} does not match its checksum; {_RESTORE}")
+                seen += len(rows)
+                yield columns
+        self._check_count(began, seen, count, table.name)
+
+    def _other_rewards(self, numbers: Sequence[int], grader: str) -> dict[int, dict[str, tuple[Grade, str | None]]]:
+        found: dict[int, dict[str, tuple[Grade, str | None]]] = {}
+        with self._trying("read"), self._engine.connect() as connection:
+            for part in _parts(numbers):
+                wanted = sql.select(REWARDS).where(REWARDS.c.grader != grader, REWARDS.c.completion.in_(part))
+                for row in connection.execute(wanted.order_by(REWARDS.c.number)):
+                    found.setdefault(row.completion, {})[row.grader] = self._grade(row)
+        return found
+
+    def present(self, numbers: Sequence[int]) -> set[int]:
+        """The numbers among `numbers` whose completions are there."""
+        with self._trying("read"), self._engine.connect() as connection:
+            return {number for (number,) in self._chosen(connection, [COMPLETIONS.c.number], numbers)}
+
+    def numbers(self, column: str, values: Sequence[str]) -> dict[str, list[int]]:
+        """The numbers of the completions with each value of `id` or `group_id`, in order."""
+        found: dict[str, list[int]] = {}
+        with self._trying("read"), self._engine.connect() as connection:
+            for part in _parts(values):
+                wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number)
+                wanted = wanted.where(COMPLETIONS.c[column].in_(part)).order_by(COMPLETIONS.c.number)
+                for value, number in connection.execute(wanted):
+                    found.setdefault(value, []).append(number)
+        return found
+
+    def ids(self, prefix: str = "") -> dict[str, int]:
+        """The numbers of the completions whose ids begin with `prefix`, by id."""
+        wanted = sql.select(COMPLETIONS.c.id, COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
+        if prefix:
+            wanted = wanted.where(COMPLETIONS.c.id.startswith(prefix, autoescape=True))
+        with self._trying("read"), self._engine.connect() as connection:
+            return dict(tuple(row) for row in connection.execute(wanted))
+
+    def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
+        """The given rewards after a number, each with its comment, by number of the completion.
+
+        Args:
+            last: a result of `last`.
+        Raises:
+            ValueError: a reward is damaged or lost.
+        """
+        wanted = sql.select(REWARDS).where(REWARDS.c.number > after, REWARDS.c.number <= last.reward)
+        with self._trying("read"), self._engine.connect() as connection:
+            rows = connection.execute(wanted.order_by(REWARDS.c.number)).all()
+        if last.reward == last.rewards:  # otherwise rewards were deleted
+            self._check_count(last, len(rows), last.reward - after, "rewards")
+        return {row.completion: self._grade(row) for row in rows if row.grader == GIVEN}
+
+    # --- Inside a transaction.
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[tuple[sql.Connection, Last]]:
+        """Holds the write lock; the rows are durable once the block ends."""
+        with self._trying("written"):
+            with self._writing.begin() as connection:
+                yield connection, _last(self._row(connection, lock=True))
+            self._keep_lasts()
+
+    def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
+        rows = connection.execute(sql.select(_STORE).with_for_update() if lock else sql.select(_STORE)).all()
+        if len(rows) != 1:
+            raise ValueError(f"{self.name} is damaged: its table `store` has {len(rows)} rows, not one; {_RESTORE}")
+        if rows[0].version != VERSION:
+            raise ValueError(
+                f"{self.name}: has store version {rows[0].version!r:.20}, and this recjax reads version {VERSION};"
+                " export it with the recjax that wrote it, and import it with python -m recjax.import_experience"
+            )
+        self._verify(rows[0], "the row of its table `store`")
+        return rows[0]
+
+    def _save(self, connection: sql.Connection, last: Last) -> None:
+        values = (VERSION, self.id, *last)
+        names = dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
+        connection.execute(_STORE.update().values(names))
+        self._saved = last
+
+    def _append(
+        self,
+        connection: sql.Connection,
+        last: Last,
+        records: Sequence[Record],
+        place: Callable[[int], str],
+        numbers: Sequence[int] | None,
+    ) -> tuple[Sequence[int], Last]:
+        check_records(records, place)
+        numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
+        try:
+            connection.execute(COMPLETIONS.insert(), _rows_of(records, numbers))
+        except sql.exc.IntegrityError as error:
+            known = self.numbers("id", [record.completion.id for record in records])
+            problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
+            raise ValueError(f"{self.name}: {problem}") from error
+        last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
+        graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
+        for number, record in zip(numbers, records, strict=True):
+            if record.completion.grade and record.completion.grade.reward is not None:
+                graders[GIVEN][number] = record.completion.grade, record.completion.metadata.get("comment")
+            for grader, given in record.others.items():
+                graders.setdefault(grader, {})[number] = given
+        for grader, grades in graders.items():
+            last = self._add_rewards(connection, last, grades, grader)
+        return numbers, last
+
+    def _add_rewards(
+        self, connection: sql.Connection, last: Last, grades: Mapping[int, tuple[Grade, str | None]], grader: str
+    ) -> Last:
+        count, now = len(grades), datetime.now(UTC).timestamp()
+        columns = {
+            "number": range(last.reward + 1, last.reward + 1 + count),
+            "completion": list(grades),
+            "grader": [grader] * count,
+            # SQLite does not keep the sign of -0.0.
+            "reward": [None if grade.reward is None else float(grade.reward) + 0.0 for grade, _ in grades.values()],
+        }
+        columns["scan_checksum"] = _scan_checksums(columns).tolist()
+        columns |= {
+            "parts": [grade.reward_parts and _json(grade.reward_parts) for grade, _ in grades.values()],
+            "accurate": [None if grade.accurate is None else bool(grade.accurate) for grade, _ in grades.values()],
+            "failure": [grade.failure for grade, _ in grades.values()],
+            "comment": [comment for _, comment in grades.values()],
+            "time": [now] * count,
+        }
+        rows = [(*values, _checksum(values)) for values in zip(*columns.values(), strict=True)]
+        rows = [dict(zip(REWARDS.c.keys(), values, strict=True)) for values in rows]
+        if rows:
+            try:
+                connection.execute(REWARDS.insert(), rows)
+            except sql.exc.IntegrityError as error:
+                raise ValueError(
+                    f"{self.name}: a completion already has a reward of {grader!r}; rewards cannot change"
+                ) from error
+        return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
+
+    def _create(self) -> None:
+        """Makes the tables unless another process has made them."""
+        with self._writing.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(sql.text("select pg_advisory_xact_lock(7263871)"))
+            if sql.inspect(connection).has_table(_STORE.name):
+                return
+            _TABLES.create_all(connection)
+            values = (VERSION, uuid.uuid4().hex, *Last())
+            connection.execute(_STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True)))
+
+    def _chosen(self, connection: sql.Connection, columns: list[sql.Column], numbers: Sequence[int]) -> list[Any]:
+        found = []
+        for part in _parts(numbers):
+            found += connection.execute(sql.select(*columns).where(COMPLETIONS.c.number.in_(part))).all()
+        return found
+
+    # --- From rows to records.
+
+    def _record(self, row: Any, given: tuple[Grade, str | None] | None) -> Record:
+        self._verify(row, f"completion {row.number} ({row.id!r:.60})")
+        return _record_of(row, *(given or (None, None)))
+
+    def _grade(self, row: Any) -> tuple[Grade, str | None]:
+        self._verify(row, f"reward {row.number} of completion {row.completion}")
+        return Grade(row.reward, json.loads(row.parts or "null"), row.accurate, row.failure), row.comment
+
+    def _verify(self, row: Any, what: str) -> None:
+        if _checksum(row[:-1]) != row[-1]:
+            raise ValueError(f"{self.name} is damaged: {what} does not match its checksum; {_RESTORE}")
+
+    def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
+        """Raises an error if rows are lost, unless a writer has changed the store during the read."""
+        if seen != expected and self.last() == began:
+            raise ValueError(f"{self.name} is damaged: it has {seen} of {expected} {what}; {_RESTORE}")
+
+    @contextlib.contextmanager
+    def _trying(self, verb: str) -> Iterator[None]:
+        """Explains the errors of the database without the values of its statements."""
+        try:
+            yield
+        except (sql.exc.DBAPIError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.name} cannot be {verb}: {_explained(error)}") from error
+
+    # --- A small file next to SQLite's has the numbers of the last rows. SQLite keeps the newest rows in a second file
+    # until it copies them into the first one, and does not notice if somebody deletes the second file.
+
+    def _keep_lasts(self) -> None:
+        if self._file:
+            with contextlib.suppress(OSError), _lasts_of(self._file).open("w", encoding="ascii") as file:
+                file.write(f"{self.id} {self._saved.completion} {self._saved.reward}\n")
+
+    def _check_lasts(self) -> None:
+        if not self._file:
+            return
+        path, last = _lasts_of(self._file), self.last()
+        try:
+            identity, *numbers = path.read_text(encoding="ascii").split()
+            completion, reward = map(int, numbers)
+        except (OSError, ValueError):
+            return
+        if identity == self.id and (completion > last.completion or reward > last.reward):
+            lost = f"{max(completion - last.completion, 0)} completions and {max(reward - last.reward, 0)} rewards"
+            raise ValueError(
+                f"{self.name}: the last {lost} are gone, perhaps with the file {self._file}-wal; restore the files from"
+                f" a backup, or delete {path} to accept the loss"
+            )
 
 
-def keep_parts(folder: str | Path, wanted: Callable[[str], bool]) -> None:
-    """Deletes the parts of a store whose first row has an unwanted id; does not require the store to exist."""
-    if Path(folder).is_dir():
-        with locked(folder):
-            for part in part_files(folder):
-                if not wanted(read_columns(part, ["id"])["id"][0].as_py()):
-                    with ledger.entered(part, None):
-                        part.unlink()
+_MAKE = "create one with python -m recjax.generate_experience or python -m recjax.import_experience"
+_RESTORE = "restore the store from a backup"
 
 
-def read(folder: str | Path) -> list[Experience]:
-    """Reads and checks all rows of a store, in the order they were appended.
+def exists(place: str | Path) -> bool:
+    """True if there is a file or a folder; for a URL, always."""
+    return "://" in str(place) or Path(place).exists()
 
-    Raises:
-        ValueError: no store, another version, or a bad row; the message names file, row, column and reason.
-    """
-    rows, seen = [], {}
-    for part in existing_parts(folder):
-        table = read_part(part)
-        for index, name in enumerate(table["id"].to_pylist()):
-            if name in seen:
-                raise ValueError(f"{part}: row {index}: id {name!r} is also the id of {seen[name]}; ids must be unique")
-            seen[name] = f"{part.name}, row {index}"
-        rows.extend(to_rows(table))
+
+def store_name(place: str | Path) -> str:
+    """The name of a store for messages: its file, or its URL without the password."""
+    if "://" not in str(place):
+        return str(place)
+    try:
+        return sql.make_url(str(place)).set(query={}).render_as_string(hide_password=True)
+    except sql.exc.ArgumentError:
+        return "the database"
+
+
+def _engine(place: str | Path | None, create: bool) -> tuple[sql.Engine, str, Path | None]:
+    if place is None:
+        return _sqlite(":memory:", sql.StaticPool), "a store in memory", None
+    name = store_name(place)
+    if "://" in str(place):
+        try:
+            url = sql.make_url(str(place))
+            if url.drivername in ("postgresql", "postgres"):
+                url = url.set(drivername="postgresql+psycopg")
+            return sql.create_engine(url, pool_pre_ping=True, hide_parameters=True), name, None
+        except sql.exc.ArgumentError:
+            raise ValueError("the URL of the database cannot be read; give postgresql://user@host/name") from None
+        except sql.exc.NoSuchModuleError:
+            scheme = str(place).partition("://")[0]
+            raise ValueError(f"{name}: {scheme} is no database that recjax knows; give postgresql://…") from None
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{name}: needs the package {error.name}; pip install 'psycopg[binary]'") from error
+    path = Path(place)
+    if path.is_dir():
+        if any(path.glob("part-*.parquet")):
+            new = f"{str(path).rstrip('/')}.db"
+            remedy = f"import it once: python -m recjax.import_experience --input {path} --output {new}, and use {new}"
+            raise ValueError(f"{name} is a store of an earlier recjax, a folder of Parquet files; {remedy}")
+        raise ValueError(f"{name} is a folder, and a store is a file; give a file, such as {path / 'experience.db'}")
+    if not path.exists():
+        if not create:
+            raise ValueError(f"{name} is not an experience store (no such file); {_MAKE}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise ValueError(f"{name} cannot be written ({error.strerror}); give another path") from error
+        _lasts_of(path).unlink(missing_ok=True)
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{name} cannot be read (permission denied); ask its owner for permission to read it")
+    # A file in a folder without write permission never changes, and SQLite needs to be told so.
+    access = "mode=rw" if os.access(path.parent, os.W_OK) else "mode=ro&immutable=1"
+    return _sqlite(f"file:{urllib.parse.quote(str(path.absolute()))}?{access}", sql.QueuePool), name, path
+
+
+def _sqlite(uri: str, pool: type[sql.Pool]) -> sql.Engine:
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(uri, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+
+    engine = sql.create_engine("sqlite://", creator=connect, poolclass=pool, hide_parameters=True)
+    sql.event.listen(engine, "connect", _connected)
+    sql.event.listen(engine, "begin", _begun)
+    return engine
+
+
+def _connected(connection: Any, _: Any) -> None:
+    with contextlib.suppress(Exception):  # a file that is no database or read-only gives its error later
+        connection.execute("pragma journal_mode=wal")
+    connection.execute("pragma synchronous=full")
+
+
+def _begun(connection: sql.Connection) -> None:
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("begin immediate" if writes else "begin")
+
+
+def _explained(error: Exception) -> str:
+    said = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+    remedies = {
+        "locked": f"another process writes for more than {_LOCKED_SECONDS} seconds; end it, or try again later",
+        "not a database": f"it is not an experience store; {_MAKE}",
+        "malformed": f"the file is damaged; {_RESTORE}",
+        "full": "free disk space, and run the same command again to continue",
+        "disk I/O": "free disk space, check the disk, and run the same command again to continue",
+        "readonly": "grant write permission, and run the same command again to continue",
+        "unable to open": "grant permission to read and write the file and its folder",
+        "password": "set the environment variable PGPASSWORD, or write the password to ~/.pgpass",
+    }
+    remedy = next((remedy for words, remedy in remedies.items() if words in said), "correct the URL, or try again")
+    return f"{said}; {remedy}"
+
+
+def _lasts_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}-last")
+
+
+def _parts(values: Sequence) -> Iterator[list]:
+    return (list(values[start : start + _TOGETHER]) for start in range(0, len(values), _TOGETHER))
+
+
+def _last(row: Any) -> Last:
+    return Last(*row[2:-1])
+
+
+def _json(value: Any) -> str | None:
+    return json.dumps(value, ensure_ascii=False) if value else None
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def _scan_checksums(columns: Mapping[str, Sequence]) -> np.ndarray:
+    """Checksums of some columns, row by row, that NumPy computes fast: a sum modulo 2^64 with odd factors."""
+    total = np.zeros(len(columns["number"]), np.uint64)
+    for name, values in columns.items():
+        if name in ("group_id", "source", "tokenizer", "grader"):
+            hashes = {value: _hash(value or "") for value in dict.fromkeys(values)}
+            bits = np.fromiter(map(hashes.__getitem__, values), np.uint64, len(values))
+        else:
+            is_float = name in ("temperature", "top_k", "top_p", "min_p", "reward")  # or null, which becomes NaN
+            bits = np.array(values, np.float64 if is_float else np.int64).view(np.uint64)
+        total += bits * np.uint64(_hash(name) | 1)
+    return total.view(np.int64)
+
+
+def _checksum(values: Iterable[Any]) -> bytes:
+    """The checksum of a row; of bytes, the values between them keep only the length."""
+    blobs = []
+    plain = [value if not isinstance(value, bytes) else blobs.append(value) or len(value) for value in values]
+    checksum = xxhash.xxh3_128(repr(plain).encode("utf-8", "surrogatepass"))
+    for blob in blobs:
+        checksum.update(blob)
+    return checksum.digest()
+
+
+# --- Completions as rows of the table.
+
+
+def _rows_of(records: Sequence[Record], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    rows = [_row_of(record, number) for record, number in zip(records, numbers, strict=True)]
+    sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
+    for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
+        row["scan_checksum"] = scan_checksum
+        row["checksum"] = _checksum(row.values())
     return rows
 
 
-def existing_parts(folder: str | Path) -> list[Path]:
-    """The part files of a store, in order.
+def _row_of(record: Record, number: int) -> dict[str, Any]:
+    """The columns of a completion, in order, but for the last; the place of `scan_checksum` is empty."""
+    group, completion = record.group, record.completion
+    rows, sampling, prompt = completion.rows, completion.sampling, np.asarray(group.prompt_tokens, "<i4")
+    is_chat = not isinstance(group.prompt, str)
+    own = [None if np.array_equal(row.prompt_tokens, prompt) else row.prompt_tokens for row in rows]
+    prompts = [prompt, *(tokens for tokens in own if tokens is not None)]
+    lengths = [[None if one is None else len(one), len(row.tokens)] for one, row in zip(own, rows, strict=True)]
+    has_logprobs = bool(rows) and all(row.behavior_logprobs is not None for row in rows)
 
-    Raises:
-        ValueError: the store has no part files, or a part was lost.
-    """
-    parts = part_files(folder)
-    ledger.check_none_lost(Path(folder))
-    if not parts:
-        raise ValueError(
-            f"{str(folder)!r} is not an experience store (no part-*.parquet); create one with"
-            " python -m recjax.generate_experience or python -m recjax.import_experience"
-        )
-    return parts
+    def joined(arrays: Iterable[Any], dtype: str) -> bytes:
+        return b"".join(np.asarray(array, dtype).tobytes() for array in arrays)
 
-
-def part_files(folder: str | Path) -> list[Path]:
-    """The part files of a folder, in order; an empty list if the folder is empty or missing.
-
-    Raises:
-        ValueError: the path is a file.
-    """
-    if Path(folder).is_file():
-        raise ValueError(f"{str(folder)!r} is a file, and a store is a folder; give another path")
-    return sorted(Path(folder).glob("part-*.parquet"))
-
-
-def ids(folder: str | Path) -> set[str]:
-    """The ids of a store's rows; an empty set if the store does not exist yet.
-
-    Raises:
-        ValueError: the path is a file, or a part was lost, cannot be read or has another version.
-    """
-    ledger.check_none_lost(Path(folder))
-    statuses = [(part, part.stat()) for part in part_files(folder)]
-    return set().union(*(_part_ids(part, status.st_ino, status.st_mtime_ns) for part, status in statuses))
-
-
-@functools.cache
-def _part_ids(part: Path, inode: int, modified: int) -> list[str]:
-    # Cached, because every append needs all ids; a part that was rewritten has another inode.
-    return read_columns(part, ["id"])["id"].to_pylist()
-
-
-@contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
-    """Holds the store's write lock, which the operating system releases if the process dies."""
-    lock = Path(folder) / ".lock"
-    if lock.exists() and not lock.is_file():
-        raise ValueError(f"{lock} must be a file, as it is the store's lock; remove it, or give another folder")
-    with locked_file(lock):
-        # Every writer holds the lock, so these files are from killed writers.
-        for unfinished in Path(folder).glob(".part-*"):
-            unfinished.unlink()
-        ledger.settled(Path(folder))
-        yield
-
-
-def read_part(part: Path) -> pa.Table:
-    """Reads and checks the table of a part file.
-
-    Raises:
-        ValueError: see `read`.
-    """
-    table = read_columns(part)
-    check_schema(table.schema, SCHEMA, str(part))
-    table = table.select(SCHEMA.names).cast(SCHEMA)
-    check_rows(table, lambda row: f"{part}: row {row}")
-    return table
-
-
-def read_columns(part: Path, columns: list[str] | None = None) -> pa.Table:
-    """Reads some or all columns of a part file; checks the file's checksum and version but not its rows.
-
-    Raises:
-        ValueError: the file is damaged, cannot be read, has no rows, or has another version.
-    """
-    ledger.check_part(part)
-    try:
-        table = pq.read_table(part, columns=columns, partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{part} cannot be read ({error}); restore the file from a backup, or move it away") from error
-    found = (table.schema.metadata or {}).get(_VERSION_KEY)
-    if found != VERSION.encode():
-        problem = f"the file has store version {found.decode()!r}" if found else "the file was not written by a store"
-        raise ValueError(
-            f"{part}: {problem}, and this recjax reads version {VERSION}; import the file with"
-            " python -m recjax.import_experience"
-        )
-    if not table.num_rows:
-        raise ValueError(f"{part}: has no rows, and every part of a store has at least one; remove the file")
-    return table
-
-
-def write_part(table: pa.Table, path: Path) -> None:
-    """Writes or replaces a part file atomically, safe against power loss; the caller holds the store's lock.
-
-    Raises:
-        ValueError: the file cannot be written; the store stays unchanged.
-    """
-    temporary = path.with_name(f".{path.name}")
-    with writing(path):
-        try:
-            with temporary.open("wb") as file:
-                pq.write_table(table, file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())
-            with ledger.entered(path, size_and_digest(temporary)):
-                os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
-
-
-def to_table(rows: Sequence[Experience], place: Callable[[int], str] = _PLACE) -> pa.Table:
-    """Converts rows to an Arrow table with the store's schema.
-
-    Raises:
-        ValueError: no rows, or a value with the wrong type for its column.
-    """
-    if not rows:
-        raise ValueError("there are no rows to append; give at least one")
-    records = [row._replace(reward_parts=reward_pairs(row.reward_parts))._asdict() for row in rows]
-    try:
-        return pa.Table.from_pylist(records, SCHEMA)
-    except _MISFITS:
-        for index, record in enumerate(records):
-            for field in SCHEMA:
-                value = record[field.name]
-                try:
-                    pa.array([value], field.type)
-                except _MISFITS as error:
-                    reason = f"{value!r:.80} is not {field.type} ({error})"
-                    raise ValueError(f"{place(index)}: column {field.name}: {reason}") from error
-        raise
-
-
-def to_bytes(rows: Sequence[Experience]) -> bytes:
-    """Converts rows to a Parquet file in memory; `from_bytes` is the inverse."""
-    file = pa.BufferOutputStream()
-    pq.write_table(to_table(rows), file, compression="zstd")
-    return file.getvalue().to_pybytes()
-
-
-def from_bytes(parquet: bytes) -> list[Experience]:
-    """Converts the bytes of `to_bytes` back to rows."""
-    return list(to_rows(pq.read_table(pa.BufferReader(parquet))))
-
-
-def reward_pairs(parts: dict[str, float] | None) -> list[dict[str, Any]] | None:
-    """Converts reward parts to pairs, their format in the store, because `datasets` does not support maps."""
-    return None if parts is None else [{"name": name, "value": value} for name, value in parts.items()]
-
-
-def parts_of(pairs: list[dict[str, Any]] | None) -> dict[str, float] | None:
-    """Converts the pairs of `reward_pairs` back to reward parts."""
-    return None if pairs is None else {pair["name"]: pair["value"] for pair in pairs}
-
-
-def to_rows(table: pa.Table) -> Iterator[Experience]:
-    """Converts a checked table to rows, with token columns as NumPy arrays."""
-    columns = {
-        name: table[name].to_pandas().tolist() if name in _ARRAYS else table[name].to_pylist()
-        for name in Experience._fields
+    return {
+        "number": number,
+        "id": completion.id,
+        "group_id": group.id,
+        "source": completion.source,
+        "tokenizer": record.tokenizer if rows or len(prompt) else None,
+        "prompt_key": prompt_key(prompt),
+        "row_count": len(rows),
+        "prompt_length": max((len(row.prompt_tokens) for row in rows), default=len(prompt)),
+        "completion_length": sum(len(row.tokens) for row in rows),
+        "sampled_length": completion.sampled_tokens,
+        "largest_token": max(int(np.max(one, initial=0)) for one in (*prompts, *(row.tokens for row in rows))),
+        "has_logprobs": has_logprobs,
+        "temperature": sampling and float(sampling.temperature),
+        "top_k": sampling and int(sampling.top_k),
+        "top_p": sampling and float(sampling.top_p),
+        "min_p": sampling and float(sampling.min_p),
+        "scan_checksum": None,
+        "truncated": bool(completion.truncated),
+        "policy_version": None if completion.policy_version is None else int(completion.policy_version),
+        "time": record.time.timestamp(),
+        "prompt": None if is_chat else group.prompt,
+        "messages": _json(list(group.prompt)) if is_chat else None,
+        "completion": completion.text,
+        "answer": group.answer,
+        "metadata": _json(completion.metadata),
+        "token_versions": _json(completion.version_runs),
+        "turns": _json(completion.turns),
+        "row_lengths": _json([len(prompt), *lengths]) if len(rows) > 1 or len(prompts) > 1 else None,
+        "prompt_tokens": joined(prompts, "<i4"),
+        "completion_tokens": joined((row.tokens for row in rows), "<i4"),
+        "completion_mask": joined((row.mask for row in rows), "bool"),
+        "behavior_logprobs": joined((row.behavior_logprobs for row in rows), "<f4") if has_logprobs else None,
     }
-    columns["reward_parts"] = map(parts_of, columns["reward_parts"])
-    return map(Experience, *columns.values())
+
+
+def prompt_key(tokens: np.ndarray) -> int:
+    """A 64-bit checksum of a prompt's tokens, as a signed number."""
+    return xxhash.xxh3_64_intdigest(np.asarray(tokens, "<i4").tobytes()) - 2**63
+
+
+def _record_of(row: Any, grade: Grade | None, comment: str | None) -> Record:
+    prompts, tokens = (np.frombuffer(blob, "<i4") for blob in (row.prompt_tokens, row.completion_tokens))
+    mask, logprobs = np.frombuffer(row.completion_mask, bool), row.behavior_logprobs
+    logprobs = None if logprobs is None else np.frombuffer(logprobs, "<f4")
+    size, *lengths = json.loads(row.row_lengths) if row.row_lengths else (len(prompts), [None, len(tokens)])
+    prompt, rows, begin, start = prompts[:size], [], size, 0
+    for own, length in lengths[: row.row_count]:
+        here, end = slice(start, start + length), begin + (own or 0)
+        of_row = prompt if own is None else prompts[begin:end]
+        rows.append(Row(of_row, tokens[here], mask[here], None if logprobs is None else logprobs[here]))
+        begin, start = end, start + length
+    sampling = (row.temperature, row.top_k, row.top_p, row.min_p)
+    metadata = json.loads(row.metadata) if row.metadata else {}
+    completion = Completion(
+        id=row.id,
+        source=row.source,
+        text=row.completion,
+        rows=tuple(rows),
+        sampling=None if None in sampling else Sampling(*sampling),
+        policy_version=row.policy_version,
+        truncated=row.truncated,
+        grade=grade,
+        version_runs=tuple(map(tuple, json.loads(row.token_versions or "[]"))),
+        turns=tuple(Turn(*turn) for turn in json.loads(row.turns or "[]")),
+        metadata=metadata if comment is None else metadata | {"comment": comment},
+    )
+    chat_or_text = row.prompt if row.messages is None else json.loads(row.messages)
+    group = Group(row.group_id, prompt, (completion,), chat_or_text, row.answer)
+    return Record(group, datetime.fromtimestamp(row.time, UTC), row.tokenizer, row.number)
+
+
+def groups_of(records: Iterable[Record]) -> list[Group]:
+    """Joins the completions of each group, in order of the groups' first completions.
+
+    Raises:
+        ValueError: completions of a group have different prompts.
+    """
+    groups: dict[str, Group] = {}
+    for record in records:
+        group = groups.get(record.group.id)
+        if group is None:
+            groups[record.group.id] = record.group
+            continue
+        prompts = group.prompt_tokens, record.group.prompt_tokens
+        if all(map(len, prompts)) and not np.array_equal(*prompts):
+            raise ValueError(
+                f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"
+                " prompts, and all completions in a group must answer the same prompt; import the rows as separate"
+                " groups"
+            )
+        groups[group.id] = group._replace(completions=(*group.completions, record.completion))
+    return list(groups.values())
+
+
+def records_of(groups: Iterable[Group], tokenizer: str | None, time: datetime) -> list[Record]:
+    """The completions of groups as records, in order.
+
+    Args:
+        tokenizer: name of the tokens' vocabulary.
+        time: time to record.
+    """
+    return [
+        Record(group._replace(completions=(completion,)), time, tokenizer)
+        for group in groups
+        for completion in group.completions
+    ]
+
+
+def groups_to_bytes(groups: Sequence[Group]) -> bytes:
+    """Converts groups to bytes, with the columns of a store; `groups_from_bytes` is the inverse."""
+    rows = []
+    for place, group in enumerate(groups):
+        for record in records_of([group], "", datetime.fromtimestamp(0, UTC)):
+            rows.append(_row_of(record, place) | {"grade": _json(record.completion.grade)})
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
+    return file.getvalue().to_pybytes() if groups else b""
+
+
+def groups_from_bytes(content: bytes) -> list[Group]:
+    """Converts the bytes of `groups_to_bytes` back to groups.
+
+    Raises:
+        ValueError: the bytes have another format.
+    """
+    groups: dict[int, Group] = {}
+    for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():
+        grade = json.loads(row.pop("grade") or "null")
+        record = _record_of(types.SimpleNamespace(**row), grade and Grade(*grade), None)
+        group = groups.setdefault(record.number, record.group._replace(completions=()))
+        groups[record.number] = group._replace(completions=(*group.completions, record.completion))
+    return list(groups.values())

@@ -1,165 +1,158 @@
-"""Checks of a store's schema and rows; error messages name file, row, column, value and reason."""
+"""Checks of the values that a store keeps; error messages name place, column, value and reason."""
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
+from recjax.experience.group import Group, Row
 from recjax.tasks.grading.reward import MOST_REWARD
 
-_NEEDED = ("id", "group_id", "source", "completion", "truncated", "time")
-_REWARD = f"takes a finite number of at most {MOST_REWARD:g}, or null while the reward is pending"
-_PARTS = f"takes pairs of a name, each once, and a finite value of at most {MOST_REWARD:g}"
+if TYPE_CHECKING:
+    from recjax.experience.store import Record
+
 _ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0
-# Conditions for numbers that are not null.
-_NUMBERS = (
-    (
-        "reward",
-        lambda x: np.abs(x) <= MOST_REWARD,
-        _REWARD,
-    ),
-    ("policy_version", lambda x: x >= 0, "takes the number of updates, 0 or more, or null"),
-    ("temperature", lambda x: (x >= 0) & np.isfinite(x), "takes a finite number, 0 or more, or null"),
-    ("top_k", lambda x: x >= 0, "takes 0 (all tokens) or more, or null"),
-    ("top_p", lambda x: (x > 0) & (x <= 1), "takes a number above 0 and at most 1, or null"),
-    ("min_p", lambda x: (x >= 0) & (x <= 1), "takes a number from 0 to 1, or null"),
-)
 
 
-def check_schema(found: pa.Schema, expected: pa.Schema, place: str) -> None:
-    """Raises an error for missing columns, unknown columns, and columns with the wrong type.
-
-    Raises:
-        ValueError: a wrong column; the message names it.
-    """
-    types, stored = (dict(zip(schema.names, schema.types, strict=True)) for schema in (found, expected))
-    for name in {**stored, **types}:
-        if name not in types:
-            raise ValueError(f"{place}: column {name} is missing; write the file again with recjax.experience.store")
-        if name not in stored:
-            raise ValueError(f"{place}: column {name} is unknown; remove it, as stores have only {expected.names}")
-        if types[name] != stored[name]:
-            raise ValueError(f"{place}: column {name} has type {types[name]}; convert it to {stored[name]}")
-
-
-def check_rows(table: pa.Table, place: Callable[[int], str]) -> None:
-    """Raises an error if a row of a table breaks a rule.
+def check_records(records: Sequence["Record"], place: Callable[[int], str]) -> None:
+    """Raises an error if a record breaks a rule.
 
     Args:
-        table: Arrow table with the store's schema.
-        place: function from a row's number to its name in error messages.
+        place: function from a record's index to its name in error messages.
     Raises:
-        ValueError: the first row that breaks the first violated rule, with column, value and reason.
+        ValueError: the first bad record, with column, value and reason; or there are no records.
     """
-    for column, bad, reason in _rules(table):
-        if bad.any():
-            row = int(np.argmax(bad))
-            value = table[column][row].as_py()
-            raise ValueError(f"{place(row)}: column {column}: {value!r:.80}: {reason}")
+    if not records:
+        raise ValueError("there are no rows to append; give at least one")
+    seen = set()
+    for index, record in enumerate(records):
+        found = _problem(record)
+        if found is None and record.completion.id in seen:
+            found = "id", record.completion.id, "is the id of an earlier row; ids must be unique"
+        if found is not None:
+            column, value, reason = found
+            raise ValueError(f"{place(index)}: column {column}: {value!r:.80}: {reason}")
+        seen.add(record.completion.id)
 
 
 def is_finite_number(value: Any) -> bool:
     """True if a value of any type is a valid number for a reward; bools are not numbers."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_REWARD
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and abs(value) <= MOST_REWARD
 
 
-Rule = tuple[str, np.ndarray, str]
+Problem = tuple[str, Any, str] | None  # column, value, and reason
 
 
-def _rules(table: pa.Table) -> Iterator[Rule]:
-    """Yields column name, mask of bad rows, and reason; a rule may rely on all earlier rules."""
-
-    def is_object(text: str) -> bool:
-        try:
-            return isinstance(json.loads(text), dict)
-        except (ValueError, RecursionError):
-            return False
-
-    def are_messages(turns: list[dict | None]) -> bool:
-        return bool(turns) and all(turn and turn["role"] and turn["content"] is not None for turn in turns)
-
-    def are_parts(parts: list[dict | None]) -> bool:
-        names = [part["name"] for part in parts if part and part["name"]]
-        values = [part["value"] for part in parts if part and part["value"] is not None]
-        return len({*names}) == len(values) == len(parts) and all(abs(value) <= MOST_REWARD for value in values)
-
-    for name in _NEEDED:
-        yield name, _is_null(table[name]), "must be given in every row"
-    for name in ("id", "group_id", "source", "tokenizer", "prompt"):
-        yield name, _filled(pc.equal(table[name], ""), False), "must not be empty"
-    yield "id", table["id"].to_pandas().duplicated().to_numpy(), "is the id of an earlier row; ids must be unique"
-    yield "prompt", ~(_is_null(table["prompt"]) ^ _is_null(table["messages"])), "give one of prompt and messages"
-    yield from _token_rules(table)
-    yield from _logprob_rules(table)
-    for name, fits, reason in _NUMBERS:
-        yield name, ~(fits(_numbers(table[name])) | _is_null(table[name])), reason
-    unrewarded = _is_null(table["reward"]) & ~_is_null(table["reward_parts"])
-    yield "reward_parts", unrewarded, "has reward parts, but the reward is null"
-    yield "reward_parts", _unless(table, "reward_parts", are_parts), _PARTS
-    yield "metadata", _unless(table, "metadata", is_object), "takes the text of a JSON object, or null"
-    reason = "takes one message or more, each with role and content"
-    yield "messages", _unless(table, "messages", are_messages), reason
+def _problem(record: "Record") -> Problem:
+    group, one = record.group, record.completion
+    texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text, "time": record.time}
+    for column, value in texts.items():
+        if value is None:
+            return column, value, "must be given in every row"
+    texts |= {"tokenizer": record.tokenizer, "answer": group.answer}
+    texts |= {"prompt": group.prompt} if isinstance(group.prompt, str) else {}
+    del texts["time"]
+    for column, value in texts.items():
+        if value is not None and not _is_text(value):
+            return column, value, "takes text in Unicode"
+        if value == "" and column not in ("completion", "answer"):
+            return column, value, "must not be empty"
+    if not isinstance(one.truncated, bool | np.bool_):
+        return "truncated", one.truncated, "takes true and false"
+    if group.prompt is None:
+        return "prompt", None, "give one of prompt and messages"
+    if not isinstance(group.prompt, str) and not _are_messages(group.prompt):
+        return "messages", group.prompt, "takes one message or more, each with role and content"
+    return _problem_of_rows(group, one.rows, record.tokenizer) or _problem_of_numbers(record)
 
 
-def _token_rules(table: pa.Table) -> Iterator[Rule]:
-    lengths = {name: _lengths(table[name]) for name in ("completion_tokens", "completion_mask", "prompt_tokens")}
-    tokens = lengths["completion_tokens"]
-    for name in ("prompt_tokens", "completion_tokens"):
-        yield name, lengths[name] == 0, "has no tokens; prompts and completions need at least one"
-        yield name, _any_item(table[name], lambda x: ~(x >= 0)), "token ids are whole numbers, 0 or more"
-        unnamed = (lengths[name] > 0) & _is_null(table["tokenizer"])
-        yield name, unnamed, "tokens need the name of their vocabulary in the column tokenizer, which is null"
-    yield "completion_mask", lengths["completion_mask"] != tokens, "must be as long as completion_tokens"
-    yield "completion_mask", _any_item(table["completion_mask"], np.isnan), "has a null; it takes true and false"
-    drawn = _any_item(table["completion_mask"], lambda x: x == 1)
-    yield "completion_mask", (tokens > 0) & ~drawn, "is false everywhere; the policy must have chosen a token"
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
-def _logprob_rules(table: pa.Table) -> Iterator[Rule]:
-    column = table["behavior_logprobs"]
-    lengths, tokens = _lengths(column), _lengths(table["completion_tokens"])
-    yield "behavior_logprobs", (lengths >= 0) & (lengths != tokens), "must be null or as long as completion_tokens"
-    # The rule above has checked that lengths agree. Values at tokens that were not sampled are ignored.
-    rows, logprobs = _items(column)
-    _, sampled = _items(table.filter(pc.is_valid(column))["completion_mask"])
-    bad = (sampled == 1) & ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
-    reason = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
-    yield "behavior_logprobs", np.isin(np.arange(len(table)), rows[bad]), reason
+def _are_messages(turns: Any) -> bool:
+    is_list = isinstance(turns, list | tuple) and len(turns) > 0
+    return is_list and all(
+        isinstance(turn, dict) and turn.get("role") and isinstance(turn.get("content"), str) for turn in turns
+    )
 
 
-def _is_null(column: pa.ChunkedArray) -> np.ndarray:
-    return pc.is_null(column).to_numpy()
+def _problem_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> Problem:
+    prompts = [group.prompt_tokens, *(row.prompt_tokens for row in rows)]
+    columns = [("prompt_tokens", tokens) for tokens in prompts] + [("completion_tokens", row.tokens) for row in rows]
+    for column, tokens in columns:
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or (len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
+            return column, tokens, "token ids are whole numbers, 0 or more"
+        if not len(tokens) and column == "completion_tokens":
+            return column, tokens, "has no tokens; prompts and completions need at least one"
+        if len(tokens) and tokens.max() >= 2**31:
+            return column, tokens, "token ids are below 2^31"
+        if len(tokens) and tokenizer is None:
+            return column, tokens, "tokens need the name of their vocabulary in the column tokenizer, which is null"
+    for row in rows:
+        mask, size = row.mask, len(row.tokens)
+        if mask is None or len(mask) != size:
+            return "completion_mask", mask, "must be as long as completion_tokens"
+        if np.asarray(mask).dtype != bool:
+            return "completion_mask", mask, "takes true and false"
+        if not np.any(mask):
+            return "completion_mask", mask, "is false everywhere; the policy must have chosen a token"
+        if row.behavior_logprobs is None:
+            continue
+        if len(row.behavior_logprobs) != size:
+            return "behavior_logprobs", row.behavior_logprobs, "must be null or as long as completion_tokens"
+        # Values at tokens that were not sampled are ignored.
+        sampled = np.asarray(row.behavior_logprobs, np.float32)[np.asarray(mask)]
+        if not (np.isfinite(sampled).all() and sampled.max() <= _ROUNDING):
+            reason = "log-probabilities of sampled tokens are finite and at most 0; if they are not known, give null"
+            return "behavior_logprobs", row.behavior_logprobs, reason
+    return None
 
 
-def _filled(column: pa.ChunkedArray, value: Any) -> np.ndarray:
-    return pc.fill_null(column, value).to_numpy()
+def _problem_of_numbers(record: "Record") -> Problem:
+    one = record.completion
+    if one.policy_version is not None and not (_is_whole(one.policy_version) and one.policy_version >= 0):
+        return "policy_version", one.policy_version, "takes the number of updates, 0 or more, or null"
+    if one.sampling is not None:
+        temperature, top_k, top_p, min_p = one.sampling
+        if not (_is_number(temperature) and 0 <= temperature < float("inf")):
+            return "temperature", temperature, "takes a finite number, 0 or more, or null"
+        if not (_is_whole(top_k) and top_k >= 0):
+            return "top_k", top_k, "takes 0 (all tokens) or more, or null"
+        if not (_is_number(top_p) and 0 < top_p <= 1):
+            return "top_p", top_p, "takes a number above 0 and at most 1, or null"
+        if not (_is_number(min_p) and 0 <= min_p <= 1):
+            return "min_p", min_p, "takes a number from 0 to 1, or null"
+    try:
+        is_object = isinstance(one.metadata, dict) and json.dumps(one.metadata).encode() is not None
+    except (TypeError, ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        return "metadata", one.metadata, "takes a JSON object"
+    return None if one.grade is None else problem_of_grade(one.grade)
 
 
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """The values of a column as numbers; NaN for null."""
-    return _filled(column.cast(pa.float64()), np.nan)
+def problem_of_grade(grade: Any) -> Problem:
+    """The column, value and reason if a grade has a bad value; else None."""
+    if grade.reward is not None and not is_finite_number(grade.reward):
+        return "reward", grade.reward, f"takes a finite number of at most {MOST_REWARD:g}, or null while it is pending"
+    parts = grade.reward_parts
+    if grade.reward is None and parts:
+        return "reward_parts", parts, "has reward parts, but the reward is null"
+    are_names = parts is None or (isinstance(parts, dict) and all(name and _is_text(name) for name in parts))
+    if not are_names or not all(map(is_finite_number, (parts or {}).values())):
+        return "reward_parts", parts, f"takes names, each with a finite value of at most {MOST_REWARD:g}"
+    return None
 
 
-def _lengths(column: pa.ChunkedArray) -> np.ndarray:
-    """The number of items in each row's list; -1 for null."""
-    return _filled(pc.list_value_length(column), -1)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
-def _items(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """The row number and value of every item in a column of lists; NaN for a null item."""
-    rows = np.repeat(np.arange(len(column)), np.maximum(_lengths(column), 0))
-    return rows, _numbers(pc.list_flatten(column))
-
-
-def _any_item(column: pa.ChunkedArray, fits: Any) -> np.ndarray:
-    """Marks the rows with at least one item for which `fits` is True."""
-    rows, values = _items(column)
-    return np.isin(np.arange(len(column)), rows[fits(values)])
-
-
-def _unless(table: pa.Table, name: str, fits: Callable[[Any], Any]) -> np.ndarray:
-    """Marks the rows whose value is not null and for which `fits` is False."""
-    return np.array([value is not None and not fits(value) for value in table[name].to_pylist()])
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -2,16 +2,15 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from recjax.config import Config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.group import Completion, Group
 from recjax.experience.sources import check_logprobs, load_groups, with_initial_logprobs, with_logprobs
-from recjax.experience.stored_groups import ByPrompt, StoredGroups, has_unsampled, is_missing, lengths
+from recjax.experience.stored_groups import ByPrompt, StoredGroups
 from recjax.hub.policy import Policy
 from recjax.tasks.prompts import Prompts
 
@@ -47,20 +46,18 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     mix, rollout = config.experience.mix, config.rollout
     key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
 
-    def without_reward(group: Group, _: int) -> Group:
-        return group._replace(completions=tuple(row._replace(grade=Grade(0.0)) for row in group.completions))
-
-    def of_this_run(group: Group, _: int) -> Group:
+    def of_this_run(group: Group, _: np.ndarray) -> Group:
         # Versions other than 0 count the updates of another run, so they cannot measure staleness in this run.
-        versions = [0 if row.policy_version == 0 else None for row in group.completions]
-        rows = map(as_trained, group.completions, [config.task.success] * len(versions), versions)
-        return group._replace(completions=tuple(rows))
+        versions = [0 if one.policy_version == 0 else None for one in group.completions]
+        completions = map(as_trained, group.completions, [config.task.success] * len(versions), versions)
+        return group._replace(completions=tuple(completions))
 
     try:
         everything = load_groups(store, policy)
-        pending = everything.rows.each(is_missing, "reward")[everything.heads]
         if config.experience.regrade:
-            everything, pending = everything.changed(without_reward), np.zeros_like(pending)
+            everything = everything.graded(None)
+        index = everything.index
+        pending = np.isnan(index.rewards[everything.members])
         is_whole = ~everything.any_in(pending)
         waiting, whole = everything.chosen(~is_whole), everything.chosen(is_whole)
         if not len(whole):
@@ -74,67 +71,60 @@ def load_stored(config: Config, policy: Policy) -> Stored:
                 f" rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
         whole = whole.changed(of_this_run)
-        prompts, tokens = (whole.rows.each(lengths, name) for name in ("prompt_tokens", "completion_tokens"))
-        longest = prompts[whole.firsts].max(), tokens[whole.heads].max()
+        longest = (lengths[whole.members].max() for lengths in (index.prompt_lengths, index.completion_lengths))
         shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), *map(int, longest))
         # Pad once so that a row that does not fit a batch raises an error at the start and not at a later step.
-        for group in whole.chosen(whole.any_in(whole.rows.each(has_unsampled, "completion_mask")[whole.heads])):
+        for group in whole.chosen(whole.any_in(~index.is_plain[whole.members])):
             pad([group], shape._replace(prompts=1))
     except ValueError as error:
         raise ValueError(f"{key} = {store!r}: {error}") from error
     check_logprobs(whole, config.algorithm.build(), rollout.sampling(), config.experience.missing_logprobs)
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
-    digest, ranges = _summary(_worths(whole, 0.0 if config.experience.regrade else None))
     left = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
     left |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
     if not config.experience.regrade:
-        _warn_of_little_to_compare(store, whole.sizes, ranges, config)
+        _warn_of_little_to_compare(store, whole, config)
     if any(left.values()):
         counts = ", ".join(f"{count} {name}" for name, count in left.items())
         logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
-    return Stored(whole, shape, left, digest)
+    return Stored(whole, shape, left, _digest(whole))
 
 
-def with_rewards(stored: Stored, grades: Sequence[Grade], config: Config) -> Stored:
-    """Replaces the grades of the stored completions and removes completions without a reward.
+def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
+    """Replaces the rewards by those of a grader, and removes completions without a reward.
 
-    Args:
-        grades: grades of all completions in the store, in the order of the groups.
     Raises:
         ValueError: too few groups have a reward.
     """
     store = config.experience.store or config.experience.mix.store
-    rewards = np.fromiter((np.nan if grade.reward is None else grade.reward for grade in grades), np.float64)
-    rewarded = ~np.isnan(rewards)
-    if without := len(rewards) - rewarded.sum():
+    groups = stored.groups.graded(grader)
+    if without := int(stored.groups.sizes.sum() - groups.sizes.sum()):
         logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
-    sizes = np.add.reduceat(rewarded, stored.groups.index.starts[:-1], dtype=np.int64)
-    groups = stored.groups.chosen(sizes > 0)
     if len(groups) < stored_per_batch(config):
         raise ValueError(
             f"experience.regrade: the reward function gave rewards to {len(groups)} groups of {store!r}, fewer than the"
             f" {stored_per_batch(config)} that each batch takes from the store; correct the reward function"
         )
-
-    def graded(group: Group, first: int) -> Group:
-        rows = [row._replace(grade=grades[first + place]) for place, row in enumerate(group.completions)]
-        return group._replace(completions=tuple(row for row in rows if row.grade.reward is not None))
-
-    given = zip(_worths(stored.groups), rewards.tolist(), rewarded.tolist(), strict=True)
-    digest, ranges = _summary(worth._replace(reward=reward) for worth, reward, has_one in given if has_one)
-    _warn_of_little_to_compare(store, sizes[sizes > 0], ranges, config)
-    return stored._replace(groups=groups.changed(graded), digest=digest)
+    _warn_of_little_to_compare(store, groups, config)
+    return stored._replace(groups=groups, digest=_digest(groups))
 
 
-def _warn_of_little_to_compare(
-    store: str, sizes: np.ndarray, ranges: dict[str, tuple[float, float]], config: Config
-) -> None:
-    """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards.
+def _digest(groups: StoredGroups) -> str:
+    """A digest of the completions and their rewards."""
+    digest = hashlib.sha256(groups.store.id.encode())
+    for values in (groups.sizes, groups.index.numbers[groups.members], groups.index.rewards[groups.members]):
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()[:16]
 
-    Args:
-        sizes: number of completions in each group.
-        ranges: lowest and highest reward of each source.
-    """
+
+def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config) -> None:
+    """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
+    sizes, index, ranges = groups.sizes, groups.index, {}
+    kinds, rewards = index.kinds[groups.members], index.rewards[groups.members]
+    for place, (source, *_) in enumerate(index.origins):
+        if len(given := rewards[kinds == place]):
+            low, high = ranges.get(source, (np.inf, -np.inf))
+            ranges[source] = min(low, given.min()), max(high, given.max())
     joined = config.experience.mix and config.experience.mix.of == "group"
     alone = int((sizes == 1).sum())
     if alone and not joined and config.algorithm.ignores_singletons():
@@ -201,31 +191,3 @@ def as_trained(row: Completion, success: float, version: int | None) -> Completi
         accurate = parts["accuracy"] >= 1 if "accuracy" in parts else row.grade.reward >= success
     runs = row.version_runs if version == row.policy_version else ()
     return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)
-
-
-class _Worth(NamedTuple):
-    """The fields of a completion that the digest covers, and the completion's source."""
-
-    id: str
-    group_id: str
-    source: str
-    reward: float
-
-
-def _worths(groups: StoredGroups, reward: float | None = None) -> Iterator[_Worth]:
-    """Yields the fields of every completion, with its stored reward or with one reward for all completions."""
-    for values in groups.columns(_Worth._fields):
-        worth = _Worth(*values)
-        yield worth if reward is None else worth._replace(reward=reward)
-
-
-def _summary(worths: Iterable[_Worth]) -> tuple[str, dict[str, tuple[float, float]]]:
-    """A digest of the completions, and the lowest and highest reward of each source."""
-    digest, ranges, separator = hashlib.sha256(b"["), {}, ""
-    for name, group, source, reward in worths:
-        digest.update(f"{separator}{(name, group, reward)!r}".encode())
-        separator = ", "
-        low, high = ranges.get(source, (reward, reward))
-        ranges[source] = min(low, reward), max(high, reward)
-    digest.update(b"]")
-    return digest.hexdigest()[:16], ranges

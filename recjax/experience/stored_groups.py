@@ -1,119 +1,158 @@
 """The groups of a store as a sequence that reads each group on demand."""
 
+import functools
+import hashlib
 import itertools
+import json
+import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+import tokenizers
+import transformers
+import xxhash
 
-from recjax.experience.group import Completion, Group
-from recjax.experience.prepared import Rows, checksums
-from recjax.experience.rows import group_of
-from recjax.experience.store import to_rows
+from recjax import __version__, hosts
+from recjax.cache import cache_folder
+from recjax.console import progress_bar
+from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.store import GIVEN, VERSION, Store, groups_of, prompt_key
+from recjax.experience.tokenize import tokenized, tokenizer_name
+from recjax.files import locked_file, size_and_digest, writing
+from recjax.hub.chat_rendering import turn_end
+from recjax.hub.policy import Policy
+from recjax.models.sampling import Sampling
 
+SMALL = 1000  # completions in a store whose tokens are not kept in the cache
 _TOGETHER = 32  # groups to read at a time when iterating over all
+_TOKENIZE_TOGETHER = 4096  # completions to tokenize at a time
 
-Change = Callable[[Group, int], Group]  # a group, and the number of its first completion → the changed group
+logger = logging.getLogger(__name__)
+
+Change = Callable[[Group, np.ndarray], Group]  # a group, and the numbers of its completions → the changed group
 
 
 class Index(NamedTuple):
-    """Index of a store's groups. Groups are numbered by their first rows, and completions group by group.
+    """Index of a store's groups, ordered by their first completions. All arrays but two are by completion.
 
-    rows: row numbers, group by group.
-    row_starts: start of each group in `rows`, and the end of the last group.
-    heads: number of each completion's first row, group by group.
-    starts: start of each group in `heads`, and the end of the last group.
+    starts: start of each group in the other arrays, and the end of the last group.
     prompts: checksum of each group's prompt tokens.
+    numbers: numbers of the completions, group by group.
+    rewards: rewards; NaN: pending.
+    prompt_lengths, completion_lengths: numbers of tokens.
+    is_plain: True for one row in which the policy chose every token.
+    kinds: places in `origins`.
+    origins: source, distribution (None: not known), and whether log-probs are known.
     """
 
-    rows: np.ndarray
-    row_starts: np.ndarray
-    heads: np.ndarray
     starts: np.ndarray
     prompts: np.ndarray
+    numbers: np.ndarray
+    rewards: np.ndarray
+    prompt_lengths: np.ndarray
+    completion_lengths: np.ndarray
+    is_plain: np.ndarray
+    kinds: np.ndarray
+    origins: list[tuple[str, Sampling | None, bool]]
 
 
 class StoredGroups(Sequence[Group]):
     """A sequence of some or all groups of a store; holds only an index in memory and reads groups on demand.
 
     Attributes:
-        rows: rows of the store.
+        store: the store.
         index: index of all groups in the store.
-        numbers: numbers of the groups in this sequence, in order.
+        places: places of the sequence's groups in the index, in order.
+        grader: grader of the rewards; None: every completion has reward 0.
     """
 
-    def __init__(self, rows: Rows, index: Index, numbers: np.ndarray, changes: Sequence[Change] = ()):
+    def __init__(
+        self, store: Store, index: Index, places: np.ndarray, changes: Sequence[Change] = (), grader: str | None = GIVEN
+    ):
         """Makes the sequence without reading any group.
 
         Args:
             changes: functions to apply to each group after reading it, in order.
         """
-        self.rows, self.index, self.numbers, self._changes = rows, index, numbers, tuple(changes)
+        self.store, self.index, self.places, self._changes, self.grader = store, index, places, tuple(changes), grader
 
     def __len__(self) -> int:
         """The number of groups in the sequence."""
-        return len(self.numbers)
+        return len(self.places)
 
     def __getitem__(self, place: int | np.integer | slice) -> "Group | StoredGroups":
         """Reads a group; for a slice, returns a shorter sequence without reading any group."""
         if isinstance(place, slice):
             return self.chosen(place)
-        return self._read(self.numbers[[place]])[0]
+        return self._read(self.places[[place]])[0]
 
     def __iter__(self) -> Iterator[Group]:
         """Iterates over all groups and reads them a few at a time."""
         for start in range(0, len(self), _TOGETHER):
-            yield from self._read(self.numbers[start : start + _TOGETHER])
+            yield from self._read(self.places[start : start + _TOGETHER])
 
     def chosen(self, which: np.ndarray | slice) -> "StoredGroups":
         """Selects groups by a mask or a slice."""
-        return StoredGroups(self.rows, self.index, self.numbers[which], self._changes)
+        return StoredGroups(self.store, self.index, self.places[which], self._changes, self.grader)
 
     def changed(self, change: Change) -> "StoredGroups":
-        """Adds a change to apply to every group; a change may alter or remove completions but not add any."""
-        return StoredGroups(self.rows, self.index, self.numbers, (*self._changes, change))
+        """Adds a change to apply to every group; a change may alter completions but not add or remove any."""
+        return StoredGroups(self.store, self.index, self.places, (*self._changes, change), self.grader)
 
-    # --- Properties of the unchanged groups, available without reading whole groups.
+    def graded(self, grader: str | None) -> "StoredGroups":
+        """The sequence with the rewards of a grader, without completions to which the grader gave no reward.
+
+        Args:
+            grader: name in the store; None: reward 0 for every completion.
+        """
+        index = self.index
+        if grader is None:
+            index = index._replace(rewards=np.zeros_like(index.rewards))
+            return StoredGroups(self.store, index, self.places, self._changes, None)
+        rewards = _by_number(index.numbers, *self.store.scan_rewards(grader))
+        has_reward = ~np.isnan(rewards)
+        counts = np.add.reduceat(has_reward, index.starts[:-1], dtype=np.int64)
+        arrays = {name: value[has_reward] for name, value in index._asdict().items() if name not in _BY_GROUP}
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        index = index._replace(**{**arrays, "starts": starts, "rewards": rewards[has_reward]})
+        places = self.places[counts[self.places] > 0]
+        return StoredGroups(self.store, index, places, self._changes, grader)
+
+    # --- Properties of the unchanged groups, available without reading groups.
 
     @property
     def sizes(self) -> np.ndarray:
         """The number of completions in each group."""
-        return np.diff(self.index.starts)[self.numbers]
+        return np.diff(self.index.starts)[self.places]
 
-    @property
-    def heads(self) -> np.ndarray:
-        """The number of each completion's first row, group by group."""
-        return self.index.heads[_ranges(self.index.starts[self.numbers], self.sizes)]
-
-    @property
-    def firsts(self) -> np.ndarray:
-        """The number of each group's first row."""
-        return self.index.rows[self.index.row_starts[self.numbers]]
+    @functools.cached_property
+    def members(self) -> np.ndarray:
+        """The places of the completions in the index, group by group."""
+        return _ranges(self.index.starts[self.places], self.sizes)
 
     def any_in(self, flags: np.ndarray) -> np.ndarray:
-        """Marks the groups with at least one flagged completion."""
-        return np.logical_or.reduceat(flags, np.cumsum(self.sizes) - self.sizes)
+        """Marks the groups with at least one flagged completion of `members`."""
+        return np.logical_or.reduceat(flags, np.cumsum(self.sizes) - self.sizes) if len(self) else np.zeros(0, bool)
 
-    def columns(self, names: Sequence[str]) -> Iterator[tuple]:
-        """Yields column values of each completion's first row, group by group; reads a few rows at a time."""
-        rows, heads = self.rows.select(names), self.heads
-        for start in range(0, len(heads), 32 * _TOGETHER):
-            found = rows.at(heads[start : start + 32 * _TOGETHER])
-            yield from zip(*(found[name].to_pylist() for name in names), strict=True)
-
-    def _read(self, numbers: np.ndarray) -> list[Group]:
-        counts = np.diff(self.index.row_starts)[numbers]
-        places = self.index.rows[_ranges(self.index.row_starts[numbers], counts)]
-        rows, groups = to_rows(self.rows.at(places)), []
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            own = list(itertools.islice(rows, count))
-            group = group_of(own[0].group_id, own)
+    def _read(self, places: np.ndarray) -> list[Group]:
+        starts = self.index.starts[places]
+        numbers = self.index.numbers[_ranges(starts, np.diff(self.index.starts)[places])]
+        groups = groups_of(self.store.read(numbers, self.grader))
+        for place, group in enumerate(groups):
+            if self.grader is None:
+                completions = tuple(one._replace(grade=Grade(0.0)) for one in group.completions)
+                group = group._replace(completions=completions)
+            own, numbers = numbers[: len(group.completions)], numbers[len(group.completions) :]
             for change in self._changes:
-                group = change(group, int(self.index.starts[number]))
-            groups.append(group)
+                group = change(group, own)
+            groups[place] = group
         return groups
+
+
+_BY_GROUP = ("starts", "prompts", "origins")
 
 
 class ByPrompt(Mapping[bytes, list[Completion]]):
@@ -124,7 +163,7 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
 
     def __init__(self, groups: StoredGroups):
         """Sorts the groups by prompt without reading any group."""
-        prompts = groups.index.prompts[groups.numbers]
+        prompts = groups.index.prompts[groups.places]
         self._order = np.argsort(prompts, kind="stable")
         self._groups, self._prompts = groups, prompts[self._order]
 
@@ -154,83 +193,132 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
 
     def _rewarded(self, prompt: bytes) -> Iterator[list[Completion]]:
         """Yields the rewarded completions of each group with this prompt; reads one group at a time."""
-        (checksum,) = checksums([prompt])
-        begin, end = (np.searchsorted(self._prompts, checksum, side=side) for side in ("left", "right"))
+        key = prompt_key(np.frombuffer(prompt, np.int32))
+        begin, end = (np.searchsorted(self._prompts, key, side=side) for side in ("left", "right"))
         for place in self._order[begin:end]:
             group = self._groups[place]
             if group.prompt_tokens.tobytes() == prompt:
                 yield [completion for completion in group.completions if completion.grade]
 
 
-def groups_in(rows: Rows, store: str) -> StoredGroups:
-    """All groups of a store, including pending rows.
+def groups_in(store: Store, policy: Policy) -> StoredGroups:
+    """All groups of a store with tokens of the policy's vocabulary, including pending completions.
 
     Raises:
-        ValueError: a group with two prompts, or a trajectory whose first row does not come first.
+        ValueError: a store that cannot be read or tokenized, or a group with two prompts.
     """
-    number = rows.kinds("group_id")
-    firsts = np.flatnonzero(np.diff(np.maximum.accumulate(number), prepend=-1))
-    own = ~rows.each(is_missing, "trajectory")
-    prompts = _prompts(rows, number, firsts, own, store)
-
-    def is_first_row(trajectory: pa.StringArray, name: pa.StringArray) -> np.ndarray:
-        return pc.fill_null(pc.equal(trajectory, name), True).to_numpy(zero_copy_only=False)
-
-    is_head = rows.each(is_first_row, "trajectory", "id")
-    order = np.argsort(number, kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
-    heads = order if is_head.all() else order[is_head[order]]
-    counts = (np.bincount(numbers, minlength=len(firsts)) for numbers in (number, number[is_head]))
-    row_starts, starts = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
-    index = Index(order, row_starts, heads, starts, prompts)
-    groups = StoredGroups(rows, index, np.arange(len(firsts), dtype=np.int32))
-    with_trajectories = np.zeros(len(firsts), bool)
-    with_trajectories[number[own]] = True
-    for _ in groups.chosen(with_trajectories):
-        pass  # reading a trajectory raises an error if its rows are not in order
-    return groups
-
-
-def _prompts(rows: Rows, number: np.ndarray, firsts: np.ndarray, own: np.ndarray, store: str) -> np.ndarray:
-    """The checksum of each group's prompt tokens; raises an error if the rows of a group have different prompts.
-
-    Args:
-        number: group number of each row.
-        firsts: number of each group's first row.
-        own: mask of rows whose prompt is an agent's own context and not the group's prompt.
-    """
-
-    def of_tokens(column: pa.ListArray) -> np.ndarray:
-        values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
-        return checksums(values[begin:end] for begin, end in itertools.pairwise(offsets))
-
-    found = rows.each(of_tokens, "prompt_tokens")
-    prompts = found[firsts]
-    two = np.flatnonzero((found != prompts[number]) & ~own)
-    if len(two):
-        row, first = (rows.select(["id", "group_id"]).at(one[:1]).to_pylist()[0] for one in (two, firsts[number[two]]))
-        raise ValueError(
-            f"{store}: group {row['group_id']!r}: rows {first['id']!r} and {row['id']!r} have different prompts, and"
-            " all completions in a group must answer the same prompt; import the rows as separate groups"
-        )
-    return prompts
+    scanned = list(map(_index_arrays, store.scan()))
+    name = tokenizer_name(policy.tokenizer)
+    if not scanned:
+        raise ValueError(f"{store.name} has no completions; add some with python -m recjax.import_experience")
+    if any(part["tokenizers"] != {name} or part["largest"] >= policy.vocabulary or part["lacks"] for part in scanned):
+        del scanned
+        store.contents = _with_tokens(store, policy)
+        scanned = list(map(_index_arrays, store.contents.scan()))
+    columns = {key: np.concatenate([part[key] for part in scanned]) for key in ("group_id", *_ARRAYS)}
+    origins: dict[tuple, int] = {}
+    kinds = [
+        np.array([origins.setdefault(origin, len(origins)) for origin in part["origins"]])[part["kinds"]]
+        for part in scanned
+    ]
+    del scanned
+    columns["kinds"] = np.concatenate(kinds).astype(np.int32)
+    _, firsts, group = np.unique(columns.pop("group_id"), return_index=True, return_inverse=True)
+    # Number the groups by their first completions.
+    ranks = np.empty(len(firsts), np.int32)
+    ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
+    group, firsts = ranks[group], np.sort(firsts)
+    prompts = columns.pop("prompt_key")
+    if len(two := np.flatnonzero(prompts != prompts[firsts][group])):
+        groups_of(store.read(columns["numbers"][[firsts[group[two[0]]], two[0]]]))  # raises an error that names them
+    order = np.argsort(group, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(group, minlength=len(firsts)))])
+    columns = {key: value[order] for key, value in columns.items()}
+    rewards = _by_number(columns["numbers"], *store.scan_rewards())
+    index = Index(starts, prompts[firsts], rewards=rewards, origins=list(origins), **columns)
+    return StoredGroups(store, index, np.arange(len(firsts), dtype=np.int32))
 
 
-# --- Functions of columns for `Rows.each`.
+_ARRAYS = ("numbers", "prompt_key", "prompt_lengths", "completion_lengths", "is_plain")
 
 
-def lengths(column: pa.ListArray) -> np.ndarray:
-    """The number of items in each row."""
-    return pc.list_value_length(column).to_numpy()
+def _index_arrays(columns: Mapping[str, Sequence]) -> dict:
+    """The arrays of an index from some rows of a store, and what else decides about their use."""
+    sampled, lengths, rows = (
+        np.array(columns[name], np.int32) for name in ("sampled_length", "completion_length", "row_count")
+    )
+    prompt_lengths = np.array(columns["prompt_length"], np.int32)
+    origins: dict[tuple, int] = {}
+    found = zip(columns["source"], *(columns[name] for name in Sampling._fields), columns["has_logprobs"], strict=True)
+    kinds = np.array([origins.setdefault(origin, len(origins)) for origin in found], np.int32)
+    ids = dict.fromkeys(columns["group_id"])
+    hashes = {name: xxhash.xxh3_64_intdigest(name.encode()) for name in ids}
+    return {
+        "group_id": np.fromiter(map(hashes.__getitem__, columns["group_id"]), np.uint64, len(rows)),
+        "numbers": np.array(columns["number"], np.int64),
+        "prompt_key": np.array(columns["prompt_key"], np.int64),
+        "prompt_lengths": prompt_lengths,
+        "completion_lengths": lengths,
+        "is_plain": (sampled == lengths) & (rows == 1),
+        "kinds": kinds,
+        "origins": [
+            (source, None if None in sampling else Sampling(*sampling), bool(has_logprobs))
+            for source, *sampling, has_logprobs in origins
+        ],
+        "tokenizers": set(columns["tokenizer"]),
+        "largest": max(columns["largest_token"]),
+        "lacks": not (rows.all() and prompt_lengths.all()),
+    }
 
 
-def is_missing(column: pa.Array) -> np.ndarray:
-    """Marks the rows that are null."""
-    return pc.is_null(column).to_numpy(zero_copy_only=False)
+def _by_number(numbers: np.ndarray, graded: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """The rewards of completions; NaN for none."""
+    if not len(graded):
+        return np.full(len(numbers), np.nan)
+    places = np.minimum(np.searchsorted(graded, numbers), len(graded) - 1)
+    return np.where(graded[places] == numbers, rewards[places], np.nan)
 
 
-def has_unsampled(mask: pa.ListArray) -> np.ndarray:
-    """Marks the rows with a token that the policy did not choose; every row needs at least one token."""
-    return ~np.logical_and.reduceat(mask.values.to_numpy(zero_copy_only=False), mask.offsets.to_numpy()[:-1])
+def _with_tokens(store: Store, policy: Policy) -> Store:
+    """A copy of the store with tokens of the policy's vocabulary; the copy of a large store stays in the cache."""
+    last = store.last()
+    if last.completions <= SMALL:
+        copy = Store(None, create=True)
+        _tokenize_into(copy, store, policy)
+        return copy
+    with tempfile.TemporaryDirectory() as folder:
+        policy.tokenizer.save_pretrained(folder)
+        files = {path.name: size_and_digest(path) for path in sorted(Path(folder).iterdir())}
+    versions = [__version__, VERSION, transformers.__version__, tokenizers.__version__]
+    # Everything that determines how texts are tokenized, and how many completions were deleted.
+    made_by = [files, policy.stop_ids[:1], turn_end(policy.tokenizer), policy.vocabulary, versions]
+    made_of = [store.id, last.completion - last.completions, made_by]
+    path = cache_folder("experience") / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.db"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    # If several processes open the same store, one makes the copy and the rest wait.
+    with locked_file(Path(f"{path}.lock")):
+        try:
+            return _tokenize_into(Store(path, create=True), store, policy)
+        except ValueError as error:
+            if "is damaged" not in str(error) or str(path) not in str(error):
+                raise
+            logger.warning("the cached copy of a store: %s; recjax makes it again", error)
+            for file in path.parent.glob(f"{path.name}*"):
+                if file.suffix != ".lock":
+                    file.unlink()
+            return _tokenize_into(Store(path, create=True), store, policy)
+
+
+def _tokenize_into(copy: Store, store: Store, policy: Policy) -> Store:
+    """Adds the completions that a copy lacks to it, with tokens; returns the copy."""
+    done, last = copy.last().completion, store.last().completion
+    left, shown = store.records(done, last, grader=None), hosts.is_first() and last - done > SMALL
+    with progress_bar("tokenizing", last - done, unit="row", shown=shown) as bar:
+        while part := list(itertools.islice(left, _TOKENIZE_TOGETHER)):
+            copy.append(tokenized(part, policy), numbers=[record.number for record in part])
+            bar.update(len(part))
+    return copy
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

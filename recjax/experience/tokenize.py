@@ -1,4 +1,4 @@
-"""Tokenizes the texts of a store's rows for a policy."""
+"""Tokenizes the texts of a store's completions for a policy."""
 
 import contextlib
 import hashlib
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Experience
+from recjax.experience.group import Row
+from recjax.experience.store import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
@@ -20,12 +21,12 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
-def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
-    """Adds tokens of the policy's vocabulary to all rows; existing tokens stay unchanged.
+def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
+    """Adds tokens of the policy's vocabulary to all completions; existing tokens stay unchanged.
 
     Prompts are tokenized exactly as for sampling: chats with the model's template, plain text with one
-    begin-of-sequence token if the tokenizer uses one. A completion gets an end token unless its row is truncated. The
-    end token of a chat is the one that the template writes after an assistant turn; the end token of plain text is the
+    begin-of-sequence token if the tokenizer uses one. A completion gets an end token unless it is truncated. The end
+    token of a chat is the one that the template writes after an assistant turn; the end token of plain text is the
     policy's first stop token. The mask is True at all new completion tokens.
 
     Raises:
@@ -34,70 +35,86 @@ def tokenized(rows: Sequence[Experience], policy: Policy) -> list[Experience]:
             chat that the tokenizer's template rejects.
     """
     name, prompts, done, begin = tokenizer_name(policy.tokenizer), {}, [], ""
-    if any(row.completion_tokens is None and row.messages is not None for row in rows):
+    if any(not record.completion.rows and _is_chat(record) for record in records):
         # The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2.
         opening, reply = [{"role": "user", "content": "hello"}], {"role": "assistant", "content": "recjax-reply"}
         with contextlib.suppress(ValueError):
             prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
             space, found, _ = chat.removeprefix(prompt).partition(reply["content"])
             begin = space if found and chat.startswith(prompt) and not space.strip() else ""
-    # All rows of a group have the same prompt, so render each chat only once.
-    asked = {_chat_of(row): row for row in rows if row.prompt_tokens is None and row.messages}
-    chats, variables = [row.messages for row in asked.values()], [chat_template_of(row) for row in asked.values()]
+    # All completions of a group have the same prompt, so render each chat only once.
+    asked = {_chat_of(record): record for record in records if _lacks_prompt(record) and _is_chat(record)}
+    chats, variables = [one.group.prompt for one in asked.values()], [chat_template_of(one) for one in asked.values()]
     texts = render_chats(policy.tokenizer, chats, variables=variables) if asked else []
     rendered = dict(zip(asked, texts, strict=True))
-    for row in rows:
-        if row.tokenizer not in (None, name):
+    for record in records:
+        group, one = record.group, record.completion
+        place = f"row {one.id!r} of source {one.source!r}"
+        if record.tokenizer not in (None, name):
             raise ValueError(
-                f"row {row.id!r} of source {row.source!r} has tokens of another vocabulary ({row.tokenizer}) than this"
-                f" policy's ({name}); train the model with that vocabulary, or import the texts without tokens"
+                f"{place} has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name}); train the"
+                " model with that vocabulary, or import the texts without tokens"
             )
-        if row.prompt_tokens is None and row.prompt == PROMPT_LEFT_OUT:
-            raise ValueError(
-                f"row {row.id!r} of source {row.source!r}: its prompt was not recorded, so it cannot be trained on;"
-                " remove the row, and record prompts"
-            )
-        if row.prompt_tokens is None:
-            is_chat = row.messages is not None
-            text = rendered[_chat_of(row)] if is_chat else row.prompt
-            if (text, is_chat) not in prompts:
+        rows, prompt_tokens = one.rows, group.prompt_tokens
+        if _lacks_prompt(record):
+            if group.prompt == PROMPT_LEFT_OUT:
+                raise ValueError(
+                    f"{place}: its prompt was not recorded, so it cannot be trained on; remove the row, and record"
+                    " prompts"
+                )
+            text = rendered[_chat_of(record)] if _is_chat(record) else group.prompt
+            if (text, _is_chat(record)) not in prompts:
                 try:
-                    (ids,) = encode_prompts(policy.tokenizer, [text], rendered=is_chat)
+                    (ids,) = encode_prompts(policy.tokenizer, [text], rendered=_is_chat(record))
                 except ValueError as error:
-                    raise ValueError(f"row {row.id!r} of source {row.source!r}: {error}") from error
-                prompts[text, is_chat] = np.array(ids, np.int32)
-            row = row._replace(prompt_tokens=prompts[text, is_chat])
-        if row.completion_tokens is None:
-            is_whole = row.messages is None or row.completion.startswith(begin)
-            tokens = _completion_tokens(row, policy, row.completion if is_whole else begin + row.completion)
-            row = row._replace(completion_tokens=tokens, completion_mask=np.ones(len(tokens), bool))
-        for column in ("prompt_tokens", "completion_tokens"):
-            place = f"row {row.id!r} of source {row.source!r}: {column}"
-            check_embedded(policy.tokenizer, getattr(row, column), policy.vocabulary, place)
-        done.append(row._replace(tokenizer=name))
+                    raise ValueError(f"{place}: {error}") from error
+                prompts[text, _is_chat(record)] = np.array(ids, np.int32)
+            prompt_tokens = prompts[text, _is_chat(record)]
+            rows = tuple(row._replace(prompt_tokens=prompt_tokens) for row in rows)
+        if not rows:
+            is_whole = not _is_chat(record) or one.text.startswith(begin)
+            tokens = _completion_tokens(record, prompt_tokens, policy, one.text if is_whole else begin + one.text)
+            rows = (Row(prompt_tokens, tokens, np.ones(len(tokens), bool), None),)
+        for row in rows:
+            for column, tokens in (("prompt_tokens", row.prompt_tokens), ("completion_tokens", row.tokens)):
+                check_embedded(policy.tokenizer, tokens, policy.vocabulary, f"{place}: {column}")
+        completions = (one._replace(rows=rows),)
+        group = group._replace(prompt_tokens=prompt_tokens, completions=completions)
+        done.append(record._replace(group=group, tokenizer=name))
     return done
 
 
-def chat_template_of(row: Experience) -> dict[str, Any]:
-    """The chat template variables in a row's metadata; empty if the metadata has another format."""
-    found = json.loads(row.metadata).get(CHAT_TEMPLATE) if row.metadata else None
+def chat_template_of(record: Record) -> dict[str, Any]:
+    """The chat template variables in a completion's metadata; empty if the metadata has another format."""
+    found = record.completion.metadata.get(CHAT_TEMPLATE)
     return found if isinstance(found, dict) else {}
 
 
-def _chat_of(row: Experience) -> str:
-    return json.dumps([row.messages, chat_template_of(row)])
+def _is_chat(record: Record) -> bool:
+    return not isinstance(record.group.prompt, str)
 
 
-def _completion_tokens(row: Experience, policy: Policy, text: str) -> np.ndarray:
+def _lacks_prompt(record: Record) -> bool:
+    rows = record.completion.rows
+    return not len(record.group.prompt_tokens) and not (rows and all(len(row.prompt_tokens) for row in rows))
+
+
+def _chat_of(record: Record) -> str:
+    return json.dumps([record.group.prompt, chat_template_of(record)])
+
+
+def _completion_tokens(record: Record, prompt: np.ndarray, policy: Policy, text: str) -> np.ndarray:
+    one = record.completion
+    place = f"row {one.id!r} of source {one.source!r}"
     try:
-        tokens = encode_after(policy.tokenizer, row.prompt_tokens, text)
+        tokens = encode_after(policy.tokenizer, prompt, text)
     except ValueError as error:
         raise ValueError(
-            f"row {row.id!r} of source {row.source!r}: completion {row.completion!r:.80} has text outside the policy's"
-            " vocabulary; remove the row, or train a model with a larger vocabulary"
+            f"{place}: completion {one.text!r:.80} has text outside the policy's vocabulary; remove the row, or train a"
+            " model with a larger vocabulary"
         ) from error
-    end = None if row.messages is None else turn_end(policy.tokenizer)
-    tokens = [*tokens, *([] if row.truncated else policy.stop_ids[:1] if end is None else [end])]
+    end = turn_end(policy.tokenizer) if _is_chat(record) else None
+    tokens = [*tokens, *([] if one.truncated else policy.stop_ids[:1] if end is None else [end])]
     if not tokens:
-        raise ValueError(f"row {row.id!r} of source {row.source!r}: the completion was cut off before its first token")
+        raise ValueError(f"{place}: the completion was cut off before its first token")
     return np.array(tokens, np.int32)

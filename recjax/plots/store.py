@@ -7,42 +7,46 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from recjax.experience.group import is_whole, reward_spread
-from recjax.experience.rows import groups_of
-from recjax.experience.store import Experience
+from recjax.experience.group import Completion, is_whole, reward_spread
+from recjax.experience.store import Record, groups_of
 from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save_figure
 
 
-def by_source(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
-    """The rows of each source; sources are in the order of their first rows."""
-    names = dict.fromkeys(row.source for row in rows)
-    return {name: [row for row in rows if row.source == name] for name in names}
+def by_source(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The completions of each source; sources are in the order of their first completions."""
+    names = dict.fromkeys(record.completion.source for record in records)
+    return {name: [record for record in records if record.completion.source == name] for name in names}
 
 
-def length(row: Experience) -> int | None:
+def length(completion: Completion) -> int | None:
     """Number of tokens of a completion; None if unknown."""
-    return None if row.completion_tokens is None else len(row.completion_tokens)
+    return sum(len(row.tokens) for row in completion.rows) if completion.rows else None
 
 
-def draw_store(rows: Sequence[Experience], title: str, path: Path) -> None:
+def has_logprobs(completion: Completion) -> bool:
+    """True if the behavior log-probs of a completion are known."""
+    return bool(completion.rows) and all(row.behavior_logprobs is not None for row in completion.rows)
+
+
+def draw_store(records: Sequence[Record], title: str, path: Path) -> None:
     """Writes a PNG with bars stacked by source; bars about groups are not split."""
-    sources, groups = by_source(rows), groups_of(rows)
+    sources, groups = by_source(records), groups_of(records)
     colors = [COLORS[place % len(COLORS)] for place in range(len(sources))]
     figure = new_figure(13, 6.5, title)
     (rewards, signal, sizes), (versions, lengths, known) = figure.subplots(2, 3)
 
-    def per_source(value: Callable[[Experience], Any]) -> list[list]:
-        return [[value(row) for row in members] for members in sources.values()]
+    def per_source(value: Callable[[Completion], Any]) -> list[list]:
+        return [[value(record.completion) for record in members] for members in sources.values()]
 
-    def what_is_known(row: Experience) -> int:
+    def what_is_known(one: Completion) -> int:
         """A place on the last panel's axis."""
-        return 0 if row.reward is None else 1 if row.behavior_logprobs is None else 2
+        return 0 if one.grade is None else 2 if has_logprobs(one) else 1
 
     spreads = [reward_spread(group) for group in groups if is_whole(group)]
-    _histogram(rewards, "reward", per_source(lambda row: row.reward), colors, whole=False)
+    _histogram(rewards, "reward", per_source(lambda one: one.grade and one.grade.reward), colors, whole=False)
     _histogram(signal, "highest − lowest reward of whole groups", [spreads], [GREY], whole=False)
     _histogram(sizes, "rows in a group", [[len(group.completions) for group in groups]], [GREY])
-    _histogram(versions, "policy version (updates)", per_source(lambda row: row.policy_version), colors)
+    _histogram(versions, "policy version (updates)", per_source(lambda one: one.policy_version), colors)
     _histogram(lengths, "completion tokens", per_source(length), colors)
     known.hist(
         per_source(what_is_known), np.arange(4) - 0.5, stacked=True, color=colors, label=list(sources), rwidth=0.9

@@ -17,12 +17,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from recjax import files, hosts
-from recjax.experience import store
 from recjax.experience.queue import from_plain, to_plain
 from recjax.training.run import State
 from recjax.training.update import TrainState
 
-LAYOUT = 4  # format version
+LAYOUT = 5  # format version
 COPY = "behavior_params"  # checkpoint item with the sampler's copy of the weights, separate from `state`
 
 logger = logging.getLogger(__name__)
@@ -50,16 +49,16 @@ def save(manager: ocp.CheckpointManager, state: State, keep: int) -> None:
     Raises:
         ValueError: the checkpoint cannot be written; earlier checkpoints stay.
     """
-    rows, queue = to_plain(state.queue)
+    groups, queue = to_plain(state.queue)
     plain = {"layout": LAYOUT, "version": state.version, "in_flight": state.in_flight, "queue": queue}
     items = {
         "state": ocp.args.StandardSave(state.trained),
-        "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "rows": len(rows)}),
+        "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
     }
     if state.behavior_params is not None:
         items[COPY] = ocp.args.StandardSave(state.behavior_params)
-    if rows:
-        items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(store.to_bytes(rows), np.uint8)})
+    if groups:
+        items["groups"] = ocp.args.StandardSave({"parquet": np.frombuffer(groups, np.uint8)})
     folder, logs = Path(manager.directory), logging.getLogger("absl")
     level = logs.level
     if level > logging.INFO:  # Orbax also logs a traceback of each error that it raises; --verbosity shows it
@@ -103,7 +102,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     items = {
         "state": ocp.args.StandardRestore(trained),
         **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
-        **({"groups": ocp.args.StandardRestore()} if plain["rows"] else {}),
+        **({"groups": ocp.args.StandardRestore()} if plain["groups"] else {}),
     }
     try:
         restored = manager.restore(step, args=ocp.args.Composite(**items))
@@ -112,13 +111,13 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         raise ValueError(
             f"{place} cannot be read ({_short(error)}); if the model or the problems have changed, restore them"
         ) from error
-    rows = store.from_bytes(np.asarray(restored["groups"]["parquet"]).tobytes()) if plain["rows"] else []
+    groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
     return State(
         step=step,
         trained=restored["state"],
         behavior_params=restored[COPY] if copied else None,
         version=plain["version"] if copied else step,
-        queue=from_plain(rows, plain["queue"]),
+        queue=from_plain(groups, plain["queue"]),
         in_flight=tuple(plain["in_flight"]),
         totals=plain["totals"],
     )

@@ -44,10 +44,10 @@ def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> t
                 if not part:
                     break
                 admitted += len(part)
-                unrewarded = [name for one in part for name in one.unrewarded]
-                names = [*(name for one in part for name in one.ids), *unrewarded]
+                unrewarded = [number for one in part for number in one.unrewarded]
+                numbers = [*(number for one in part for number in one.numbers), *unrewarded]
                 left = queue.left | {"rows_without_reward": queue.left["rows_without_reward"] + len(unrewarded)}
-                queue = queue._replace(followed=queue.followed.with_taken(names, unrewarded), left=left)
+                queue = queue._replace(followed=queue.followed.with_taken(numbers, unrewarded), left=left)
                 groups = [run.follower.group(one, step) for one in part]
                 queue = queues.add_rewarded(queue, groups, step, settings)
             # Unusable rows count as taken from the store.
@@ -56,8 +56,8 @@ def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> t
             counts["groups_without_reward"] = found.without_reward
             left = {name: queue.left.get(name, 0) + counts[name] for name in dict.fromkeys((*queue.left, *UNUSABLE))}
             taken = queue.followed.with_taken([*found.unusable, *found.unrewarded], found.unrewarded)
-            taken = taken._replace(unrewarded=taken.unrewarded - found.late)
-            queue = queue._replace(followed=run.follower.compacted(taken), left=left)
+            taken = taken._replace(unrewarded=taken.unrewarded - found.late, store=run.follower.store_id)
+            queue = queue._replace(followed=taken, left=left)
             state = state._replace(queue=queue)
             later, groups = queues.take(queue, count, step, run.config.seed, settings)
             if groups is not None or stopping:
@@ -67,7 +67,7 @@ def wait_for_groups(run: Run, state: State, step: int, stopping: Container) -> t
                 said = time.monotonic()
                 waiting, completions, pending = found.waiting
                 rewards = f"{waiting} groups wait: {pending} of their {completions} completions have no reward yet"
-                place, ready = run.follower.folder, len(queue.ready)
+                place, ready = run.follower.name, len(queue.ready)
                 logger.info("step %d waits for %s: %d of %d groups are ready; %s", step, place, ready, count, rewards)
             time.sleep(POLL_SECONDS)
 

@@ -1,19 +1,18 @@
 """Grades the completions of a store with the reward of the run."""
 
-import contextlib
 import itertools
-import json
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from recjax import hosts
-from recjax.experience.group import Completion, Grade
+from recjax.experience.group import Completion
 from recjax.experience.stored import with_rewards
-from recjax.experience.stored_groups import ByPrompt, StoredGroups
+from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.trajectories import thoughts_opening
-from recjax.files import whole_file
+from recjax.files import read_sealed, write_sealed
 from recjax.rollout.collecting import Grades
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
@@ -21,39 +20,6 @@ from recjax.training.metrics import step_bar
 from recjax.training.run import Run
 
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by prompt tokens
-
-
-class Regraded(Sequence[Grade]):
-    """Grades of a store's completions, group by group; each access reads a grade from the file in the run folder."""
-
-    def __init__(self, path: Path, groups: StoredGroups):
-        """Finds the line of each completion in the file.
-
-        Args:
-            groups: all groups of the store.
-        Raises:
-            ValueError: the file is damaged or lacks a completion of the store.
-        """
-        lines, self._file = _lines(path), path.open("rb")
-        places = []
-        for (name,) in groups.columns(["id"]):
-            # The lines have the order of the store.
-            places.append(next((place for known, place in lines if known == name), None))
-            if places[-1] is None:
-                raise ValueError(
-                    f"{path}: has no grade of {name!r}, which the store contains; give another output=…, or put back"
-                    " the store's rows"
-                )
-        self._places = np.array(places, np.int64)
-
-    def __len__(self) -> int:
-        """The number of grades."""
-        return len(self._places)
-
-    def __getitem__(self, number: int) -> Grade:
-        """The grade of a completion."""
-        self._file.seek(self._places[number])
-        return Grade(*json.loads(self._file.readline())[1:])
 
 
 def known_problems(run: Run) -> Known:
@@ -76,61 +42,54 @@ def known_problems(run: Run) -> Known:
 
 
 def regraded(run: Run, known: Known) -> Run:
-    """The run with its own grades for stored completions, which are computed once and kept in the run folder.
+    """The run with its own rewards for stored completions, which are computed once and kept in the store.
 
     Raises:
-        ValueError: the reward function fails, or the file of grades is damaged.
+        ValueError: the reward function fails, or the store cannot be written.
     """
-    path = Path(run.config.output) / "regraded.jsonl"
-    if not path.exists():
-        _made(run, known, path)
+    path = Path(run.config.output) / "grader.json"
+    if hosts.is_first():
+        if not path.exists():
+            write_sealed(path, {"grader": f"run {uuid.uuid4().hex}"})
+    hosts.wait_for_all("the name of a grader")
+    grader = read_sealed(path)["grader"]
+    _grade(run, known, grader)
     hosts.wait_for_all("the grades of a store")
-    stored = with_rewards(run.stored, Regraded(path, run.stored.groups), run.config)
+    stored = with_rewards(run.stored, grader, run.config)
     return run._replace(stored=stored, others=ByPrompt(stored.groups) if run.others else None)
 
 
-def _made(run: Run, known: Known, path: Path) -> None:
-    """Grades all completions with the reward and writes the file, which appears once it is complete."""
+def _grade(run: Run, known: Known, grader: str) -> None:
+    """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
     groups, rollout = run.stored.groups, run.config.rollout
     tokenizer = run.policy.tokenizer
+    graded, _ = groups.store.scan_rewards(grader)
+    is_done = np.isin(groups.index.numbers, graded)
+    hosts.wait_for_all("the known grades of a store")
 
-    def rows() -> Iterator[tuple[Completion, str, Problem, str]]:
-        for group in groups:
+    def rows() -> Iterator[tuple[int, Completion, str, Problem, str]]:
+        lacking = groups.chosen(groups.any_in(~is_done[groups.members]))
+        numbers = iter(zip(groups.index.numbers[lacking.members].tolist(), is_done[lacking.members], strict=True))
+        for group in lacking:
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(group.prompt_tokens.tobytes()) or (
                 tokenizer.decode(group.prompt_tokens),
                 Problem(group.prompt, group.answer),
             )
-            for one in group.completions:
-                yield one, text, problem, thoughts_opening(one, tokenizer)
+            for one, (number, done) in zip(group.completions, numbers, strict=False):
+                if not done:
+                    yield number, one, text, problem, thoughts_opening(one, tokenizer)
 
     left = rows()
     size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
-    file = whole_file(path) if hosts.is_first() else contextlib.nullcontext()
-    with run.grading as grading, step_bar("regrading", len(groups.heads)) as bar, file as file:
+    with run.grading as grading, step_bar("regrading", len(groups.members), initial=int(is_done.sum())) as bar:
         while batch := list(itertools.islice(left, size)):
             own = [
-                Answered(text, completion.text, problem.answer, problem.columns, completion.sampled_tokens, opening)
-                for completion, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
+                Answered(text, one.text, problem.answer, problem.columns, one.sampled_tokens, opening)
+                for _, one, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
             found = Grades(grading.submit(own), len(batch)).result()
-            if file:
-                lines = [json.dumps([one.id, *grade]) for (one, *_), grade in zip(batch, found, strict=True)]
-                file.write("".join(f"{line}\n" for line in lines).encode())
+            if hosts.is_first():
+                rewards = {number: (grade, None) for (number, *_), grade in zip(batch, found, strict=True)}
+                groups.store.add_rewards(rewards, grader)
             bar.update(len(batch))
-
-
-def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Yields the completion id and the byte offset of each line."""
-    place = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                name, *grade = json.loads(line)
-                Grade(*grade)
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{path}: not the grades that this run wrote ({error}); restore the file from a copy"
-                ) from error
-            yield name, place
-            place += len(line)

@@ -15,11 +15,10 @@ from jaxtyping import Array, Key, UInt32
 from recjax import hosts
 from recjax.config import Config
 from recjax.experience import queue as queues
-from recjax.experience import store
-from recjax.experience.group import Grade, Group, completion_ids, token_staleness, without
+from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import Queue
-from recjax.experience.rows import rows_of
 from recjax.experience.sources import groups_at, mixed
+from recjax.experience.store import Store, records_of
 from recjax.experience.stored import stored_per_batch, with_logprobs_of_now
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
@@ -188,16 +187,15 @@ def add_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
     """Waits for the grades that are due, or for all, records their batches, and returns the queue."""
     with run.phases.phase("score"):
         queue, batches = queues.wait_for_grades(queue, all_of_them)
-    if run.record and hosts.is_first():
-        for groups in batches:
-            # An agent that failed before its first turn has no rows.
-            silent = [one.id for group in groups for one in group.completions if not one.rows]
-            said = [without(group, silent) for group in groups] if silent else groups
-            names = completion_ids(said)
-            # A run that resumed from before this batch has recorded it already.
-            if names and names[0] not in store.ids(run.record):
-                rows = rows_of(said, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
-                store.append(run.record, rows)
+    if run.record and batches and hosts.is_first():
+        with Store(run.record, create=True) as store:
+            for groups in batches:
+                records = records_of(groups, tokenizer_name(run.policy.tokenizer), datetime.now(UTC))
+                # An agent that failed before its first turn has no tokens.
+                records = [record for record in records if record.completion.rows]
+                # A run that resumed from before this batch has recorded it already.
+                if records and not store.numbers("id", [records[0].completion.id]):
+                    store.append(records)
     return queue
 
 
@@ -259,14 +257,11 @@ def start_generators(run: Run, state: State) -> None:
     generators.publish(state.version, params_on_host(run.learner.sampler_params(run, state)))
     issued = state.queue.added + len(state.in_flight)
     if run.record and hosts.is_first():
-        store.keep_parts(run.record, lambda row: _number(row) <= issued and _number(row) not in state.in_flight)
+        with Store(run.record, create=True) as store:
+            batches = ((number, int(name.split("/")[0])) for name, number in store.ids().items())
+            store.delete([number for number, batch in batches if batch > issued or batch in state.in_flight])
     for number in state.in_flight:
         generators.issue(number)
-
-
-def _number(row: str) -> int:
-    """The number of the batch that a row's id names."""
-    return int(row.split("/")[0])
 
 
 @contextlib.contextmanager

@@ -105,9 +105,9 @@ class Run(NamedTuple):
 
     @property
     def record(self) -> Path | None:
-        """Folder of the store that records the policy's completions."""
+        """File of the store that records the policy's completions."""
         experience = self.config.experience
-        return Path(self.config.output) / "experience" if experience and experience.record else None
+        return Path(self.config.output) / "experience.db" if experience and experience.record else None
 
 
 class State(NamedTuple):

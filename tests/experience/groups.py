@@ -1,17 +1,17 @@
 """Groups for tests."""
 
 from recjax.experience.group import Grade, Group
-from recjax.experience.rows import group_of, rows_of
-from tests.experience.rows import TIME, make_row, same
+from recjax.experience.store import groups_of
+from tests.experience.rows import make_row, same
 
 
 def make_group(number: int, rewards=(0.0, 1.0), version: int | None = 0) -> Group:
     """A group of as many completions as there are rewards."""
-    rows = [
+    (group,) = groups_of(
         make_row(10 * number + i, group=number, reward=reward, policy_version=version)
         for i, reward in enumerate(rewards)
-    ]
-    return group_of(f"group {number}", rows)
+    )
+    return group
 
 
 def ungraded(group: Group) -> Group:
@@ -31,4 +31,4 @@ def ids(group: Group) -> list[str]:
 
 def same_groups(ours: Group, theirs: Group) -> bool:
     """Whether two groups are equal to the bit."""
-    return all(map(same, rows_of([ours], None, TIME), rows_of([theirs], None, TIME)))
+    return same(ours, theirs)

@@ -1,7 +1,6 @@
 """Late rewards: every pending row gets its own, once, and a bad line changes nothing."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,75 +10,65 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.experience import store
-from recjax.experience.feedback import Given, give_rewards
+from recjax.experience.feedback import Given
+from recjax.experience.feedback import give_rewards as give
+from recjax.experience.group import Grade
+from recjax.experience.store import Store
 from recjax.feedback import feedback
-from tests.experience.rows import make_row, same, text_row
+from tests.experience.rows import append, make_row, read, same, text_row
 
 PENDING = dict(reward=None, reward_parts=None, accurate=None)
 ROWS = [make_row(i, group=i // 3, **PENDING) for i in range(6)] + [text_row(6, group=2)]
 
 
+def give_rewards(place, entries):
+    with Store(place) as store:
+        return give(store, entries)
+
+
+def rewards(place):
+    return [record.completion.grade and record.completion.grade.reward for record in read(place)]
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A store of three parts: two with pending rows, whose groups straddle them, and one without."""
+    """A store of three appends: two with pending rows, whose groups straddle them, and one without."""
     for part in (ROWS[:2], ROWS[2:6], ROWS[6:]):
-        store.append(tmp_path / "s", part)
+        append(tmp_path / "s", part)
     return tmp_path / "s"
 
 
 def test_rows_get_their_rewards_and_nothing_else_changes(folder):
     entries = [
-        {"id": "row 0", "reward": 1, "reward_parts": {"correct": 1, "format": 0}, "accurate": True},
+        {"id": "row 0", "reward": 1, "reward_parts": {"correct": 1, "format": 0}, "accurate": True, "comment": "good"},
         {"group_id": "group 1", "reward": [0.25, 0.5, 0.75], "accurate": False},
         {"id": "row 2", "reward": -1.5},
     ]
-    untouched = [part.stat().st_ino for part in store.part_files(folder)][2]
     assert give_rewards(folder, entries) == Given(5, 0)
+    grades = {0: Grade(1.0, {"correct": 1.0, "format": 0.0}, True), 2: Grade(-1.5)}
+    grades |= {i: Grade(reward, None, False) for i, reward in ((3, 0.25), (4, 0.5), (5, 0.75))}
     expected = list(ROWS)
-    expected[0] = ROWS[0]._replace(reward=1.0, reward_parts={"correct": 1.0, "format": 0.0}, accurate=True)
-    expected[2] = ROWS[2]._replace(reward=-1.5)
-    for i, reward in ((3, 0.25), (4, 0.5), (5, 0.75)):
-        expected[i] = ROWS[i]._replace(reward=reward, accurate=False)
-    assert all(map(same, store.read(folder), expected))
-    assert [part.stat().st_ino for part in store.part_files(folder)][2] == untouched
+    for i, grade in grades.items():
+        completion = ROWS[i].completion._replace(grade=grade, metadata={} if i else {"comment": "good"})
+        expected[i] = ROWS[i]._replace(group=ROWS[i].group._replace(completions=(completion,)))
+    assert all(map(same, read(folder), expected))
 
 
 def test_one_reward_for_a_group_is_that_of_all_its_rows(folder):
     assert give_rewards(folder, [{"group_id": "group 0", "reward": 2}]) == Given(3, 0)
-    assert [row.reward for row in store.read(folder)] == [2, 2, 2, None, None, None, 1]
-
-
-def test_entries_that_cannot_be_used_may_be_refused_one_by_one(folder):
-    """The others are given, and a group whose row has another reward gets nothing."""
-    entries = [
-        {"id": "row 0", "reward": 1, "comment": "good"},
-        {"id": "row 0", "reward": 2},
-        {"id": "no row", "reward": 1},
-        {"id": "row 6", "reward": 0},
-        {"group_id": "group 0", "reward": 0.5},
-        {"id": "row 1", "reward": float("nan")},
-        {"group_id": "group 1", "reward": 3},
-        {"id": "row 2", "reward": 4},
-    ]
-    refused = {}
-    assert give_rewards(folder, entries, refuse=refused.__setitem__) == Given(5, 0)
-    assert [row.reward for row in store.read(folder)] == [1, None, 4, 3, 3, 3, 1]
-    assert refused.keys() == {1, 2, 3, 4, 5} and "in an earlier entry" in refused[1] and "no such row" in refused[2]
-    with pytest.raises(ValueError, match="another reward"):
-        give_rewards(folder, entries)
+    assert rewards(folder) == [2, 2, 2, None, None, None, 1]
 
 
 @given(order=st.permutations(range(6)), cuts=st.sets(st.integers(0, 6)))
 @settings(max_examples=10, deadline=None)
 def test_in_any_order_and_any_portions_it_is_the_same_store(tmp_path_factory, order, cuts):
-    folder = tmp_path_factory.mktemp("feedback")
+    folder = tmp_path_factory.mktemp("feedback") / "s.db"
     for part in (ROWS[:2], ROWS[2:6]):
-        store.append(folder, part)
+        append(folder, part)
     edges = sorted({0, 6, *cuts})
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         give_rewards(folder, [{"id": f"row {i}", "reward": i / 4} for i in order[start:end]])
-    assert [row.reward for row in store.read(folder)] == [i / 4 for i in range(6)]
+    assert rewards(folder) == [i / 4 for i in range(6)]
 
 
 def test_the_same_reward_again_is_no_error_and_another_is(folder):
@@ -117,7 +106,7 @@ def test_a_bad_line_changes_nothing(folder, tmp_path, entry, reason):
     (tmp_path / "r.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}/r.jsonl: line 3: .*{reason}"):
         feedback(folder, tmp_path / "r.jsonl")
-    assert all(map(same, store.read(folder), ROWS))
+    assert all(map(same, read(folder), ROWS))
 
 
 def test_where_there_is_no_store_none_is_made(tmp_path):
@@ -126,21 +115,23 @@ def test_where_there_is_no_store_none_is_made(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_killed_feedback_leaves_rows_whole_and_is_given_again(folder, tmp_path):
+@pytest.mark.parametrize("moment", ["before the commit", "after it"])
+def test_a_killed_feedback_gives_all_or_nothing_and_is_given_again(folder, moment):
     entries = [{"id": f"row {i}", "reward": i} for i in range(6)]
     script = (
-        "import json, os, signal, sys\nfrom recjax.experience import store\n"
-        "from recjax.experience.feedback import give_rewards\nreplace, calls = os.replace, []\n"
-        "def dying(*paths):\n    calls.extend(path for path in paths[1:] if str(path).endswith('.parquet'))\n"
-        "    replace(*paths) if len(calls) < 2 else os.kill(os.getpid(), signal.SIGKILL)\n"
-        "os.replace = dying\ngive_rewards(sys.argv[1], json.loads(sys.argv[2]))\n"
+        "import json, os, signal, sys\nfrom recjax.experience.feedback import give_rewards\n"
+        "from recjax.experience.store import Store\nstore, name = Store(sys.argv[1]), sys.argv[3]\n"
+        "before = getattr(store, name)\n"
+        "def dying(*given):\n    before(*given)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "setattr(store, name, dying)\ngive_rewards(store, json.loads(sys.argv[2]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(folder), json.dumps(entries)])
+    name = "_save" if moment == "before the commit" else "_keep_lasts"
+    done = subprocess.run([sys.executable, "-c", script, str(folder), json.dumps(entries), name])
     assert done.returncode == -signal.SIGKILL
-    assert [row.reward for row in store.read(folder)] == [0, 1, None, None, None, None, 1]
-    assert give_rewards(folder, entries) == Given(4, 2)
-    assert [row.reward for row in store.read(folder)] == [0, 1, 2, 3, 4, 5, 1]
-    assert not [name for name in os.listdir(folder) if name.startswith(".part")]
+    given = moment == "after it"
+    assert rewards(folder) == [*((0, 1, 2, 3, 4, 5) if given else [None] * 6), 1]
+    assert give_rewards(folder, entries) == (Given(0, 6) if given else Given(6, 0))
+    assert rewards(folder) == [0, 1, 2, 3, 4, 5, 1]
 
 
 @pytest.mark.slow

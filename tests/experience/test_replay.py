@@ -6,6 +6,7 @@ import json
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recjax.experience.rows import group_of
 
 from recjax.config import LateConfig, ReplayConfig
 from recjax.experience import store
@@ -21,7 +22,6 @@ from recjax.experience.queue import (
     to_plain,
     wait_for_grades,
 )
-from recjax.experience.rows import group_of
 from tests.experience.groups import make_group, same_groups
 from tests.experience.rows import make_row, text_row
 

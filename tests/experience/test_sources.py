@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.presets import PRESETS, build_algorithm
-from recjax.experience import store
 from recjax.experience.batch import FOREIGN, Shape, pad
 from recjax.experience.group import Group
-from recjax.experience.rows import group_of, groups_of
 from recjax.experience.sources import check_logprobs, groups_at, load_groups, mixed, with_logprobs
+from recjax.experience.store import groups_of
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
@@ -23,7 +22,7 @@ from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
 from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups, ungraded
-from tests.experience.rows import make_row, text_row
+from tests.experience.rows import append, make_row, text_row
 from tests.marks import slow_except
 from tests.training.test_update import CONFIG, PARAMS, step
 
@@ -31,13 +30,18 @@ SAMPLING = Sampling(0.9)
 # Vocabulary of 11, as CONFIG has.
 TOKENIZER = character_tokenizer("012345678")
 POLICY = Policy(Decoder(CONFIG), TOKENIZER, (1,))
+
+
+def group_of(*rows):
+    """The group of some completions."""
+    (group,) = groups_of(rows)
+    return group
+
+
 # Of sizes 1 to 4, lengths 1 to 5, and two sources.
 RAGGED = [
     group_of(
-        f"group {g}",
-        tuple(
-            make_row(10 * g + i, group=g, length=1 + (g + i) % 5, policy_version=None if i else 3) for i in range(size)
-        ),
+        *(make_row(10 * g + i, group=g, length=1 + (g + i) % 5, policy_version=None if i else 3) for i in range(size))
     )
     for g, size in enumerate((3, 1, 4, 2))
 ]
@@ -98,19 +102,19 @@ def test_what_does_not_fit_is_refused():
             pad(RAGGED, shape)
     forced = make_row(0, completion_mask=np.array([True, False, True]))
     with pytest.raises(ValueError, match="row 'row 0' of source 'test' has tokens that its policy did not choose"):
-        pad([group_of("g", (forced,))], Shape(1, 1, 9, 9))
+        pad([group_of(forced)], Shape(1, 1, 9, 9))
 
 
 def test_missing_log_probs_are_nan_until_someone_chooses():
-    group = group_of("g", (make_row(0), make_row(1, behavior_logprobs=None)))
+    group = group_of(make_row(0), make_row(1, behavior_logprobs=None))
     batch = pad([group], shape_of([group], 1))
     assert np.isnan(batch.behavior_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
-def stored(folder, *rows):
+def stored(place, *rows):
     """The groups of a store of these rows."""
-    store.append(folder, [row._replace(tokenizer=row.tokenizer and tokenizer_name(TOKENIZER)) for row in rows])
-    return load_groups(folder, POLICY)
+    append(place, [row._replace(tokenizer=row.tokenizer and tokenizer_name(TOKENIZER)) for row in rows])
+    return load_groups(place, POLICY)
 
 
 WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg", "maxrl", "on_policy_distillation"]
@@ -119,7 +123,7 @@ WITHOUT = ["reinforce", "asymre", "red_drop", "red_weight", "rloo", "opo", "gpg"
 @pytest.fixture(scope="module")
 def one_of_two_without(tmp_path_factory):
     """A store of two rows, one of which has no log-probs."""
-    return stored(tmp_path_factory.mktemp("one of two"), make_row(0), text_row(1, group=1, prompt="12"))
+    return stored(tmp_path_factory.mktemp("one of two") / "s.db", make_row(0), text_row(1, group=1, prompt="12"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -157,8 +161,7 @@ def test_log_probs_of_another_distribution_are_refused(tmp_path):
     cut = SAMPLING._replace(min_p=0.1)
     check_logprobs(stored(tmp_path / "min_p", make_row(0, min_p=0.1)), algorithm, cut, "error")
     with pytest.raises(ValueError, match=r"was sampled with .*, min_p 0.0, but rollout has .*, 0.1: its"):
-        check_logprobs(stored(tmp_path / "of before", make_row(0, min_p=None)), algorithm, cut, "error")
-    check_logprobs(stored(tmp_path / "plain", make_row(0, min_p=None)), algorithm, SAMPLING, "error")
+        check_logprobs(stored(tmp_path / "of before", make_row(0)), algorithm, cut, "error")
     check_logprobs(groups, build_algorithm("red_drop", {}), SAMPLING, "unneeded")
 
 
@@ -205,14 +208,15 @@ def test_a_store_becomes_tokenized_groups(tmp_path):
     name = tokenizer_name(TOKENIZER)
     rows = [make_row(i, group=i // 2, tokenizer=name) for i in range(4)]
     asked = [text_row(i, group=2, prompt="12", completion="3", truncated=bool(i)) for i in range(2)]
-    store.append(tmp_path, [*rows, *asked])
-    store.append(tmp_path, [make_row(9, group=0, tokenizer=name, reward=None, reward_parts=None)])
+    tmp_path /= "s.db"
+    append(tmp_path, [*rows, *asked])
+    append(tmp_path, [make_row(9, group=0, tokenizer=name, reward=None, reward_parts=None)])
     groups = load_groups(tmp_path, POLICY)
     assert [len(group.completions) for group in groups] == [3, 2, 2]
     ended, cut = groups[2].completions
     assert ended.rows[0].tokens.tolist() == [*TOKENIZER.encode("3"), 1]
     assert cut.rows[0].tokens.tolist() == TOKENIZER.encode("3")
-    store.append(tmp_path, [text_row(7, group=2, prompt="21", completion="3")])
+    append(tmp_path, [text_row(7, group=2, prompt="21", completion="3")])
     with pytest.raises(ValueError, match="group 'group 2': rows 'text 0' and 'text 7' have different prompts"):
         load_groups(tmp_path, POLICY)
 
@@ -222,8 +226,8 @@ def test_a_token_that_the_model_has_no_embedding_of_is_refused_with_its_row(tmp_
     larger.add_tokens(["<extra_a>", "<extra_b>"])
     policy, size, name = POLICY._replace(tokenizer=larger), POLICY.vocabulary, tokenizer_name(larger)
     fine = [text_row(0, group=0, prompt="12", completion="3"), make_row(1, group=1, tokenizer=name)]
-    store.append(tmp_path / "fine", fine)
-    assert len(load_groups(tmp_path / "fine", policy).rows) == 2
+    append(tmp_path / "fine", fine)
+    assert len(load_groups(tmp_path / "fine", policy)) == 2
     ids = np.array([3, 4, len(larger) - 1], np.int32)
     wrong = [
         ("prompt_tokens", text_row(2, group=2, prompt="12<extra_b>", completion="3")),
@@ -233,17 +237,17 @@ def test_a_token_that_the_model_has_no_embedding_of_is_refused_with_its_row(tmp_
     ]
     for number, (place, row) in enumerate(wrong):
         folder = tmp_path / str(number)
-        store.append(folder, [*fine, row])
+        append(folder, [*fine, row])
         message = (
-            f"row '{row.id}' of source .*: {place}: token '<extra_b>' has id {len(larger) - 1}, but the model"
-            f" in memory has an embedding of {size} tokens and a tokenizer of {len(larger)};"
+            f"row '{row.completion.id}' of source .*: {place}: token '<extra_b>' has id {len(larger) - 1}, but the"
+            f" model in memory has an embedding of {size} tokens and a tokenizer of {len(larger)};"
         )
         with pytest.raises(ValueError, match=message):
             load_groups(folder, policy)
 
 
 def test_an_epoch_has_every_group_once():
-    groups = [group_of(str(i), (make_row(i),)) for i in range(7)]
+    groups = [group_of(make_row(i, group=i)) for i in range(7)]
     order = [group.id for batch in range(1, 8) for group in groups_at(groups, 3, batch, seed=1)]
     for epoch in range(3):
         assert sorted(order[7 * epoch : 7 * epoch + 7]) == sorted(group.id for group in groups)
@@ -256,8 +260,8 @@ def test_other_rows_join_the_group_of_their_prompt(tmp_path):
     ours = groups_of([make_row(i, group=i // 2) for i in range(6)])
     asked = dict(tokenizer="t", prompt_tokens=ours[0].prompt_tokens)
     expert = [text_row(i, group=9 + i, **asked, reward=1.0) for i in range(4)]
-    expert.append(expert[0]._replace(id="pending", reward=None))
-    others = ByPrompt(stored(tmp_path, *expert))
+    expert.append(text_row(5, group=9, **asked, id="pending", reward=None))
+    others = ByPrompt(stored(tmp_path / "s.db", *expert))
     made = mixed(ours, others, 3, batch=1, seed=0)
     assert [len(group.completions) for group in made] == [5, 2, 2]
     assert made[0].completions[:2] == ours[0].completions and made[0].id == ours[0].id

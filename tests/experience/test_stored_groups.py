@@ -1,23 +1,22 @@
 """A store that is read by group is what it is when all of it is read, and no more than an index of it is held."""
 
 import gc
-import hashlib
+import sqlite3
 
 import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import prepared, sources, store, stored_groups
-from recjax.experience.group import Completion, Group, is_whole
-from recjax.experience.rows import groups_of
+from recjax.experience import sources, stored_groups
+from recjax.experience.group import Completion, Grade, Group, is_whole
 from recjax.experience.sources import groups_at, load_groups, with_initial_logprobs, with_logprobs
-from recjax.experience.store import Experience
-from recjax.experience.stored import load_stored
+from recjax.experience.store import Record, Store, groups_of
+from recjax.experience.stored import load_stored, with_rewards
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from tests.batch_shapes import shape_of
 from tests.experience.groups import same_groups
-from tests.experience.rows import make_row, text_row
+from tests.experience.rows import append, make_row, read, text_row
 from tests.experience.test_sources import POLICY, SAMPLING, TOKENIZER
 from tests.training.test_update import PARAMS
 from tests.training.tiny_run import TINY
@@ -27,18 +26,17 @@ NAME = tokenizer_name(TOKENIZER)
 
 @pytest.fixture(params=["memory", "file"])
 def place(request, monkeypatch, tmp_path):
-    """Where the table of a store is; its pieces are of one row, or of a few, and few groups are read at a time."""
+    """Where the copy of a store with tokens is; few groups are read at a time."""
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepared, "_PIECE", 1 if request.param == "memory" else 2000)
-    monkeypatch.setattr(prepared, "_TOGETHER", 5)
     monkeypatch.setattr(stored_groups, "_TOGETHER", 3)
+    monkeypatch.setattr(stored_groups, "_TOKENIZE_TOGETHER", 5)
     if request.param == "file":
-        monkeypatch.setattr(prepared, "SMALL", 0)
+        monkeypatch.setattr(stored_groups, "SMALL", 0)
     return request.param
 
 
-def scattered_rows(seed):
-    """Rows of groups that come in any order: with tokens, texts, pending ones, agents' with further rows."""
+def scattered_rows(seed, agents=True):
+    """Completions of groups that come in any order: with tokens, texts, pending ones, agents' with further rows."""
     generator = np.random.default_rng(seed)
     rows = []
     for number in range(40):
@@ -46,28 +44,29 @@ def scattered_rows(seed):
         kind = generator.integers(4)
         row = make_row(number, group=group, length=1 + number % 6, tokenizer=NAME)
         if kind == 0:
-            row = text_row(number, group=group, prompt_tokens=row.prompt_tokens, tokenizer=NAME, completion="12")
-        elif kind == 1:
+            prompt = row.group.prompt_tokens
+            row = text_row(number, group=group, prompt_tokens=prompt, tokenizer=NAME, completion="12")
+        elif kind == 1 and agents:
+            (plain,) = row.completion.rows
             own = np.arange(1, 2 + number % 3, dtype=np.int32)
-            row = row._replace(trajectory=row.id, prompt_tokens=own)
-            rows += [row._replace(id=f"{row.id}+{place}", prompt_tokens=own + 1) for place in range(number % 3)]
+            more = [plain._replace(prompt_tokens=own + 1) for place in range(number % 3)]
+            row = make_row(number, group=group, tokenizer=NAME, rows=(plain._replace(prompt_tokens=own), *more))
+        elif kind == 1:
+            continue
         elif kind == 2 and number % 3 == 0:
-            row = row._replace(reward=None, reward_parts=None)
+            row = make_row(number, group=group, tokenizer=NAME, reward=None, reward_parts=None)
         rows.append(row)
-    # Any order in which an agent's first row is before its others, and a group's first row asks the group's question.
-    order = generator.permutation(len(rows))
-    rows = sorted((rows[place] for place in order), key=lambda row: row.trajectory is not None)
-    return sorted(rows, key=lambda row: row.trajectory not in (None, row.id))
+    return [rows[place] for place in generator.permutation(len(rows))]
 
 
-def in_parts(folder, rows, parts=4):
+def in_parts(path, rows, parts=4):
     for part in np.array_split(np.arange(len(rows)), parts):
-        store.append(folder, [rows[place] for place in part])
+        append(path, [rows[place] for place in part])
 
 
-def reference(folder):
+def reference(path):
     """The groups of a store, all of it read at once."""
-    return groups_of(tokenized(store.read(folder), POLICY))
+    return groups_of(tokenized(read(path), POLICY))
 
 
 def equal(ours, theirs):
@@ -81,7 +80,6 @@ def test_groups_and_batches_are_those_of_the_whole_store(place, tmp_path, seed):
     assert equal(list(groups), expected)
     assert any(len(one.rows) > 1 for group in expected for one in group.completions)
     assert groups.sizes.tolist() == [len(group.completions) for group in expected]
-    assert [name for (name,) in groups.columns(["id"])] == [one.id for group in expected for one in group.completions]
     for batch in range(1, 9):
         assert equal(groups_at(groups, 4, batch, seed), groups_at(expected, 4, batch, seed))
     assert equal(list(groups[2:7][1:]), expected[3:7]) and equal([groups[-1]], expected[-1:])
@@ -89,14 +87,15 @@ def test_groups_and_batches_are_those_of_the_whole_store(place, tmp_path, seed):
 
 
 def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
-    rows = [row for row in scattered_rows(0) if row.trajectory is None]
+    rows = scattered_rows(0, agents=False)
     longest = dict(prompt_tokens=np.arange(9, dtype=np.int32), length=30, tokenizer=NAME)
     rows.insert(7, make_row(98, group=98, **longest, reward=None, reward_parts=None))
     in_parts(tmp_path / "store", rows)
     (tmp_path / "tiny.yaml").write_text(TINY)
     options = [f"experience.store={tmp_path / 'store'}", "experience.missing_logprobs=current"]
     options += [f"output={tmp_path / 'run'}", "rollout.temperature=0.9", "rollout.prompts_per_step=2"]
-    found = load_stored(load_config(tmp_path / "tiny.yaml", options), POLICY)
+    config = load_config(tmp_path / "tiny.yaml", options)
+    found = load_stored(config, POLICY)
     everything = reference(tmp_path / "store")
     whole = [group for group in everything if is_whole(group)]
     assert 0 < len(whole) < len(everything) and [group.id for group in found.groups] == [group.id for group in whole]
@@ -105,8 +104,11 @@ def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
     names = ("pending_groups", "pending_rows", "rows_beside_pending")
     counts = len(everything) - len(whole), sum(pending), len(pending) - sum(pending)
     assert found.left_out == dict(zip(names, counts, strict=True))
-    worth = [(one.id, group.id, one.grade.reward) for group in whole for one in group.completions]
-    assert found.digest == hashlib.sha256(repr(worth).encode()).hexdigest()[:16]
+    assert found.digest == load_stored(config, POLICY).digest, "it is a digest of what is trained on"
+    append(tmp_path / "store", [make_row(97, group=97, tokenizer=NAME, reward=None, reward_parts=None)])
+    assert found.digest == load_stored(config, POLICY).digest
+    append(tmp_path / "store", [make_row(96, group=96, tokenizer=NAME)])
+    assert found.digest != load_stored(config, POLICY).digest
 
 
 def test_completions_of_a_prompt_are_found_in_all_groups(place, tmp_path):
@@ -122,8 +124,8 @@ def test_completions_of_a_prompt_are_found_in_all_groups(place, tmp_path):
 
 def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch):
     if place == "file":
-        monkeypatch.setattr(sources, "SMALL", 1)
-    rows = [row for row in scattered_rows(2) if row.trajectory is None]
+        monkeypatch.setattr(sources, "_SMALL", 1)
+    rows = scattered_rows(2, agents=False)
     in_parts(tmp_path / "store", rows)
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
     shape = shape_of(expected, 2)
@@ -132,77 +134,85 @@ def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, m
     assert equal(list(filled), listed) and equal([filled[5]], [listed[5]]) and not equal(list(filled), expected)
 
 
-def test_an_id_in_two_parts_is_refused(place, tmp_path):
-    in_parts(tmp_path, [make_row(number, group=number, tokenizer=NAME) for number in range(12)], parts=3)
-    table = store.to_table([make_row(20, tokenizer=NAME), make_row(6, tokenizer=NAME), make_row(9, tokenizer=NAME)])
-    with store.locked(tmp_path):
-        store.write_part(table, tmp_path / "part-00000003.parquet")
-    found = "part-00000003.parquet: row 1: id 'row 6' is also the id of part-00000001.parquet, row 2; ids must be"
-    for read in (store.read, lambda folder: load_groups(folder, POLICY)):
-        with pytest.raises(ValueError, match=found):
-            read(tmp_path)
-
-
-def test_a_trajectory_that_lost_its_first_row_is_refused(place, tmp_path):
-    rows = [row for row in scattered_rows(0) if row.trajectory != row.id]
-    in_parts(tmp_path, rows)
-    with pytest.raises(ValueError, match="the first row of its trajectory .* is not before it"):
-        load_groups(tmp_path, POLICY)
+def test_rewards_of_another_grader_replace_the_given_ones(place, tmp_path):
+    rows = scattered_rows(3, agents=False)
+    in_parts(tmp_path / "store", rows)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = [
+        f"experience.store={tmp_path / 'store'}",
+        "experience.missing_logprobs=current",
+        "experience.regrade=true",
+    ]
+    options += [f"output={tmp_path / 'run'}", "rollout.temperature=0.9", "rollout.prompts_per_step=2"]
+    config = load_config(tmp_path / "tiny.yaml", options)
+    found = load_stored(config, POLICY)
+    everything = reference(tmp_path / "store")
+    assert {one.grade.reward for group in found.groups for one in group.completions} == {0.0}
+    assert len(found.groups) == len(everything)
+    grades = {number: Grade(None if number % 4 == 0 else number / 8) for number in range(1, len(rows) + 1)}
+    with Store(tmp_path / "store") as store:
+        store.add_rewards({number: (grade, None) for number, grade in grades.items()}, "another")
+        numbers = {record.completion.id: record.number for record in store.records()}
+    expected = [
+        [(one.id, numbers[one.id] / 8) for one in group.completions if numbers[one.id] % 4] for group in everything
+    ]
+    graded = with_rewards(found, "another", config)
+    assert [[(one.id, one.grade.reward) for one in group.completions] for group in graded.groups] == [
+        group for group in expected if group
+    ]
+    assert graded.digest != found.digest and equal(reference(tmp_path / "store"), everything)
 
 
 @pytest.mark.parametrize("place", ["file"], indirect=True)
-def test_a_store_is_prepared_once_for_each_of_its_states(place, tmp_path, monkeypatch, caplog):
-    folder, write, calls = tmp_path / "store", prepared._write, []
-    monkeypatch.setattr(prepared, "_write", lambda *given: calls.append(1) or write(*given))
+def test_a_store_is_tokenized_once_as_it_grows(place, tmp_path, monkeypatch, caplog):
+    path, calls = tmp_path / "store", []
+    tokenize = stored_groups.tokenized
+    monkeypatch.setattr(stored_groups, "tokenized", lambda *given: calls.extend(given[0]) or tokenize(*given))
 
-    def opened(prepared_again):
+    def opened(read_again):
         calls.clear()
-        assert equal(list(load_groups(folder, POLICY)), reference(folder))
-        assert len(calls) == prepared_again
+        assert equal(list(load_groups(path, POLICY)), reference(path))
+        assert len(calls) == read_again
 
-    in_parts(folder, scattered_rows(0))
-    opened(True)
-    opened(False)
-    before, expected = load_groups(folder, POLICY), reference(folder)
-    store.append(folder, [make_row(99, group=1, tokenizer=NAME)])
-    opened(True)
-    assert equal(list(before), expected) and len(list(before.columns(["id"]))) == sum(before.sizes), "whoever reads on"
-    assert before.rows.each(stored_groups.is_missing, "id").shape == (len(before.rows),)
-    opened(False)
-    (file,) = (tmp_path / "cache").rglob("rows.arrow")
-    for damage in (lambda content: content[:-100], lambda content: content.replace(b"row 3", b"row X")):
-        file.write_bytes(damage(file.read_bytes()))
-        opened(True)
-        assert "rows.arrow is damaged" in caplog.text and "makes it again" in caplog.text
-        opened(False)
+    rows = scattered_rows(0)
+    in_parts(path, rows)
+    opened(len(rows))
+    opened(0)
+    before, expected = load_groups(path, POLICY), reference(path)
+    append(path, [make_row(99, group=1, tokenizer=NAME)])
+    opened(1)
+    assert equal(list(before), expected), "whoever reads on"
+    opened(0)
+    (file,) = (tmp_path / "cache").rglob("*.db")
+    with sqlite3.connect(file) as database:
+        database.execute("update store set completions = 1")
+    opened(len(rows) + 1)
+    assert f"{file} is damaged" in caplog.text and "makes it again" in caplog.text
+    opened(0)
     longer = POLICY._replace(stop_ids=(2,))
-    assert [group.completions[0].rows[0].tokens[-1] for group in load_groups(folder, longer)].count(2) > 0
-    assert len(calls) == 1, "another policy has a file of its own"
-    opened(False)
-    # A part that is damaged is noticed, prepared or not.
-    part = folder / "part-00000002.parquet"
-    part.write_bytes(part.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="part-00000002.parquet is damaged"):
-        load_groups(folder, POLICY)
+    assert [group.completions[0].rows[0].tokens[-1] for group in load_groups(path, longer)].count(2) > 0
+    assert len(calls) == len(rows) + 1, "another policy has a file of its own"
+    opened(0)
+    with Store(path) as store:
+        store.delete([3])
+    opened(len(rows))
 
 
-@pytest.mark.parametrize("place", ["file"], indirect=True)
-def test_a_file_that_cannot_be_written_leaves_none(place, tmp_path, monkeypatch):
+def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
     in_parts(tmp_path / "store", scattered_rows(0))
-    with_tokens, calls = prepared._with_tokens, []
-
-    def stops(*given):
-        calls.append(1)
-        if len(calls) > 3:
-            raise OSError(28, "No space left on device")
-        return with_tokens(*given)
-
-    monkeypatch.setattr(prepared, "_with_tokens", stops)
-    with pytest.raises(ValueError, match=r"rows.arrow cannot be written \(No space left on device\); free disk space"):
-        load_groups(tmp_path / "store", POLICY)
-    assert not list((tmp_path / "cache").rglob("*arrow*"))
-    monkeypatch.setattr(prepared, "_with_tokens", with_tokens)
-    assert len(load_groups(tmp_path / "store", POLICY)) == len(reference(tmp_path / "store"))
+    for change in (
+        "update completions set sampled_length = 1",
+        "update rewards set reward = null",
+        "delete from rewards",
+    ):
+        with sqlite3.connect(tmp_path / "store") as database:
+            copy = sqlite3.connect(tmp_path / change)
+            database.backup(copy)
+        copy.execute(f"{change} where number = 7")
+        copy.commit()
+        copy.close()
+        with pytest.raises(ValueError, match="is damaged"):
+            load_groups(tmp_path / change, POLICY)
 
 
 def test_what_is_held_is_an_index(place, tmp_path):
@@ -212,7 +222,7 @@ def test_what_is_held_is_an_index(place, tmp_path):
     def alive():
         """How many there are of those made after everything before was frozen."""
         gc.collect()
-        return sum(type(one) in (Group, Completion, Experience) for one in gc.get_objects())
+        return sum(type(one) in (Group, Completion, Record) for one in gc.get_objects())
 
     gc.collect()
     gc.freeze()
@@ -222,7 +232,8 @@ def test_what_is_held_is_an_index(place, tmp_path):
     assert len(groups) == expected and len(others) == 3 and alive() == before
     batch = groups_at(groups, 2, 1, seed=0)
     assert alive() == before + 2 + sum(len(group.completions) for group in batch)
+    del batch
     most = []
     for _ in groups:
         most.append(alive() - before)
-    assert max(most) < 40 < len(store.read(tmp_path / "store")), "a few groups at a time"
+    assert max(most) < 40 < len(read(tmp_path / "store")), "a few groups at a time"
