@@ -138,13 +138,13 @@ def main(argv: list[str]) -> None:
         name, policy, weights, newer = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
         name = FLAGS.name or name
         recording = Recording(
-            Path(FLAGS.record or f"served/{name}"),
+            FLAGS.record or f"served/{name}.db",
             name,
             FLAGS.record_prompts,
             FLAGS.reward_seconds,
-            FLAGS.part_seconds,
             FLAGS.keep_days,
             FLAGS.max_sessions,
+            FLAGS.server_name,
         )
         limits = FLAGS.max_context_tokens, FLAGS.max_completion_tokens, FLAGS.slots, FLAGS.queue, FLAGS.distributions
         hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
@@ -184,12 +184,12 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_sessions", 1024, "Most active sessions.", lower_bound=1)
     flags.DEFINE_integer("seed", None, "Seed for requests without one; default: random at each start.", lower_bound=0)
     flags.DEFINE_bool("recording", True, "True to record all completions.")
-    flags.DEFINE_string("record", None, "Folder of the experience store; default: served/NAME.")
+    flags.DEFINE_string("record", None, "File or URL of the experience store; default: served/NAME.db.")
     flags.DEFINE_bool("record_prompts", True, "True to record prompts; training needs them.")
-    waits = "Seconds that completions and sessions wait for rewards."
+    waits = "Seconds that a session waits for its reward after its last turn."
     flags.DEFINE_float("reward_seconds", 3600, waits, lower_bound=0)
-    flags.DEFINE_float("part_seconds", 30, "Seconds between two parts of the store.", lower_bound=0.1)
-    flags.DEFINE_float("keep_days", None, "Age in days at which parts are deleted; default: never.", lower_bound=0)
+    flags.DEFINE_float("keep_days", None, "Age in days at which completions are deleted.", lower_bound=0)
+    flags.DEFINE_string("server_name", "", "Name of this server, if several servers record into one database.")
 
 
 if __name__ == "__main__":

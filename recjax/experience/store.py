@@ -59,7 +59,7 @@ _STORE = sql.Table(
     _TABLES,
     *_columns(sql.Integer, "version"),
     *_columns(sql.Text, "id"),
-    *_columns(sql.BigInteger, "last_completion", "last_reward", "completions", "rewards"),
+    *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards"),
     *_columns(sql.LargeBinary, "checksum"),
 )
 # SQLite reads the first columns of a long row without the others, so the columns that `scan` reads are first.
@@ -84,6 +84,17 @@ COMPLETIONS = sql.Table(
     *_columns(sql.Text, "token_versions", "turns", "row_lengths"),
     *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
     *_columns(sql.LargeBinary, "checksum"),
+)
+# The turns of a server's open sessions, which become completions when the sessions end.
+_SESSION_TURNS = sql.Table(
+    "session_turns",
+    _TABLES,
+    _number(),
+    sql.Column("server", sql.Text, nullable=False),
+    sql.Column("session", sql.Text, nullable=False),
+    *_columns(sql.Text, "content"),
+    *_columns(sql.LargeBinary, "checksum"),
+    sql.Index("open_sessions", "server", "session"),
 )
 REWARDS = sql.Table(
     "rewards",
@@ -129,8 +140,24 @@ class Last(NamedTuple):
 
     completion: int = 0
     reward: int = 0
+    turn: int = 0
     completions: int = 0
     rewards: int = 0
+
+
+class Change(NamedTuple):
+    """Rows that a store gets in one transaction.
+
+    records: completions, with the rewards that they have.
+    rewards: given rewards by number of the completion, each with a comment or None.
+    turns: turns of open sessions, each with its session's name.
+    ended: names of sessions whose turns are deleted, because `records` has their completions.
+    """
+
+    records: Sequence[Record] = ()
+    rewards: Mapping[int, tuple[Grade, str | None]] = {}
+    turns: Sequence[tuple[str, str]] = ()
+    ended: Sequence[str] = ()
 
 
 class Store:
@@ -197,6 +224,43 @@ class Store:
             self._save(connection, last)
         return numbers
 
+    def change(self, changes: Sequence[Change], server: str = "") -> None:
+        """Makes all changes, or none if one of them cannot be made.
+
+        Args:
+            server: name of the server whose sessions have the turns.
+        Raises:
+            ValueError: see `append` and `add_rewards`.
+        """
+        with self._transaction() as (connection, last):
+            for records, rewards, turns, ended in changes:
+                if records:
+                    _, last = self._append(connection, last, records, "record {}".format, None)
+                self._check_present(connection, list(rewards))
+                last = self._add_rewards(connection, last, rewards, GIVEN)
+                for session, content in turns:
+                    last = last._replace(turn=last.turn + 1)
+                    values = (last.turn, server, session, content)
+                    columns = dict(zip(_SESSION_TURNS.c.keys(), (*values, _checksum(values)), strict=True))
+                    connection.execute(_SESSION_TURNS.insert(), columns)
+                for session in ended:
+                    of_session = _SESSION_TURNS.c.server == server, _SESSION_TURNS.c.session == session
+                    connection.execute(_SESSION_TURNS.delete().where(*of_session))
+            self._save(connection, last)
+
+    def turns(self, server: str = "") -> list[tuple[str, str]]:
+        """The turns of a server's open sessions in order, each with its session's name.
+
+        Raises:
+            ValueError: a turn is damaged.
+        """
+        wanted = sql.select(_SESSION_TURNS).where(_SESSION_TURNS.c.server == server)
+        with self._trying("read"), self._engine.connect() as connection:
+            rows = connection.execute(wanted.order_by(_SESSION_TURNS.c.number)).all()
+        for row in rows:
+            self._verify(row, f"turn {row.number} of session {row.session!r}")
+        return [(row.session, row.content) for row in rows]
+
     def append_batches(self, batches: Iterable[Sequence[Record]]) -> int:
         """Adds batches of completions in one transaction, and returns the number of completions; see `append`."""
         with self._transaction() as (connection, last):
@@ -215,9 +279,7 @@ class Store:
             ValueError: a completion is gone, or has a reward of this grader.
         """
         with self._transaction() as (connection, last):
-            here = {number for (number,) in self._chosen(connection, [COMPLETIONS.c.number], list(grades))}
-            if gone := sorted(grades.keys() - here):
-                raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
+            self._check_present(connection, list(grades))
             self._save(connection, self._add_rewards(connection, last, grades, grader))
 
     def delete(self, numbers: Sequence[int]) -> None:
@@ -338,6 +400,12 @@ class Store:
                     found.setdefault(row.completion, {})[row.grader] = self._grade(row)
         return found
 
+    def older_than(self, time: datetime) -> list[int]:
+        """The numbers of the completions with an earlier time."""
+        wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
+        with self._trying("read"), self._engine.connect() as connection:
+            return list(connection.execute(wanted).scalars())
+
     def present(self, numbers: Sequence[int]) -> set[int]:
         """The numbers among `numbers` whose completions are there."""
         with self._trying("read"), self._engine.connect() as connection:
@@ -404,6 +472,11 @@ class Store:
         names = dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
         connection.execute(_STORE.update().values(names))
         self._saved = last
+
+    def _check_present(self, connection: sql.Connection, numbers: Sequence[int]) -> None:
+        here = {number for (number,) in self._chosen(connection, [COMPLETIONS.c.number], numbers)}
+        if gone := sorted(set(numbers) - here):
+            raise ValueError(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
 
     def _append(
         self,
@@ -512,7 +585,7 @@ class Store:
     def _keep_lasts(self) -> None:
         if self._file:
             with contextlib.suppress(OSError), _lasts_of(self._file).open("w", encoding="ascii") as file:
-                file.write(f"{self.id} {self._saved.completion} {self._saved.reward}\n")
+                file.write(f"{self.id} {' '.join(map(str, self._saved[:3]))}\n")
 
     def _check_lasts(self) -> None:
         if not self._file:
@@ -520,13 +593,13 @@ class Store:
         path, last = _lasts_of(self._file), self.last()
         try:
             identity, *numbers = path.read_text(encoding="ascii").split()
-            completion, reward = map(int, numbers)
+            lost = [max(int(number) - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
         except (OSError, ValueError):
             return
-        if identity == self.id and (completion > last.completion or reward > last.reward):
-            lost = f"{max(completion - last.completion, 0)} completions and {max(reward - last.reward, 0)} rewards"
+        if identity == self.id and any(lost):
+            gone = f"{lost[0]} completions, {lost[1]} rewards and {lost[2]} turns"
             raise ValueError(
-                f"{self.name}: the last {lost} are gone, perhaps with the file {self._file}-wal; restore the files from"
+                f"{self.name}: the last {gone} are gone, perhaps with the file {self._file}-wal; restore the files from"
                 f" a backup, or delete {path} to accept the loss"
             )
 

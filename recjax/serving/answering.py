@@ -86,7 +86,7 @@ class Answering:
             raise Refused(404, f"model = {asked.model!r:.100}: unknown; this server has {self.name!r}", param="model")
         held = None
         if session is not None:
-            held = self.require_recorder().book.session(session)
+            held = self.require_recorder().session(session)
             check_sampling(held, session, asked.sampling)
         try:
             prompts = await self._prompts(asked, held)
@@ -187,7 +187,7 @@ class Answering:
                     first=place * n,
                     session=job.session,
                     time=now,
-                    tokenizer=self.recorder.book.tokenizer_name,
+                    tokenizer=self.recorder.tokenizer_name,
                     messages=prompt.messages,
                     text=prompt.text,
                     prompt_tokens=prompt.tokens,

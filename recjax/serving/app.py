@@ -108,7 +108,7 @@ class Server:
     async def feedback(self, request: Request) -> Response:
         """Takes a reward for a completion, by the id of its reply or of its row."""
         recorder, body = self.answering.require_recorder(), read_body(CompletionReward, await _body(request))
-        row = body.id if "/" in body.id else recorder.book.row_of(body.id, body.index)
+        row = body.id if "/" in body.id else recorder.row_of(body.id, body.index)
         return await self._rewarded(row, body.feedback())
 
     async def session_reward(self, request: Request) -> Response:
@@ -136,11 +136,10 @@ class Server:
         return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
-        """Reports if requests can be served, and if not, why. Also reports records that do not reach the store."""
+        """Reports if requests can be served, and if not, why."""
         recorder = self.answering.recorder
         wrong = self.answering.sampler.error or (recorder and recorder.error)
-        status = wrong or (recorder and recorder.trouble) or "ok"
-        return JSONResponse({"status": status} | (recorder.waiting() if recorder else {}), 503 if wrong else 200)
+        return JSONResponse({"status": wrong or "ok"}, 503 if wrong else 200)
 
     async def metrics(self, request: Request) -> Response:
         """Reports metrics for Prometheus."""

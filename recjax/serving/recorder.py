@@ -1,257 +1,302 @@
-"""Records completions: in a journal at once, in an experience store once they have rewards or have waited long enough.
+"""Records completions and rewards in an experience store, each before its client gets a reply.
 
-A store's row is best written once: a session's row grows with its turns, and most rewards arrive soon. Until then the
-journal holds the row, and a restarted recorder reads it from there.
+A session's turns are in the store at once, and become one completion when the session ends.
 """
 
 import asyncio
 import contextlib
-import itertools
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import sqlalchemy
 from filelock import Timeout
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience import store
-from recjax.experience.feedback import give_rewards
+from recjax.experience.store import Change, Store
+from recjax.experience.tokenize import tokenizer_name
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
-from recjax.serving.book import Book
-from recjax.serving.journal import Journal
 from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback, Served
-from recjax.serving.units import StoreUnit
+from recjax.serving.units import Session, records_of, session_row, turns_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_SHOWN = 20  # refused rewards that /health lists
-_PART = "a part cannot be written"
-_LEAST_REWRITE = 1 << 20  # smallest size in bytes of a journal that is rewritten
+_TICK_SECONDS = 5.0  # time between two looks for sessions that have waited long enough
 
 
 class Recording(NamedTuple):
     """Options for recording.
 
-    folder: folder of the store.
-    source: source of the rows.
+    store: file or URL of the store.
+    source: source of the completions.
     prompts: True to record prompts.
-    reward_seconds: time that completions and sessions wait for rewards after their last change.
-    part_seconds: time between two parts of the store.
-    keep_days: age at which parts are deleted; None: never.
+    reward_seconds: time that a session waits for its reward after its last turn.
+    keep_days: age at which completions are deleted; None: never.
     sessions: most sessions that may be active together.
+    server: name that the server keeps at its next start, among all that record into the same database.
     """
 
-    folder: Path
+    store: str
     source: str
     prompts: bool = True
     reward_seconds: float = 3600.0
-    part_seconds: float = 30.0
     keep_days: float | None = None
     sessions: int = 1024
+    server: str = ""
 
 
 class Recorder:
-    """Records completions and feedback; an asynchronous context for one event loop and one process."""
+    """Records completions and feedback; an asynchronous context for one event loop.
+
+    Attributes:
+        sessions: open sessions by the id of their completion.
+        error: reason why the store cannot be written; None if the last attempt has succeeded.
+        tokenizer_name: name of the completions' vocabulary.
+    """
 
     def __init__(self, options: Recording, tokenizer: PreTrainedTokenizerBase):
-        """Opens the store's folder, and reads the journal of an earlier recorder.
+        """Opens the store, and continues the sessions that an earlier recorder has left.
 
         Raises:
-            ValueError: another server records there; a store or journal is damaged, or belongs to another model.
+            ValueError: another server records there; the store is damaged, or has sessions of another model.
         """
         self.options, self.error = options, None
-        self._ticking, self._flushing, self._looking = None, asyncio.Lock(), asyncio.Lock()
-        self._failures: dict[str, str] = {}  # tasks whose last attempt failed, with the reasons
-        self.refused: dict[str, str] = {}  # reasons why the store refuses late rewards, by row
-        store.part_files(options.folder)  # raises an error if it is a file
-        self._lock = contextlib.ExitStack()
-        try:
-            self._lock.enter_context(locked_file(options.folder / ".served.lock", seconds=0))
-        except Timeout:
-            message = f"{options.folder}: another server records there; give another folder with --record"
-            raise ValueError(message) from None
-        self.book = Book(options.folder, tokenizer, options.prompts, options.sessions)
-        self._journal = Journal(options.folder / ".served.jsonl")
-        for line, entry in self._journal.read():
-            self.book.replay(line, entry)
-        if options.keep_days is not None:  # missing rows were deleted on purpose
-            self.book.late = {row: late for row, late in self.book.late.items() if row in self.book.stored}
-        for row, (given, _) in self.book.late.items():
-            if (before := self.book.stored.get(row)) not in (None, given):
-                self.refused[row] = f"row {row!r} already has another reward, {before.reward}; rewards cannot change"
+        self._tokenizer, self.tokenizer_name = tokenizer, tokenizer_name(tokenizer)
+        self.sessions: dict[str, Session] = {}
+        self._turns: dict[str, str] = {}  # names of open sessions by reply
+        self._locks: dict[str, asyncio.Lock] = {}  # a session does not end while a turn of it is written
+        self._changes: list[tuple[Change, asyncio.Future]] = []
+        self._writing: asyncio.Task | None = None
+        self._ticking: asyncio.Task | None = None
+        self._held = contextlib.ExitStack()
+        if "://" not in options.store:
+            store = Path(options.store)
+            try:
+                self._held.enter_context(locked_file(store.with_name(f"{store.name}-server.lock"), seconds=0))
+            except Timeout:
+                raise ValueError(
+                    f"{options.store}: another server records there; give another file with --record"
+                ) from None
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(self._held)
+            self._store = opened.enter_context(Store(options.store, create=True))
+            for name, content in self._store.turns(options.server):
+                served = Served.from_json(json.loads(content))
+                if served.tokenizer != self.tokenizer_name:
+                    raise ValueError(
+                        f"{options.store}: session {name!r} is of another model's vocabulary; start the server with"
+                        " that model once, or give another store with --record"
+                    )
+                self._add(served)
+            self._held = opened.pop_all()
 
     async def __aenter__(self) -> "Recorder":
-        """Starts writing parts."""
+        """Starts to look for sessions that have waited long enough."""
 
-        async def write_parts() -> None:
+        async def tick() -> None:
             while True:
-                await asyncio.sleep(self.options.part_seconds)
-                await asyncio.shield(self.flush(self.options.reward_seconds))
+                await asyncio.sleep(_TICK_SECONDS)
+                await asyncio.shield(self.end_sessions(self.options.reward_seconds))
 
-        self._ticking = asyncio.get_running_loop().create_task(write_parts())
+        self._ticking = asyncio.get_running_loop().create_task(tick())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Writes all waiting units to the store, which ends active sessions."""
+        """Ends all sessions."""
         self._ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticking
-        await self.flush(0.0)
-        await self._journal.close()
-        self._lock.close()
+        await self.end_sessions(0.0)
+        while self._writing:
+            await asyncio.wait([self._writing])
+        self._held.close()
 
-    @property
-    def trouble(self) -> str | None:
-        """The reason why some records do not reach the store despite retries; None if all do."""
-        refused = f"{len(self.refused)} rewards are not in the store: " if self.refused else None
-        return next(iter(self._failures.values()), refused and refused + next(iter(self.refused.values())))
+    # --- Queries.
 
-    def waiting(self) -> dict[str, Any]:
-        """The number of rewards that are only in the journal, and the reasons for those that the store refuses."""
-        refused = dict(itertools.islice(self.refused.items(), _MOST_SHOWN))
-        late = {"late_rewards": len(self.book.late)} if self.book.late else {}
-        return late | ({"refused_rewards": refused} if refused else {})
-
-    async def record(self, served: Sequence[Served]) -> None:
-        """Returns when all completions are on disk, in one entry.
+    def session(self, name: str) -> Session:
+        """An open session, or a new one, which is kept once its first turn is recorded.
 
         Raises:
-            Refused: the disk is not writable, or the session is over or has another distribution.
+            Refused: the session is over, or there are too many sessions.
         """
-        for one in served:
-            if one.session is not None:
-                check_sampling(self.book.session(one.session), one.session, one.sampling)
-        kept = [one if self.options.prompts else one.without_prompt() for one in served]
-        entry = {"served": [one.to_json() for one in kept]}
-        with self.book.growing([one.session for one in served if one.session]):
-            await self._write(entry, lambda line: self.book.add(line, served))
+        row = session_row(name)
+        if row in self.sessions:
+            return self.sessions[row]
+        if self._number(row) is not None:
+            raise Refused(
+                409,
+                f"session {name!r} is over: it has its reward, waited too long for one, or the server has stopped"
+                " since; use another id",
+                code="session_over",
+            )
+        if len(self.sessions) >= self.options.sessions:
+            raise Refused(429, f"{len(self.sessions)} sessions are active; reward one, or try again later")
+        return Session(name, self._tokenizer)
 
-    async def reward(self, row: str, given: Feedback) -> bool:
-        """Gives a row its reward; returns when the reward is on disk, with True if it is new.
+    def row_of(self, reply: str, index: int | None) -> str:
+        """The id of the completion that feedback on a reply belongs to.
 
-        Args:
-            row: id of a row or of a session's first row.
         Raises:
-            Refused: the row does not exist or has another reward, or the disk is not writable.
+            Refused: the reply is a turn of a session, or it has several choices and `index` is missing.
         """
-        if self.book.is_stored(row):
-            # Other programs may have rewarded the row.
-            async with self._looking:
-                with self._trying("the store's rewards cannot be read"):
-                    self.book.take_in(await asyncio.to_thread(self.book.new_in_store))
-        is_new = self.book.is_new(row, given)
-        # Set before writing, so that no other reward gets in between. An equal reward also waits for the disk.
-        self.book.give(row, given, b"")
-        try:
-            entry = {"feedback": row, "given": given._asdict()}
-            await self._write(entry, lambda line: self.book.give(row, given, line))
-        except Refused:
-            if is_new:
-                self.book.take_back(row)
-            raise
-        return is_new
+        if reply in self._turns:
+            where = f"POST /sessions/{self._turns[reply]}/reward"
+            raise Refused(409, f"{reply!r} is a turn of a session, which has a single reward; use {where}", param="id")
+        if index is None and self._number(f"{reply}/1") is not None:
+            raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
+        return f"{reply}/{index or 0}"
+
+    def _number(self, row: str) -> int | None:
+        with self._reading():
+            return next((number for number, *_ in self._store.numbers("id", [row]).values()), None)
 
     @contextlib.contextmanager
-    def _trying(self, failure: str) -> Iterator[None]:
-        """A block that may fail and is tried again later; failures appear in the log and in `trouble`."""
+    def _reading(self) -> Iterator[None]:
         try:
             yield
-            self._failures.pop(failure, None)
-        except (ValueError, OSError) as error:
-            self._failures[failure] = f"{self.options.folder}: {failure}; the server retries: {error}"
-            logger.error("%s", self._failures[failure])
+        except ValueError as error:
+            raise self._failed(error) from error
 
-    async def _write(self, entry: dict[str, Any], apply: Callable[[bytes], None]) -> None:
-        try:
-            await self._journal.add(entry, apply)
-        except OSError as error:
-            self.error = f"{self.options.folder} cannot be written ({error.strerror or error})"
-            logger.error("%s", self.error)
-            raise Refused(503, f"{self.error}, and the server must record all replies; free disk space") from error
-        self.error = None
+    def _failed(self, error: ValueError) -> Refused:
+        self.error = str(error)
+        logger.error("%s", self.error)
+        return Refused(503, f"{self.error}; the server must record all replies")
 
-    # --- Writing to the store.
+    # --- Changes; each returns when it is on disk.
 
-    async def flush(self, seconds: float) -> None:
-        """Writes a part with units that have rewards or have waited `seconds`, and adds late rewards to existing parts.
+    async def record(self, served: Sequence[Served]) -> None:
+        """Records completions of one request.
 
-        Units and rewards that cannot be written stay in the journal and are tried again.
+        Raises:
+            Refused: the store cannot be written, or the session is over or has another distribution.
         """
-        async with self._flushing:
-            due = self.book.take_due(seconds)
-            left = await asyncio.to_thread(self._append, due) if due else []
-            if not left:
-                self._failures.pop(_PART, None)
-            self.book.put_back(left)
-            self.book.forget_turns([unit for unit in due if unit not in left])
-            await self._give_late()
-            if self.options.keep_days is not None:
-                before = datetime.now(UTC) - timedelta(days=self.options.keep_days)
-                with self._trying("old parts cannot be deleted"):
-                    for name in await asyncio.to_thread(delete_before, self.options.folder, before):
-                        for known in (self.book.stored, self.book.late, self.refused):
-                            known.pop(name, None)
-            live, size = sum(map(len, self.book.lines())), self._journal.size
-            forgetting = seconds == 0 or self.options.keep_days is not None
-            if size > max(_LEAST_REWRITE, 2 * live) or (size > live and forgetting):
-                self._journal.rewrite(self.book.lines)
+        kept = [one if self.options.prompts else one.without_prompt() for one in served]
+        name = served[0].session
+        if name is None:
+            records = [record for one in kept for record in records_of(one, self.options.source)]
+            await self._write(Change(records))
+            return
+        async with self._lock(name):
+            for one in served:
+                check_sampling(self.session(name), name, one.sampling)
+            await self._write(Change(turns=turns_of(kept)))
+            for one in served:
+                self._add(one)
 
-    def _append(self, units: Sequence[StoreUnit]) -> Sequence[StoreUnit]:
-        """Writes a part. Returns units that were not written: all of them, or only units that no store accepts."""
+    async def reward(self, row: str, given: Feedback) -> bool:
+        """Gives a completion its reward, which ends a session; returns True if the reward is new.
+
+        Args:
+            row: id of a completion.
+        Raises:
+            Refused: the completion does not exist or has another reward, or the store cannot be written.
+        """
+        async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
+            if row in self.sessions:
+                await self._end([self.sessions[row]], given)
+                return True
+        number = self._number(row)
+        if number is None:
+            raise Refused(404, f"id = {row!r}: unknown; give the id of a recorded reply", param="id")
+        for _ in range(2):  # another client may give the reward meanwhile
+            with self._reading():
+                before = self._store.rewards([number]).get(number)
+            if before == (given.grade, given.comment):
+                return False
+            if before is not None:
+                raise Refused(
+                    409,
+                    f"{row!r} already has another reward, {before[0].reward:g}; rewards cannot change",
+                    code="reward_given",
+                )
+            try:
+                await self._write(Change(rewards={number: (given.grade, given.comment)}))
+                return True
+            except Refused as error:
+                if error.status != 409:
+                    raise
+        raise Refused(409, f"{row!r} was deleted", code="reward_given")
+
+    async def end_sessions(self, seconds: float) -> None:
+        """Ends the sessions without a turn for `seconds`, without rewards; deletes old completions."""
+        before = time.monotonic() - seconds
+        for one in [one for one in self.sessions.values() if one.changed <= before]:
+            async with self._lock(one.name.removeprefix("session/")):
+                if one.name in self.sessions and one.changed <= before:
+                    with contextlib.suppress(Refused):  # said in the log, and tried again
+                        await self._end([one], None)
+        if self.options.keep_days is not None:
+            oldest = datetime.now(UTC) - timedelta(days=self.options.keep_days)
+            with contextlib.suppress(Refused), self._reading():
+                await asyncio.to_thread(lambda: self._store.delete(self._store.older_than(oldest)))
+
+    async def _end(self, sessions: Sequence[Session], given: Feedback | None) -> None:
+        records = [one.record(self.options.source, self.options.prompts, given) for one in sessions]
+        names = [one.name.removeprefix("session/") for one in sessions]
+        await self._write(Change(records, ended=names))
+        for one, name in zip(sessions, names, strict=True):
+            del self.sessions[one.name]
+            self._locks.pop(name, None)
+            for served in one.served:
+                self._turns.pop(served.reply, None)
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _add(self, served: Served) -> None:
+        row = session_row(served.session)
+        if row not in self.sessions:
+            self.sessions[row] = Session(served.session, self._tokenizer)
+        self.sessions[row].add(served)
+        self._turns[served.reply] = served.session
+
+    # --- Changes that arrive during a write are written together in the next one.
+
+    async def _write(self, change: Change) -> None:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._changes.append((change, future))
+        if self._writing is None:
+            self._writing = loop.create_task(self._write_changes())
+        await asyncio.shield(future)
+
+    async def _write_changes(self) -> None:
         try:
-            store.append(self.options.folder, [row for unit in units for row in unit.rows(self.options.source)])
-            return []
-        except (ValueError, OSError) as error:
-            if len(units) == 1 or isinstance(error.__cause__, OSError):
-                self._failures[_PART] = f"{self.options.folder}: {_PART}; the server retries: {error}"
-                logger.error("%s", self._failures[_PART])
-                return units
-        return [left for unit in units for left in self._append([unit])]
+            while self._changes:
+                changes, self._changes = self._changes, []
+                error = await self._try(changes)
+                # If one cannot be made, none is; so each gets its own error.
+                errors = [error and await self._try([change]) for change in changes] if len(changes) > 1 else [error]
+                for (_, future), error in zip(changes, errors, strict=True):
+                    if not future.done():
+                        future.set_result(None) if error is None else future.set_exception(error)
+        finally:
+            self._writing = None
 
-    async def _give_late(self) -> None:
-        """Gives rows of the store their late rewards one by one; keeps rewards that the store refuses."""
-        late = {row: kept for row, kept in self.book.late.items() if row not in self.refused}
-        rows, refused = list(late), {}
-
-        def refuse(number: int, why: str) -> None:
-            refused[rows[number]] = why
-
-        # A session's reward goes to all its rows.
-        keys = ["group_id" if row.startswith("session/") else "id" for row in rows]
-        entries = [{key: row, **late[row][0]._asdict()} for key, row in zip(keys, rows, strict=True)]
-        with self._trying("late rewards cannot be written"):
-            if entries:
-                await asyncio.to_thread(give_rewards, self.options.folder, entries, "a late reward".format, refuse)
-            for row in late.keys() - refused.keys():
-                self.book.late.pop(row, None)
-        for why in refused.values():
-            logger.error("%s: %s; the reward stays in .served.jsonl", self.options.folder, why)
-        self.refused |= refused
+    async def _try(self, changes: Sequence[tuple[Change, asyncio.Future]]) -> Refused | None:
+        try:
+            await asyncio.to_thread(self._store.change, [change for change, _ in changes], self.options.server)
+        except ValueError as error:
+            is_trouble = isinstance(error.__cause__, sqlalchemy.exc.DBAPIError)
+            if is_trouble and not isinstance(error.__cause__, sqlalchemy.exc.IntegrityError):
+                return self._failed(error)
+            return Refused(409, str(error), code="reward_given")
+        self.error = None
+        return None
 
 
-def check_sampling(unit: StoreUnit, session: str, sampling: Sampling) -> None:
+def check_sampling(held: Session, session: str, sampling: Sampling) -> None:
     """Refuses a turn with another distribution than earlier turns, as a row's log-probs have one distribution."""
-    if unit.served and unit.served[0].sampling != sampling:
+    if held.sampling not in (None, sampling):
         raise Refused(
             409,
-            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, unit.served[0].sampling))},"
+            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, held.sampling))},"
             " and all turns of a session have the same values; send these values, or use another session",
             param="temperature",
         )
-
-
-def delete_before(folder: Path, time: datetime) -> list[str]:
-    """Deletes the parts of a store whose newest row is older than `time`; returns the ids of their rows."""
-    old = []
-    for part in store.part_files(folder):
-        table = store.read_columns(part, ["id", "time"])
-        if max(table["time"].to_pylist()) < time:
-            old.append(table["id"].to_pylist())
-    firsts = {names[0] for names in old}
-    if firsts:
-        store.keep_parts(folder, lambda first: first not in firsts)
-    return [name for names in old for name in names]

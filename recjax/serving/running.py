@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 
+from recjax.experience.store import store_name
 from recjax.hub.policy import Policy
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -67,14 +68,7 @@ def made(serving: Serving, when_ready: str) -> Server:
         {
             "under_way": ("Completions that run or wait.", lambda: sampler.under_way),
             "policy_version": ("Optimizer updates of the weights.", lambda: versions.version),
-            "records_waiting": (
-                "Prompts and sessions that are not in the store yet.",
-                lambda: len(recorder.book.units) if recorder else 0,
-            ),
-            "late_rewards": (
-                "Rewards for rows in the store that are not in the store yet.",
-                lambda: len(recorder.book.late) if recorder else 0,
-            ),
+            "open_sessions": ("Sessions that wait for a reward.", lambda: len(recorder.sessions) if recorder else 0),
         }
     )
 
@@ -97,7 +91,7 @@ def serve(serving: Serving, listening: socket.socket) -> None:
         ValueError: see `made`.
     """
     host, port = listening.getsockname()[:2]
-    place = f"recording in {serving.recording.folder}" if serving.recording else "recording is off"
+    place = f"recording in {store_name(serving.recording.store)}" if serving.recording else "recording is off"
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     server = made(serving, f"serving {serving.name}, version {serving.weights.version}, at {where}; {place}")
     options = {

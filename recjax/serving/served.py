@@ -1,4 +1,4 @@
-"""The journal's record of one prompt's completions."""
+"""One prompt's completions in one request, and the reward that a client gives."""
 
 from collections.abc import Mapping
 from datetime import datetime
