@@ -28,7 +28,7 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
 from recjax.experience.group import Completion, Group, Row
-from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of
+from recjax.experience.store import CHAT_TEMPLATE, Record, Store, exists, records_of, store_name
 from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import set_template_kwargs
@@ -282,9 +282,10 @@ def main(argv: list[str]) -> None:
             new = generate_remotely(config, FLAGS.output, FLAGS.steps, address, FLAGS.source)
     if not hosts.is_first():
         return
-    with Store(FLAGS.output) as store:
-        rows = store.last().completions
-    print(f"{store.name}: {new} new batches, {FLAGS.steps - new} already in the store; {rows} rows in total")
+    rows = len(known_ids(FLAGS.output))
+    print(
+        f"{store_name(FLAGS.output)}: {new} new batches, {FLAGS.steps - new} already in the store; {rows} rows in total"
+    )
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import pytest
 
 from recjax import generate_experience
 from recjax.config import load_config
-from recjax.experience import store
+from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
 from recjax.training.run import prepare
 from recjax.training.trained import open_checkpoint
-from tests.experience.rows import same
+from tests.experience.rows import columns_of, read_columns, same
 from tests.training.tiny_run import TINY, train
 
 SETTINGS = ["rollout.temperature=0.7", "rollout.top_k=6", "rollout.min_p=0.05"]
@@ -37,9 +37,13 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def generated(tiny, tmp_path_factory):
     """Three batches of the initial policy."""
-    folder = tmp_path_factory.mktemp("straight")
+    folder = tmp_path_factory.mktemp("straight") / "s.db"
     assert generate(tiny[0], folder, 3, None, None, "initial") == 3
-    return store.read(folder)
+    return read_columns(folder)
+
+
+def with_tokens(rows, policy):
+    return list(map(columns_of, tokenized([row.record for row in rows], policy)))
 
 
 def without_time(rows):
@@ -84,12 +88,12 @@ def test_texts_alone_become_the_same_tokens(tiny, generated):
         for row in generated
         if row.completion or not row.truncated
     ]
-    again = tokenized(bare, prepared.policy)
+    again = with_tokens(bare, prepared.policy)
     kept = [row for row in generated if row.completion or not row.truncated]
     assert {row.truncated for row in kept} == {True, False}
     for ours, theirs in zip(again, kept, strict=True):
         assert same(ours, theirs._replace(behavior_logprobs=None))
-    untouched = tokenized(kept, prepared.policy)
+    untouched = with_tokens(kept, prepared.policy)
     assert all(map(same, untouched, kept))
 
 
@@ -97,38 +101,49 @@ def test_rows_of_another_vocabulary_are_refused(tiny, generated):
     with pytest.raises(
         ValueError, match=r"row '.*/00001' of source 'initial' has tokens of another vocabulary \(other\)"
     ):
-        tokenized([generated[0], generated[1]._replace(tokenizer="other")], tiny[2].policy)
+        with_tokens([generated[0], generated[1]._replace(tokenizer="other")], tiny[2].policy)
     with pytest.raises(ValueError, match="outside the policy's vocabulary"):
-        tokenized([generated[0]._replace(completion="ж", completion_tokens=None)], tiny[2].policy)
+        with_tokens([generated[0]._replace(completion="ж", completion_tokens=None)], tiny[2].policy)
     with pytest.raises(ValueError, match="of source 'initial': prompt 0, 'ж'.*outside the tokenizer's vocabulary"):
-        tokenized([generated[0]._replace(prompt="ж", prompt_tokens=None)], tiny[2].policy)
+        with_tokens([generated[0]._replace(prompt="ж", prompt_tokens=None)], tiny[2].policy)
 
 
 def test_a_larger_number_of_steps_goes_on(tiny, generated, tmp_path):
     config = tiny[0]
+    tmp_path /= "s.db"
     assert [generate(config, tmp_path, steps, None, None, "initial") for steps in (1, 3, 2)] == [1, 2, 0]
-    assert all(map(same, without_time(store.read(tmp_path)), without_time(generated)))
+    assert all(map(same, without_time(read_columns(tmp_path)), without_time(generated)))
     # Another temperature is other experience, and stands beside it.
     generate(load_config(tiny[1], ["rollout.temperature=0.5"]), tmp_path, 1, None, None, "cold")
-    assert [row.source for row in store.read(tmp_path)] == ["initial"] * 48 + ["cold"] * 16
+    assert [row.source for row in read_columns(tmp_path)] == ["initial"] * 48 + ["cold"] * 16
+
+
+def recorded(path):
+    """The number of batches in a store that another process writes."""
+    try:
+        with Store(path) as store:
+            return store.last().completions // 16
+    except ValueError:
+        return 0  # not made yet
 
 
 @pytest.mark.slow
 def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, tmp_path):
+    path = tmp_path / "s.db"
     command = [sys.executable, "-m", "recjax.generate_experience", "--config", str(tiny[1]), *SETTINGS]
-    command += ["--output", str(tmp_path), "--steps"]
+    command += ["--output", str(path), "--steps"]
     process = subprocess.Popen([*command, "1000"], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len(store.part_files(tmp_path)) < 1 and process.poll() is None and time.monotonic() < deadline:
+    while not (path.exists() and recorded(path)) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    before = len(store.part_files(tmp_path))
+    before = recorded(path)
     steps = max(3, before + 1)
     done = subprocess.run([*command, str(steps)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"{steps - before} new batches, {before} already in the store; {16 * steps} rows in total" in done.stdout
-    rows = store.read(tmp_path)
+    rows = read_columns(path)
     assert len(rows) == 16 * steps
     assert all(map(same, without_time(rows)[:48], without_time(generated)))
 
@@ -139,12 +154,12 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
     first = train(config)[1]
     # Batch 1 of the initial policy is what the run trained on first.
     generate(config, tmp_path / "initial", 1, None, None, "initial")
-    rows = store.read(tmp_path / "initial")
+    rows = read_columns(tmp_path / "initial")
     np.testing.assert_allclose(first["reward"], np.mean([row.reward for row in rows]), rtol=1e-6)
     assert first["completion_length"] == np.mean([len(row.completion_tokens) for row in rows])
     for step, version in ((1, 1), (None, 2)):
         generate(config, tmp_path / "s", 1, str(tmp_path / "run"), step, "run")
-        rows = [row for row in store.read(tmp_path / "s") if row.policy_version == version]
+        rows = [row for row in read_columns(tmp_path / "s") if row.policy_version == version]
         assert len(rows) == 16
         _, policy, params, *_ = open_checkpoint(tmp_path / "run", version)
         row = max(rows, key=lambda row: len(row.completion_tokens))
@@ -161,6 +176,6 @@ def test_flags_that_contradict_each_other_are_refused(tiny, tmp_path):
         read_flags(str(tiny[1]), None, 3, [])
     with pytest.raises(ValueError, match="holds no config.yaml"):
         read_flags(None, str(tmp_path), None, [])
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"):
+    (tmp_path / "file").write_text("x" * 999)
+    with pytest.raises(ValueError, match="not an experience store"):
         generate_experience.generate(tiny[0], tmp_path / "file", 1, None, None, "x")

@@ -15,7 +15,6 @@ from jax.experimental import multihost_utils
 from recjax import hosts
 from recjax.config import load_config
 from recjax.evaluate import evaluate
-from recjax.experience import store
 from recjax.generate_experience import generate
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem
@@ -107,7 +106,7 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
     run("generate_experience", "--output", str(generated[1]), "--steps", "3")
     assert "3 new batches" in said(tmp_path, 0) and "new batches" not in said(tmp_path, 1)
     generate(config, generated[0], 3, None, None, "initial")
-    rows = [store.read(folder) for folder in generated]
+    rows = [read_columns(folder) for folder in generated]
     assert len(rows[0]) == 3 * 5 * config.rollout.group_size
     for ours, theirs in zip(*rows, strict=True):
         assert (ours.id, ours.completion, ours.reward) == (theirs.id, theirs.completion, theirs.reward)
@@ -162,6 +161,7 @@ from recjax import hosts
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks import prompts
 from recjax.tasks.problems import Problem
+from tests.experience.rows import read_columns
 
 output, fault, coordinator, _, number = sys.argv[1:]
 hosts.meet(coordinator, 2, int(number))

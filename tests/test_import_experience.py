@@ -7,19 +7,28 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 
+import datasets
+import duckdb
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from recjax.experience import store
+from recjax.experience.exchange import export, read_exported
 from recjax.experience.foreign import Columns, import_rows
+from recjax.experience.group import Grade
+from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.import_experience import import_files
+from recjax.import_experience import import_exports, import_files
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
+from tests.experience.rows import append, columns_of, read, read_columns, same
+from tests.experience.test_store import ROWS
 from tests.marks import slow
 
 USER = {"role": "user", "content": "2+2?"}
@@ -45,10 +54,15 @@ def write(path, rows):
     return str(path)
 
 
+def imported(files, columns=None, **options):
+    """The rows of files by column."""
+    return list(map(columns_of, import_rows(files, columns or Columns(), TIME, **options).records))
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
 def test_every_format_says_the_same(tmp_path, ending):
     import_files([write(tmp_path / f"gpt.{ending}", PLAIN)], tmp_path / "s", Columns())
-    rows = store.read(tmp_path / "s")
+    rows = read_columns(tmp_path / "s")
     for row, given in zip(rows, PLAIN, strict=True):
         said = {"prompt": row.prompt, "completion": row.completion, "reward": row.reward, "answer": row.answer}
         assert said | {"truncated": row.truncated} == given
@@ -77,9 +91,9 @@ def test_chats_end_in_their_completion(tmp_path):
         {"messages": [USER], "completion": "4", "reward": 1},
         {"prompt": [USER], "completion": [said], "reward": 1},
     ]
-    found = import_rows([write(tmp_path / "a.jsonl", rows)], Columns(), TIME)
-    assert {(row.completion, row.reward, row.group_id) for row in found.rows} == {("4", 1.0, found.rows[0].group_id)}
-    assert all(row.messages == [USER] and row.prompt is None for row in found.rows)
+    found = imported([write(tmp_path / "a.jsonl", rows)])
+    assert {(row.completion, row.reward, row.group_id) for row in found} == {("4", 1.0, found[0].group_id)}
+    assert all(row.messages == [USER] and row.prompt is None for row in found)
 
 
 def test_columns_have_any_name_and_files_share_groups(tmp_path):
@@ -87,17 +101,17 @@ def test_columns_have_any_name_and_files_share_groups(tmp_path):
     theirs = [{"q": "a", "a": "c", "score": 3, "case": 7, "key": "y"}]
     columns = Columns(prompt="q", completion="a", reward="score", group="case", id="key", reward_parts="why")
     files = [write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("ours", ours), ("theirs", theirs))]
-    found = import_rows(files, columns, TIME)
-    assert [(row.id, row.source, row.reward) for row in found.rows] == [("x", "ours", 2), ("y", "theirs", 3)]
-    assert found.rows[0].group_id == found.rows[1].group_id and found.rows[0].group_id.endswith("/7")
-    assert found.rows[0].reward_parts == {"kind": 1.5} and found.unused == ["mood"]
-    assert {row.source for row in import_rows(files, columns, TIME, source="both").rows} == {"both"}
+    found = imported(files, columns)
+    assert [(row.id, row.source, row.reward) for row in found] == [("x", "ours", 2), ("y", "theirs", 3)]
+    assert found[0].group_id == found[1].group_id and found[0].group_id.endswith("/7")
+    assert found[0].reward_parts == {"kind": 1.5} and import_rows(files, columns, TIME).unused == ["mood"]
+    assert {row.source for row in imported(files, columns, source="both")} == {"both"}
 
 
 def test_a_column_says_who_wrote_each_row(tmp_path):
     rows = [{**PLAIN[0], "model": "large"}, {**PLAIN[1], "model": "small"}]
     files, columns = [write(tmp_path / "a.jsonl", rows)], Columns(source="model")
-    assert [row.source for row in import_rows(files, columns, TIME).rows] == ["large", "small"]
+    assert [row.source for row in imported(files, columns)] == ["large", "small"]
     with pytest.raises(ValueError, match="--source 'gpt': has no effect with --source_column 'model'"):
         import_rows(files, columns, TIME, source="gpt")
 
@@ -105,13 +119,13 @@ def test_a_column_says_who_wrote_each_row(tmp_path):
 def test_rows_of_a_file_keep_their_names_from_version_to_version(tmp_path):
     """By these a file that a store has already is refused."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "reward": 1}\n')
-    assert import_rows([tmp_path / "a.jsonl"], Columns(), TIME).rows[0].id == "e89768c485b3/000000"
+    assert imported([tmp_path / "a.jsonl"])[0].id == "e89768c485b3/000000"
 
 
 def test_parquet_parts_that_a_row_lacks_are_no_parts(tmp_path):
     rows = [{**PLAIN[0], "reward_parts": {"a": 1.0}}, {**PLAIN[1], "reward_parts": {"b": 2.0}}, PLAIN[2]]
-    found = import_rows([write(tmp_path / "a.parquet", rows)], Columns(), TIME)
-    assert [row.reward_parts for row in found.rows] == [{"a": 1.0}, {"b": 2.0}, None]
+    found = imported([write(tmp_path / "a.parquet", rows)])
+    assert [row.reward_parts for row in found] == [{"a": 1.0}, {"b": 2.0}, None]
 
 
 def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_path):
@@ -119,7 +133,7 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [3, 0], "logprobs": [-0.5, -0.25]}
     files, columns = [write(tmp_path / "a.jsonl", [row])], Columns()
     import_files(files, tmp_path / "s", columns, None, str(tmp_path / "model"), Sampling(0.7, min_p=0.2))
-    (stored,) = store.read(tmp_path / "s")
+    (stored,) = read_columns(tmp_path / "s")
     assert stored.completion_tokens.tolist() == [3, 0] and stored.completion_mask.all()
     assert stored.behavior_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
     assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
@@ -164,8 +178,8 @@ BAD = {
     "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behavior_logprobs: .*as long as"),
     "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behavior_logprobs: .*at most 0"),
     "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
-    "no tokens": ({**PLAIN[0], "tokens": []}, "completion_tokens: .*no token"),
-    "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "beyond the vocabulary"),
+    "no tokens": ({**PLAIN[0], "tokens": []}, "tokens: .*no token"),
+    "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "token ids are whole numbers"),
 }
 
 
@@ -177,7 +191,7 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
     path = write(tmp_path / "bad.jsonl", [good, "", row, good])
     with pytest.raises(ValueError, match=f"bad.jsonl: line 3: .*{reason}"):
         import_files([path], tmp_path / "s", Columns(), None, str(tmp_path / "model"), Sampling())
-    assert not store.part_files(tmp_path / "s")
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(
@@ -224,31 +238,31 @@ def test_the_chat_template_gets_a_rows_own_variables(tmp_path, ending):
     if ending == "jsonl":
         rows[1]["tools"], rows[2]["chat_template_kwargs"] = TOOLS, {"brief": True}
     found = import_rows([write(tmp_path / f"a.{ending}", rows)], Columns(), TIME)
-    assert len({row.group_id for row in found.rows}) == 3 and not found.unused
+    assert len({record.group.id for record in found.records}) == 3 and not found.unused
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}:"
     )
     policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (0,))
-    store.append(tmp_path / "s", found.rows)
-    texts = [tokenizer.decode(row.prompt_tokens) for row in tokenized(store.read(tmp_path / "s"), policy)]
+    append(tmp_path / "s", found.records)
+    texts = [tokenizer.decode(one.group.prompt_tokens) for one in tokenized(read(tmp_path / "s"), policy)]
     assert texts == ["hi:", "add hi:", "brief hi:", "add hi:"]
     set_template_kwargs(tokenizer, {"brief": True})
-    assert tokenizer.decode(tokenized(found.rows, policy)[1].prompt_tokens) == "add brief hi:"
+    assert tokenizer.decode(tokenized(found.records, policy)[1].group.prompt_tokens) == "add brief hi:"
 
 
 @pytest.mark.parametrize("size", [131_073, 3_000_000])
 def test_a_cell_may_be_long(tmp_path, size):
     (tmp_path / "a.csv").write_text(f"prompt,completion\na,{'b' * size}\n")
-    assert len(import_rows([tmp_path / "a.csv"], Columns(), TIME).rows[0].completion) == size
+    assert len(imported([tmp_path / "a.csv"])[0].completion) == size
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.jsonl.gz", "a.JSONL"])
 def test_json_lines_may_have_other_names(tmp_path, name):
     content = "".join(json.dumps(row) + "\n" for row in PLAIN).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    rows = import_rows([tmp_path / name], Columns(), TIME).rows
+    rows = imported([tmp_path / name])
     assert [row.completion for row in rows] == [row["completion"] for row in PLAIN]
     assert {row.source for row in rows} == {"a"}
 
@@ -256,7 +270,7 @@ def test_json_lines_may_have_other_names(tmp_path, name):
 @pytest.mark.parametrize(("answer", "text"), [(1e-7, "0.0000001"), (72.0, "72"), (72, "72"), ("72.0", "72.0")])
 def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "answer": answer}])
-    assert import_rows([path], Columns(), TIME).rows[0].answer == text
+    assert imported([path])[0].answer == text
 
 
 def test_a_column_that_is_named_must_be_there(tmp_path):
@@ -271,7 +285,7 @@ def test_the_same_file_is_imported_once(tmp_path):
     import_files([path], tmp_path / "s", Columns())
     with pytest.raises(ValueError, match="already has a row with id"):
         import_files([path], tmp_path / "s", Columns())
-    assert len(store.read(tmp_path / "s")) == 3
+    assert len(read_columns(tmp_path / "s")) == 3
 
 
 @pytest.mark.slow
@@ -280,9 +294,94 @@ def test_the_command(tmp_path):
     command = [sys.executable, "-m", "recjax.import_experience", "--input", path, "--output", str(tmp_path / "s")]
     done = subprocess.run([*command, "--source", "claude"], capture_output=True, text=True)
     assert "3 rows in 2 groups, 1 rows pending\nunused columns: mood" in done.stdout, done.stderr
-    assert store.read(tmp_path / "s")[0].source == "claude"
+    assert read_columns(tmp_path / "s")[0].source == "claude"
     more = write(tmp_path / "b.csv", [{**row, "mood": 1} for row in PLAIN])
     done = subprocess.run([*command[:4], more, *command[5:]], capture_output=True, text=True)
     assert "1 rows pending; the store has 6 rows" in done.stdout, done.stderr
     done = subprocess.run([*command, "--reward_column", "score"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: --reward_column 'score': no row has this column")
+
+
+# --- Exports.
+
+
+def exported(tmp_path, ending):
+    """A store with all that a store can hold, and its export."""
+    append(tmp_path / "store.db", ROWS)
+    with Store(tmp_path / "store.db") as store:
+        unsure = Grade(None, failure="timeout")
+        store.add_rewards({1: (Grade(0.25, {"a": 0.25}, False), None), 2: (unsure, "x")}, "run")
+        store.add_rewards({3: (Grade(1.0), "late")})
+        assert export(store, tmp_path / f"file.{ending}") == len(ROWS)
+    return tmp_path / f"file.{ending}"
+
+
+def everything(place):
+    with Store(place) as store:
+        return list(store.records(others=True))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_an_export_is_the_same_store_again(tmp_path, ending):
+    file = exported(tmp_path, ending)
+    assert import_exports([read_exported(file)], tmp_path / "again.db") == len(ROWS)
+    ours, theirs = everything(tmp_path / "again.db"), everything(tmp_path / "store.db")
+    assert len(ours) == len(theirs) and all(map(same, ours, theirs))
+    with pytest.raises(ValueError, match="already has a row with id 'row 0'"):
+        import_exports([read_exported(file)], tmp_path / "again.db")
+    grades = [one.completion.grade for one in theirs for _ in one.completion.rows or [None]]
+    rewards = [grade and grade.reward for grade in grades]
+    if ending == "parquet":
+        assert pd.read_parquet(file)["reward"].replace({np.nan: None}).tolist() == rewards
+        assert datasets.load_dataset("parquet", data_files=str(file), split="train")["reward"][:] == rewards
+        assert duckdb.sql(f"select reward from '{file}'").fetchall() == [(reward,) for reward in rewards]
+    else:
+        assert [json.loads(line)["reward"] for line in file.read_text().splitlines()] == rewards
+
+
+def test_an_old_folder_is_imported_and_its_damage_is_noticed(tmp_path):
+    table = pq.read_table(exported(tmp_path, "parquet")).drop_columns(["group_prompt_tokens", "other_rewards"])
+    table, folder = table.replace_schema_metadata({b"recjax.experience.version": b"4"}), tmp_path / "old"
+    folder.mkdir()
+    for number, part in enumerate((table.slice(0, 3), table.slice(3))):
+        pq.write_table(part, folder / f"part-{number:08d}.parquet")
+    import_exports([read_exported(folder)], tmp_path / "again.db")
+    ours, theirs = read(tmp_path / "again.db"), read(tmp_path / "store.db")
+    is_plain = [len(row.completion.rows) < 2 for row in theirs]
+    assert [same(*pair) for pair in zip(ours, theirs, strict=True)].count(False) == is_plain.count(False) == 1
+    own = [[row.prompt_tokens.tolist() for row in one.completion.rows] for one in (ours[5], theirs[5])]
+    assert own[0] == own[1]
+    parts = sorted(folder.iterdir())
+    write_sealed(folder / ".manifest.json", {part.name: [size_and_digest(part)] for part in parts})
+    list(read_exported(folder))
+    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="part-00000001.parquet is damaged or missing; restore it from a backup, or"):
+        read_exported(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty has no part-.*parquet; give files, or the folder of a store"):
+        read_exported(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.replace_schema_metadata({b"recjax.experience.version": b"3"}), "store version '3', and this"),
+        (lambda t: t.drop_columns(["answer"]), "column answer is missing"),
+        (
+            lambda t: t.set_column(t.schema.get_field_index("reward"), "reward", t["reward"].cast(pa.string())),
+            "column reward has type string; convert it to double",
+        ),
+        (
+            lambda t: t.set_column(0, "id", pa.array(["a+1", *t["id"].to_pylist()[1:]])).set_column(
+                t.schema.get_field_index("trajectory"), "trajectory", pa.array(["a", *[None] * (len(t) - 1)])
+            ),
+            r"row 0: row 'a\+1': the first row of its trajectory 'a' is not before it",
+        ),
+    ],
+)
+def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message):
+    file = exported(tmp_path, "parquet")
+    pq.write_table(change(pq.read_table(file)), file)
+    with pytest.raises(ValueError, match=message):
+        import_exports([read_exported(file)], tmp_path / "again.db")
+    assert not read(tmp_path / "again.db")

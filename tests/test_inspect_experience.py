@@ -1,11 +1,10 @@
 """What the inspection says is what is there."""
 
 from recjax.console import plain_console
-from recjax.experience import store
-from recjax.experience.rows import groups_of
-from recjax.inspect_experience import chosen_rows, print_summary, summary
+from recjax.experience.store import groups_of
+from recjax.inspect_experience import chosen_records, print_summary, summary
 from recjax.plots.store import by_source, draw_store
-from tests.experience.rows import make_row, text_row
+from tests.experience.rows import append, make_row, read, text_row
 
 # Group 0: whole, with signal, of two sources; 1: whole, no signal; 2: a row is pending, and the others differ.
 ROWS = [
@@ -46,21 +45,22 @@ def test_parts_of_a_store_add_up():
 
 
 def test_samples_follow_from_the_seed():
-    assert chosen_rows(ROWS, 4, 0) == chosen_rows(ROWS, 4, 0) != chosen_rows(ROWS, 4, 1)
-    assert [row.id for row in chosen_rows(ROWS, 99, 0)] == [row.id for row in ROWS]
-    assert len({row.id for row in chosen_rows(ROWS, 4, 0)}) == 4
+    assert chosen_records(ROWS, 4, 0) == chosen_records(ROWS, 4, 0) != chosen_records(ROWS, 4, 1)
+    assert chosen_records(ROWS, 99, 0) == ROWS
+    assert len({row.completion.id for row in chosen_records(ROWS, 4, 0)}) == 4
 
 
 def test_it_is_shown_and_drawn_whatever_is_missing(tmp_path):
     chat = text_row(9, prompt=None, messages=[{"role": "user", "content": "[bold]2+2?"}], reward=None)
     for number, rows in enumerate((ROWS, [chat], ROWS[3:4])):
-        store.append(tmp_path / str(number), rows)
-        rows = store.read(tmp_path / str(number))
+        append(tmp_path / str(number), rows)
+        rows = read(tmp_path / str(number))
         console = plain_console(record=True, width=200)
         print_summary(rows, rows, console)
         text = console.export_text()
         for row in rows:
-            asked = row.prompt or row.messages[0]["content"]
-            assert all(said in text for said in (row.id, repr(row.completion), asked))
+            asked, one = row.group.prompt, row.completion
+            asked = asked if isinstance(asked, str) else asked[0]["content"]
+            assert all(said in text for said in (one.id, repr(one.text), asked))
         draw_store(rows, "a store", tmp_path / "figures" / f"{number}.png")
         assert (tmp_path / "figures" / f"{number}.png").read_bytes()[:4] == b"\x89PNG"

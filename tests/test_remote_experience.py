@@ -10,7 +10,6 @@ import pytest
 
 from recjax import generate_experience
 from recjax.config import load_config
-from recjax.experience import store
 from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
@@ -18,6 +17,7 @@ from recjax.rollout import remote
 from recjax.rollout.remote import Address
 from recjax.tasks.loading import load_task
 from recjax.training.run import characters
+from tests.experience.rows import read_columns
 from tests.marks import slow_except
 from tests.training.tiny_run import TINY
 
@@ -82,10 +82,10 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
         address = Address(url, "sums", concurrency=2)
         assert generate_remotely(config, tmp_path / "store", 2, address, None) == 2
         assert generate_remotely(config, tmp_path / "store", 3, address, None) == 1  # it goes on
-    rows = store.read(tmp_path / "store")
+    rows = read_columns(tmp_path / "store")
     assert len(rows) == 18 and {row.source for row in rows} == {"sums"} and len({row.group_id for row in rows}) == 9
     assert all(row.completion == row.answer and row.reward > 0 and row.completion_tokens is None for row in rows)
-    assert all(len(row.completion_tokens) for row in tokenized(rows, policy_of(config)))
+    assert all(one.completion.rows for one in tokenized([row.record for row in rows], policy_of(config)))
     assert all(body["temperature"] == 1.0 and body["max_tokens"] == 3 and "min_p" not in body for body in asked)
     cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"min_p": 0.2})})
     with fake(answer) as url:
@@ -111,7 +111,7 @@ def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_pa
 
     with fake(answer) as url:
         generate_remotely(config, tmp_path / "store", 8, Address(url), "other")
-    rows = store.read(tmp_path / "store")
+    rows = read_columns(tmp_path / "store")
     known = [row for row in rows if "+9" not in row.prompt]
     assert 0 < len(known) < len(rows)
     for row in rows:
@@ -199,8 +199,8 @@ def test_groups_have_the_answers_that_there_are(config, tmp_path):
 
     asked = []
     with fake(answer) as url:
-        generate_remotely(config, tmp_path, 2, Address(url, "sums", concurrency=1, retries=1), None)
-    rows = store.read(tmp_path)
+        generate_remotely(config, tmp_path / "store", 2, Address(url, "sums", concurrency=1, retries=1), None)
+    rows = read_columns(tmp_path / "store")
     sizes = {row.group_id: sum(one.group_id == row.group_id for one in rows) for row in rows}
     assert {*sizes.values()} == {1, 2} and asked[0] not in {row.prompt for row in rows}
     assert all(row.completion == row.answer and row.reward > 0 and not row.truncated for row in rows)
@@ -209,7 +209,7 @@ def test_groups_have_the_answers_that_there_are(config, tmp_path):
 def test_a_batch_without_any_completion_is_none(config, tmp_path):
     with fake(lambda path, body: (200, {"choices": [choice_of(body, {"finish_reason": "abort"})]})) as url:
         generate_remotely(config, tmp_path / "store", 1, Address(url, "sums", retries=0), None)
-    assert not store.part_files(tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_server_gets_the_variables_of_each_chats_template(config):
@@ -248,7 +248,7 @@ def test_what_is_said_where_a_server_cannot_be_used(config, tmp_path, monkeypatc
         assert "status 500: out of memory, after 2 tries" in error(url)
     with fake(lambda path, body: (200, {"choices": []})) as url:
         assert "no choices" in error(url)
-    assert not store.part_files(tmp_path / "store")
+    assert not (tmp_path / "store").exists()
     (tmp_path / "key").write_text("a b")
     with pytest.raises(ValueError, match="takes one key"):
         generate_experience.read_key(str(tmp_path / "key"))

@@ -7,15 +7,15 @@ import sys
 
 import numpy as np
 
-from recjax.experience import store
 from recjax.plots.style import COLORS, GREY, add_legend, finish, new_figure
+from tests.experience.rows import read_columns
 
 BIN_SECONDS = 5.0
 
 
 def main(folder: str, path: str) -> None:
     """Draws the answers that have a thumb."""
-    rows = sorted((row for row in store.read(folder) if row.accurate is not None), key=lambda row: row.time)
+    rows = sorted((row for row in read_columns(folder) if row.accurate is not None), key=lambda row: row.time)
     seconds = np.array([(row.time - rows[0].time).total_seconds() for row in rows])
     right, versions = np.array([row.accurate for row in rows]), np.array([row.policy_version for row in rows])
     bins = (seconds // BIN_SECONDS).astype(int)

@@ -775,7 +775,7 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
         "group_id": group.id,
         "source": completion.source,
         "tokenizer": record.tokenizer if rows or len(prompt) else None,
-        "prompt_key": prompt_key(prompt),
+        "prompt_key": prompt_key(prompt.tobytes()),
         "row_count": len(rows),
         "prompt_length": max((len(row.prompt_tokens) for row in rows), default=len(prompt)),
         "completion_length": sum(len(row.tokens) for row in rows),
@@ -805,9 +805,9 @@ def _row_of(record: Record, number: int) -> dict[str, Any]:
     }
 
 
-def prompt_key(tokens: np.ndarray) -> int:
-    """A 64-bit checksum of a prompt's tokens, as a signed number."""
-    return xxhash.xxh3_64_intdigest(np.asarray(tokens, "<i4").tobytes()) - 2**63
+def prompt_key(tokens: bytes) -> int:
+    """A 64-bit checksum of the bytes of a prompt's tokens, as a signed number."""
+    return xxhash.xxh3_64_intdigest(tokens) - 2**63
 
 
 def _record_of(row: Any, grade: Grade | None, comment: str | None) -> Record:

@@ -193,7 +193,7 @@ class ByPrompt(Mapping[bytes, list[Completion]]):
 
     def _rewarded(self, prompt: bytes) -> Iterator[list[Completion]]:
         """Yields the rewarded completions of each group with this prompt; reads one group at a time."""
-        key = prompt_key(np.frombuffer(prompt, np.int32))
+        key = prompt_key(prompt)
         begin, end = (np.searchsorted(self._prompts, key, side=side) for side in ("left", "right"))
         for place in self._order[begin:end]:
             group = self._groups[place]

@@ -1,6 +1,7 @@
 """Completions of a store for tests."""
 
 from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,54 +48,113 @@ def text_row(number: int, group: int = 0, **changes) -> Record:
     return of_columns(**columns | {"time": TIME, "prompt": "question", "reward": 1.0} | changes)
 
 
-def of_columns(
-    id,
-    group_id,
-    source,
-    completion,
-    time,
-    prompt=None,
-    messages=None,
-    answer=None,
-    tokenizer=None,
-    prompt_tokens=None,
-    completion_tokens=None,
-    completion_mask=None,
-    behavior_logprobs=None,
-    reward=None,
-    reward_parts=None,
-    accurate=None,
-    truncated=False,
-    policy_version=None,
-    temperature=None,
-    top_k=None,
-    top_p=None,
-    min_p=0.0,
-    metadata=None,
-    rows=None,
-    version_runs=(),
-    turns=(),
-) -> Record:
+class Columns(NamedTuple):
+    """A completion with its group, by column; tokens are those of its only row, None without one."""
+
+    id: str
+    group_id: str
+    source: str
+    completion: str
+    time: datetime
+    prompt: Any = None
+    messages: Any = None
+    answer: Any = None
+    tokenizer: Any = None
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    completion_mask: Any = None
+    behavior_logprobs: Any = None
+    reward: Any = None
+    reward_parts: Any = None
+    accurate: Any = None
+    truncated: Any = False
+    policy_version: Any = None
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = 0.0
+    metadata: Any = None
+    rows: Any = None
+    version_runs: Any = ()
+    turns: Any = ()
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that sampled the tokens."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def record(self) -> Record:
+        """The completion as a store takes it."""
+        return of_columns(**self._asdict())
+
+
+def columns_of(record: Record) -> Columns:
+    """The columns of a completion; several rows are in the column `rows` alone."""
+    group, one = record.group, record.completion
+    is_text, grade = isinstance(group.prompt, str), one.grade or Grade(None)
+    names = ("completion_tokens", "completion_mask", "behavior_logprobs")
+    tokens = dict(zip(names, one.rows[0][1:], strict=True)) if len(one.rows) == 1 else {}
+    return Columns(
+        one.id,
+        group.id,
+        one.source,
+        one.text,
+        record.time,
+        prompt=group.prompt if is_text else None,
+        messages=None if is_text else group.prompt,
+        answer=group.answer,
+        tokenizer=record.tokenizer,
+        prompt_tokens=group.prompt_tokens if len(group.prompt_tokens) else None,
+        **tokens,
+        reward=grade.reward,
+        reward_parts=grade.reward_parts,
+        accurate=grade.accurate,
+        truncated=one.truncated,
+        policy_version=one.policy_version,
+        **(one.sampling._asdict() if one.sampling else {"min_p": None}),
+        metadata=one.metadata,
+        rows=one.rows if len(one.rows) > 1 else None,
+        version_runs=one.version_runs,
+        turns=one.turns,
+    )
+
+
+def read_columns(place) -> list[Columns]:
+    """All completions of a store, by column."""
+    return list(map(columns_of, read(place)))
+
+
+def append_columns(place, rows) -> None:
+    """Adds completions by column."""
+    append(place, [row.record for row in rows])
+
+
+def of_columns(**columns) -> Record:
     """A completion from values by column."""
-    prompt_tokens = np.zeros(0, np.int32) if prompt_tokens is None else prompt_tokens
-    if rows is None and completion_tokens is not None:
-        rows = (Row(prompt_tokens, completion_tokens, completion_mask, behavior_logprobs),)
-    sampling = (temperature, top_k, top_p, min_p)
+    given = Columns(**columns)
+    prompt_tokens = np.zeros(0, np.int32) if given.prompt_tokens is None else given.prompt_tokens
+    rows = given.rows
+    if rows is None and given.completion_tokens is not None:
+        rows = (Row(prompt_tokens, given.completion_tokens, given.completion_mask, given.behavior_logprobs),)
+    sampling = (given.temperature, given.top_k, given.top_p, given.min_p)
+    has_grade = given.reward is not None or given.reward_parts
     one = Completion(
-        id=id,
-        source=source,
-        text=completion,
+        id=given.id,
+        source=given.source,
+        text=given.completion,
         rows=rows or (),
         sampling=None if None in sampling else Sampling(*sampling),
-        policy_version=policy_version,
-        truncated=truncated,
-        grade=None if reward is None and not reward_parts else Grade(reward, reward_parts, accurate),
-        version_runs=version_runs,
-        turns=turns,
-        metadata=metadata or {},
+        policy_version=given.policy_version,
+        truncated=given.truncated,
+        grade=Grade(given.reward, given.reward_parts, given.accurate) if has_grade else None,
+        version_runs=given.version_runs,
+        turns=given.turns,
+        metadata=given.metadata or {},
     )
-    group = Group(group_id, prompt_tokens, (one,), prompt if messages is None else messages, answer)
-    return Record(group, time, tokenizer if one.rows or len(prompt_tokens) else None)
+    prompt = given.prompt if given.messages is None else given.messages
+    group = Group(given.group_id, prompt_tokens, (one,), prompt, given.answer)
+    return Record(group, given.time, given.tokenizer if one.rows or len(prompt_tokens) else None)
 
 
 def same(ours, theirs) -> bool:

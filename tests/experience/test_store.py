@@ -1,42 +1,66 @@
-"""The store: what comes out is what went in, whoever writes, dies or reads beside it."""
+"""The store: what comes out is what went in, whoever writes, dies or reads beside it, and damage is noticed."""
 
+import json
 import os
 import re
 import signal
+import sqlite3
+import stat
 import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
+from datetime import timedelta
 
-import datasets
-import duckdb
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+import sqlalchemy as sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.experience import ledger, store
-from tests.experience.rows import make_row, same, text_row
+from recjax.experience import store as stores
+from recjax.experience import store_checks
+from recjax.experience.group import Grade, Row, Turn
+from recjax.experience.store import Change, Store, groups_from_bytes, groups_of, groups_to_bytes
+from tests.experience.groups import make_group, same_groups
+from tests.experience.rows import TIME, append, make_row, of_columns, read, same, text_row
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": ""}]
+TWO_ROWS = tuple(
+    Row(np.array([1, place], np.int32), np.array([3, 4], np.int32), np.array([place > 0, True]), None)
+    for place in range(2)
+)
 ROWS = [
     make_row(0),
-    make_row(1, prompt=None, messages=CHAT, policy_version=None, top_k=5, truncated=True),
+    make_row(1, messages=CHAT, policy_version=None, top_k=5, truncated=True),
     make_row(2, reward=None, reward_parts=None, accurate=None),
     make_row(3, behavior_logprobs=None, length=1),
     make_row(4, completion_mask=np.array([True, False, True])),
-    text_row(5),
+    make_row(5, rows=TWO_ROWS, version_runs=((0, 1), (2, 2)), turns=(Turn(0, 2, 0.5), Turn(1, 1, -1.0))),
+    make_row(6, metadata={"user": "me \u00e9\n", "n": [1, None, {"a": 0.1}]}, time=TIME + timedelta(microseconds=1)),
+    text_row(7),
+    text_row(8, prompt_tokens=np.array([5, 6], np.int32), tokenizer="t"),
 ]
 
 
-def test_rows_come_out_as_they_went_in(tmp_path):
-    store.append(tmp_path / "s", ROWS)
-    for ours, theirs in zip(store.read(tmp_path / "s"), ROWS, strict=True):
-        assert same(ours, theirs)
+@pytest.fixture
+def db(tmp_path):
+    """The file of a store that does not exist yet."""
+    return tmp_path / "s.db"
+
+
+def ids(place):
+    return [record.completion.id for record in read(place)]
+
+
+def test_rows_come_out_as_they_went_in(db):
+    append(db, ROWS)
+    for ours, theirs in zip(read(db), ROWS, strict=True):
+        assert same(ours, theirs), (ours, theirs)
+    with Store(db) as store:
+        assert [record.completion.id for record in store.read([3, 1])] == ["row 2", "row 0"]
+        assert store.numbers("group_id", ["group 0", "none"]) == {"group 0": [1, 2, 3, 4, 5, 6, 7, 8, 9]}
+        assert store.ids("row ") == {f"row {number}": number + 1 for number in range(7)}
 
 
 @given(
@@ -47,82 +71,118 @@ def test_rows_come_out_as_they_went_in(tmp_path):
 )
 @settings(max_examples=30, deadline=None)
 def test_any_rows_come_out_as_they_went_in(tmp_path_factory, lengths, rewards, text, seed):
-    folder = tmp_path_factory.mktemp("store")
+    path = tmp_path_factory.mktemp("store") / "s.db"
     rows = [make_row(seed + i, length=n, reward=rewards[i], completion=text) for i, n in enumerate(lengths)]
-    store.append(folder, rows)
-    assert all(map(same, store.read(folder), rows))
+    append(path, rows)
+    assert all(map(same, read(path), rows))
 
 
-def test_appends_are_read_in_their_order(tmp_path):
+def test_appends_are_read_in_their_order(db):
     for row in ROWS:
-        store.append(tmp_path, [row])
-    assert [row.id for row in store.read(tmp_path)] == [row.id for row in ROWS]
-    assert [part.name for part in store.part_files(tmp_path)] == [f"part-{i:08d}.parquet" for i in range(6)]
+        append(db, [row])
+    assert ids(db) == [row.completion.id for row in ROWS]
+    with Store(db) as store:
+        assert [record.number for record in store.records(3, 5)] == [4, 5]
+        assert store.last() == (9, 8, 0, 9, 8)
 
 
-def test_threads_that_append_at_one_time_lose_nothing(tmp_path):
+def test_threads_that_append_at_one_time_lose_nothing(db):
+    Store(db, create=True).close()
+
     def work(first):
         for number in range(first, first + 5):
-            store.append(tmp_path, [make_row(number)])
+            append(db, [make_row(number)])
 
     threads = [threading.Thread(target=work, args=(10 * i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(int(row.id.split()[1]) for row in store.read(tmp_path)) == [
-        10 * i + j for i in range(4) for j in range(5)
-    ]
+    assert sorted(int(name.split()[1]) for name in ids(db)) == [10 * i + j for i in range(4) for j in range(5)]
 
 
-def test_other_programs_read_it_as_it_is(tmp_path):
-    store.append(tmp_path, ROWS[:3])
-    store.append(tmp_path, ROWS[3:])
-    expected = [row.reward for row in ROWS]
-    assert pd.read_parquet(tmp_path)["reward"].replace({np.nan: None}).tolist() == expected
-    assert datasets.load_dataset("parquet", data_dir=str(tmp_path), split="train")["reward"][:] == expected
-    parts = str(tmp_path / "*.parquet")
-    assert duckdb.sql(f"select reward from '{parts}' order by filename, file_row_number").fetchall() == [
-        (reward,) for reward in expected
-    ]
-    assert duckdb.sql(f"select sum(len(completion_tokens)) from '{parts}'").fetchall() == [(13,)]
+def test_rewards_of_several_graders_stand_side_by_side(db):
+    append(db, ROWS[:3])
+    with Store(db) as store:
+        store.add_rewards(
+            {1: (Grade(0.25, {"a": 0.25}, False), None), 2: (Grade(None, failure="timeout"), None)}, "run"
+        )
+        store.add_rewards({3: (Grade(5.0), "late")})
+        (first, second, third) = store.read([1, 2, 3], "run")
+        assert first.completion.grade == Grade(0.25, {"a": 0.25}, False) and third.completion.grade is None
+        assert second.completion.grade == unsure
+        given = store.read([1, 3])
+        assert given[0].completion.grade == ROWS[0].completion.grade
+        assert given[1].completion.grade == Grade(5.0) and given[1].completion.metadata == {"comment": "late"}
+        numbers, rewards = store.scan_rewards("run")
+        assert numbers.tolist() == [1, 2] and rewards[0] == 0.25 and np.isnan(rewards[1])
+        for number, grader in ((1, "run"), (3, "given")):
+            with pytest.raises(ValueError, match=f"already has a reward of '{grader}'; rewards cannot change"):
+                store.add_rewards({number: (Grade(1.0), None)}, grader)
+        with pytest.raises(ValueError, match="completion 9, which gets a reward, was deleted"):
+            store.add_rewards({9: (Grade(1.0), None)})
+        store.delete([1])
+        assert store.last() == (3, 5, 0, 2, 3)
+        assert [record.number for record in store.records()] == [2, 3]
+
+
+def test_changes_are_made_together_or_not_at_all(db):
+    with Store(db, create=True) as store:
+        store.change([Change([ROWS[0]]), Change(turns=[("s", "one"), ("r", "two")]), Change(turns=[("s", "three")])])
+        assert store.turns() == [("s", "one"), ("r", "two"), ("s", "three")] and not store.turns("another server")
+        bad = Change(rewards={1: (Grade(1.0), None)})
+        with pytest.raises(ValueError, match="rewards cannot change"):
+            store.change([Change([ROWS[2]], ended=["s"]), bad])
+        assert store.last() == (1, 1, 3, 1, 1) and len(store.turns()) == 3
+        store.change([Change([ROWS[2]], {}, [("r", "four")], ["s"])])
+        assert store.turns() == [("r", "two"), ("r", "four")] and ids(db) == ["row 0", "row 2"]
+
+
+@given(seed=st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_groups_are_bytes_and_groups_again(seed):
+    groups = [make_group(seed, (0.0, None, 1.0)), *(record.group for record in ROWS), make_group(seed + 1)]
+    assert all(map(same_groups, groups_from_bytes(groups_to_bytes(groups)), groups))
+    assert groups_from_bytes(groups_to_bytes([])) == []
+
+
+def test_groups_with_two_prompts_are_refused():
+    with pytest.raises(ValueError, match="group 'group 0': rows 'row 0' and 'row 1' have different prompts"):
+        groups_of([make_row(0), make_row(1, prompt_tokens=np.array([9], np.int32))])
 
 
 WRITER = """
 import sys
-from recjax.experience import store
+from recjax.experience.store import Store
 from tests.experience.rows import make_row
+store = Store(sys.argv[1], create=True)
 print("ready", flush=True)
 for number in range(100_000):
-    store.append(sys.argv[1], [make_row(1000 * number + i, length=50) for i in range(20)])
+    store.append([make_row(1000 * number + i, length=50) for i in range(20)])
     print(number, flush=True)
 """
 
 
-@pytest.mark.parametrize("moment", ["any", "before the rename"])
-def test_a_killed_writer_leaves_a_readable_store(tmp_path, moment):
+@pytest.mark.parametrize("moment", ["any", "before the commit"])
+def test_a_killed_writer_leaves_what_it_said_that_it_wrote(db, moment):
     script = WRITER
     if moment != "any":
-        dying = "import os, signal\nos.replace = lambda a, b: os.kill(os.getpid(), signal.SIGKILL)\n"
+        dying = "import os, signal\nstore._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         script = script.replace(
             "    print(number, flush=True)", "    print(number, flush=True)\n" + textwrap.indent(dying, "    ")
         )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    said = [process.stdout.readline().strip() for _ in range(2 if moment != "any" else 4)]
+    process = subprocess.Popen([sys.executable, "-c", script, str(db)], stdout=subprocess.PIPE, text=True)
+    said = [process.stdout.readline().strip() for _ in range(2)]
     if moment == "any":
         os.kill(process.pid, signal.SIGKILL)
     said += process.stdout.read().split()
     assert process.wait() == -signal.SIGKILL
-    unfinished = list(tmp_path.glob(".part-*"))
-    if moment != "any":
-        assert len(unfinished) == 1
     done = len(said) - 1
-    rows = store.read(tmp_path)
-    # A part may be there whose number was not yet printed.
-    assert len(rows) in (20 * done, 20 * (done + 1))
-    store.append(tmp_path, [text_row(0)])
-    assert [row.id for row in store.read(tmp_path)] == [*(row.id for row in rows), "text 0"]
-    assert not list(tmp_path.glob(".part-*"))
+    rows = ids(db)
+    # An append may be there whose number was not yet printed.
+    assert len(rows) in (20 * done, 20 * (done + (moment == "any")))
+    append(db, [text_row(0)])
+    assert ids(db) == [*rows, "text 0"]
 
 
 NAN, TOKENS = float("nan"), np.array([1, 2, 3], np.int32)
@@ -131,25 +191,20 @@ BAD_ROWS = {
     "empty source": (dict(source=""), "source", "must not be empty"),
     "no time": (dict(time=None), "time", "must be given"),
     "same id": (dict(id="row 0"), "id", "id of an earlier row"),
-    "two prompts": (dict(messages=CHAT), "prompt", "one of prompt and messages"),
     "no prompt": (dict(prompt=None), "prompt", "one of prompt and messages"),
     "no messages": (dict(prompt=None, messages=[]), "messages", "one message or more"),
     "no content": (dict(prompt=None, messages=[{"role": "user"}]), "messages", "role and content"),
+    "half a character": (dict(completion="\ud800"), "completion", "text in Unicode"),
     "mask too short": (dict(completion_mask=np.ones(2, bool)), "completion_mask", "as long as completion_tokens"),
     "no mask": (dict(completion_mask=None), "completion_mask", "as long as completion_tokens"),
-    "mask with null": (dict(completion_mask=[True, None, True]), "completion_mask", "null"),
+    "mask with null": (dict(completion_mask=[True, None, True]), "completion_mask", "true and false"),
     "nothing drawn": (dict(completion_mask=np.zeros(3, bool)), "completion_mask", "must have chosen a token"),
     "no tokens": (dict(completion_tokens=TOKENS[:0]), "completion_tokens", "no token"),
-    "no prompt tokens": (dict(prompt_tokens=TOKENS[:0]), "prompt_tokens", "no token"),
     "token below 0": (dict(completion_tokens=TOKENS - 2), "completion_tokens", "0 or more"),
+    "token too large": (dict(completion_tokens=TOKENS.astype(np.int64) + 2**31), "completion_tokens", "below 2"),
     "null token": (dict(prompt_tokens=[1, None]), "prompt_tokens", "0 or more"),
     "no tokenizer": (dict(tokenizer=None), "prompt_tokens", "column tokenizer"),
     "log-probs too long": (dict(behavior_logprobs=-np.ones(4, np.float32)), "behavior_logprobs", "as long as"),
-    "log-probs alone": (
-        dict(completion_tokens=None, completion_mask=None, behavior_logprobs=-np.ones(3, np.float32)),
-        "behavior_logprobs",
-        "as long as",
-    ),
     "positive log-prob": (
         dict(behavior_logprobs=np.array([-1, 0.5, -1], np.float32)),
         "behavior_logprobs",
@@ -161,14 +216,15 @@ BAD_ROWS = {
         "finite",
     ),
     "NaN log-prob": (dict(behavior_logprobs=np.array([-1, NAN, -1], np.float32)), "behavior_logprobs", "give null"),
+    "text for a reward": (dict(reward="high"), "reward", "finite"),
     "NaN reward": (dict(reward=NAN), "reward", "finite"),
     "reward beyond float32": (dict(reward=1e300), "reward", "at most 1e\\+09"),
     "part beyond float32": (dict(reward_parts={"correct": -1e39}), "reward_parts", "at most 1e\\+09"),
     "infinite reward": (dict(reward=np.inf), "reward", "finite"),
     "NaN part": (dict(reward_parts={"correct": NAN}), "reward_parts", "finite"),
     "parts alone": (dict(reward=None), "reward_parts", "the reward is null"),
-    "metadata that is no object": (dict(metadata="[1]"), "metadata", "JSON object"),
-    "metadata that is no JSON": (dict(metadata="{"), "metadata", "JSON object"),
+    "metadata that is no object": (dict(metadata=[1]), "metadata", "JSON object"),
+    "metadata that is no JSON": (dict(metadata={"a": {1}}), "metadata", "JSON object"),
     "version below 0": (dict(policy_version=-1), "policy_version", "0 or more"),
     "temperature": (dict(temperature=-0.1), "temperature", "0 or more"),
     "top_k": (dict(top_k=-1), "top_k", "0 \\(all tokens\\) or more"),
@@ -178,84 +234,244 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_is_refused_on_append_and_on_read(tmp_path, name, monkeypatch):
+def test_a_bad_row_is_refused(name):
     change, column, reason = BAD_ROWS[name]
-    # Neighbours with null and longer lists: an index into the flat values is not a row.
-    rows = [make_row(0), text_row(1), make_row(2, length=7), make_row(3)._replace(**change), make_row(4)]
+    rows = [make_row(0), text_row(1), make_row(2, length=7), unchecked(change), make_row(4)]
     with pytest.raises(ValueError, match=f"rows to append: row 3: column {column}: .*{reason}"):
-        store.append(tmp_path, rows)
-    assert not store.part_files(tmp_path)
-    with monkeypatch.context() as unchecked:
-        unchecked.setattr(store, "check_rows", lambda table, place: None)
-        part = store.append(tmp_path, rows)
-    with pytest.raises(ValueError, match=f"{re.escape(str(part))}: row 3: column {column}: .*{reason}"):
-        store.read(tmp_path)
+        store_checks.check_records.__wrapped__(rows, "rows to append: row {}".format)
 
 
-def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(tmp_path):
+def unchecked(change):
+    """A row with bad values, which the types of a completion do not allow."""
+    row = make_row(3)
+    record = {"time": "time", "tokenizer": "tokenizer"}
+    one, group = row.completion, row.group
+    (tokens,) = one.rows
+    names = {"completion_tokens": "tokens", "completion_mask": "mask", "behavior_logprobs": "behavior_logprobs"}
+    values = tokens._asdict() | {names[key]: value for key, value in change.items() if key in names}
+    values |= {"prompt_tokens": change["prompt_tokens"]} if "prompt_tokens" in change else {}
+    grade = one.grade._asdict() | {key: change[key] for key in ("reward", "reward_parts") if key in change}
+    sampling = one.sampling._asdict() | {key: change[key] for key in one.sampling._fields if key in change}
+    own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata")}
+    ours = {own[key]: value for key, value in change.items() if key in own}
+    one = one._replace(
+        rows=(made(Row, values),), grade=made(Grade, grade), sampling=made(type(one.sampling), sampling), **ours
+    )
+    prompt = change.get("messages", change.get("prompt", group.prompt))
+    group = made(type(group), group._asdict() | {"completions": (one,), "prompt": prompt})
+    group = group._replace(prompt_tokens=values["prompt_tokens"])
+    return row._replace(group=group, **{key: change[key] for key in record if key in change})
+
+
+def made(kind, values):
+    """A tuple of a kind, with values of any type."""
+    return tuple.__new__(kind, values.values())
+
+
+def test_a_store_with_a_bad_row_stays_as_it_was(db):
+    append(db, ROWS[:1])
+    with pytest.raises(ValueError, match="record 1: column reward: nan"):
+        append(db, [ROWS[1], make_row(2, reward=NAN)])
+    with pytest.raises(ValueError, match="no rows"):
+        append(db, [])
+    assert ids(db) == ["row 0"]
+
+
+def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(db):
     mask, logprobs = np.array([True, False, True]), np.array([-1, np.nan, -1], np.float32)
-    store.append(tmp_path, [make_row(0, completion_mask=mask, behavior_logprobs=logprobs)])
-    assert np.isnan(store.read(tmp_path)[0].behavior_logprobs[1])
+    append(db, [make_row(0, completion_mask=mask, behavior_logprobs=logprobs)])
+    assert np.isnan(read(db)[0].completion.rows[0].behavior_logprobs[1])
 
 
-def test_ids_are_unique_in_a_store_and_groups_go_on(tmp_path):
-    store.append(tmp_path, [make_row(0), make_row(1)])
+def test_ids_are_unique_in_a_store_and_groups_go_on(db):
+    append(db, [make_row(0), make_row(1)])
     with pytest.raises(ValueError, match="already has a row with id 'row 1'"):
-        store.append(tmp_path, [make_row(2), make_row(1)])
-    store.append(tmp_path, [make_row(2)])
-    copy = tmp_path / "part-00000007.parquet"
-    copy.write_bytes((tmp_path / "part-00000001.parquet").read_bytes())
-    with pytest.raises(
-        ValueError, match="part-00000007.*row 0: id 'row 2' is also the id of part-00000001.parquet, row 0"
-    ):
-        store.read(tmp_path)
+        append(db, [make_row(2), make_row(1)])
+    append(db, [make_row(2)])
+    assert ids(db) == ["row 0", "row 1", "row 2"]
 
 
-def rewrite(part: Path, change) -> None:
-    table = pq.read_table(part, partitioning=None)
-    pq.write_table(change(table), part)
-    (part.parent / ledger.NAME).unlink()
+# --- What is no store, or is damaged.
+
+
+def test_what_is_no_store_is_refused(tmp_path, db):
+    with pytest.raises(ValueError, match="is not an experience store .no such file.; create one with"):
+        Store(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "file").write_text("a file that is long enough to be something else" * 99)
+    for create in (False, True):
+        with pytest.raises(ValueError, match="file is not a database; it is not an experience store"):
+            Store(tmp_path / "file", create=create)
+    sqlite3.connect(tmp_path / "other").execute("create table t (x)").connection.close()
+    with pytest.raises(ValueError, match="is not an experience store; create one with"):
+        Store(tmp_path / "other")
+    with pytest.raises(ValueError, match="is a folder, and a store is a file; give a file, such as"):
+        Store(tmp_path, create=True)
+    (tmp_path / "part-00000000.parquet").write_text("")
+    remedy = f"import it once: python -m recjax.import_experience --input {tmp_path} --output {tmp_path}.db, and use"
+    with pytest.raises(ValueError, match=f"is a store of an earlier recjax, .*{re.escape(remedy)}"):
+        Store(tmp_path)
+    append(db, ROWS)
+    with sqlite3.connect(db) as database:
+        database.execute("update store set version = 6")
+    with pytest.raises(ValueError, match="has store version 6, and this recjax reads version 5; export it with"):
+        Store(db)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="the superuser may read everything")
+def test_a_file_that_may_not_be_read_is_refused(db):
+    append(db, ROWS)
+    db.chmod(0)
+    with pytest.raises(ValueError, match="permission denied"):
+        Store(db)
+
+
+def test_files_are_their_owners(db):
+    with Store(db, create=True) as store:
+        store.append(ROWS)
+        files = list(db.parent.glob(f"{db.name}*"))
+        assert len(files) == 4
+        assert {stat.S_IMODE(file.stat().st_mode) & 0o077 for file in files} == {0}
+
+
+def test_a_writer_that_waits_too_long_says_so(db, monkeypatch):
+    monkeypatch.setattr(stores, "_LOCKED_SECONDS", 0.1)
+    append(db, ROWS[:1])
+    other = sqlite3.connect(db, isolation_level=None)
+    other.execute("begin immediate")
+    with Store(db) as store:
+        assert len(list(store.records())) == 1, "readers do not wait"
+        with pytest.raises(ValueError, match="cannot be written: database is locked; another process writes for more"):
+            store.append(ROWS[1:2])
+        other.execute("rollback")
+        store.append(ROWS[1:2])
+
+
+def test_a_full_disk_changes_nothing(db):
+    append(db, ROWS[:1])
+    with Store(db) as store:
+        with store._engine.connect() as connection:
+            pages = connection.exec_driver_sql("pragma page_count").scalar()
+        sql.event.listen(store._engine, "begin", lambda one: one.exec_driver_sql(f"pragma max_page_count = {pages}"))
+        with pytest.raises(ValueError, match="cannot be written: database or disk is full; free disk space"):
+            store.append([make_row(number, length=500) for number in range(1, 99)])
+    assert ids(db) == ["row 0"]
+    append(db, ROWS[1:])
+    assert len(ids(db)) == len(ROWS)
+
+
+def test_a_deleted_log_is_noticed(db, tmp_path):
+    """SQLite keeps the newest rows in a second file, and does not notice that it is gone."""
+    append(db, ROWS[:1])
+    script = WRITER.replace("store.append(", "number or store.append(").replace(
+        "    print(number, flush=True)", "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(db)], stdout=subprocess.DEVNULL)
+    log = db.with_name(f"{db.name}-wal")
+    assert log.stat().st_size
+    log.unlink()
+    db.with_name(f"{db.name}-shm").unlink()
+    with pytest.raises(ValueError, match=r"the last 20 completions, 20 rewards and 0 turns are gone, perhaps with"):
+        Store(db)
+    db.with_name(f"{db.name}-last").unlink()
+    assert ids(db) == ["row 0"]
+
+
+CHANGES = {
+    "a text": "update completions set completion = 'y' where number = 2",
+    "a token": "update completions set completion_tokens = x'000000000000000000000000' where number = 1",
+    "a number": "update completions set number = 99 where number = 2",
+    "a reward": "update rewards set reward = 9 where completion = 2",
+    "whose reward": "update rewards set completion = 99 where completion = 2",
+    "a lost completion": "delete from completions where number = 2",
+    "a count": "update store set last_completion = 7",
+    "no counts": "delete from store",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_damage_is_noticed(db, name):
+    append(db, ROWS)
+    with sqlite3.connect(db) as database:
+        database.execute(CHANGES[name])
+
+    def use():
+        with Store(db) as store:
+            store.scan_rewards()
+            assert len(list(store.scan())) and len(list(store.records()))
+
+    with pytest.raises(ValueError, match="is damaged"):
+        use()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flipped_bits_and_cut_files_are_noticed_or_harmless(db, tmp_path, seed):
+    append(db, [make_row(number, group=number // 4, length=20) for number in range(60)])
+    content, expected = db.read_bytes(), read(db)
+    generator, noticed = np.random.default_rng(seed), 0
+    db.with_name(f"{db.name}-last").unlink()
+    for _ in range(40):
+        changed = bytearray(content)
+        if generator.integers(8):
+            place = int(generator.integers(len(content)))
+            changed[place] ^= 1 << int(generator.integers(8))
+        else:
+            del changed[int(generator.integers(len(content))) :]
+        other = tmp_path / "other.db"
+        other.write_bytes(changed)
+        try:
+            with Store(other) as store:
+                list(store.scan())
+                store.scan_rewards()
+                found = list(store.records())
+        except ValueError as error:
+            assert "Traceback" not in str(error)
+            noticed += 1
+        else:
+            assert all(map(same, found, expected)) and len(found) == len(expected)
+        for file in tmp_path.glob("other.db*"):
+            file.unlink()
+    assert noticed > 20
+
+
+def test_a_store_in_a_folder_that_may_not_be_written_is_read(db, monkeypatch):
+    append(db, ROWS)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    before = sorted(db.parent.iterdir())
+    assert len(ids(db)) == len(ROWS) and sorted(db.parent.iterdir()) == before
+    with pytest.raises(ValueError, match="cannot be written: attempt to write a readonly database; grant write"):
+        append(db, [text_row(20)])
+
+
+# --- URLs.
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("url", "message"),
     [
-        (lambda t: t.replace_schema_metadata({}), "not written by a store, .* reads version 4; .*import_experience"),
-        *(
-            (lambda t, v=v: t.replace_schema_metadata({store._VERSION_KEY: v}), f"store version '{v.decode()}', and")
-            for v in (b"3", b"5")
-        ),
-        (lambda t: t.drop_columns(["answer"]), "column answer is missing"),
-        (lambda t: t.append_column("mood", pa.array(["good"] * len(t))), "column mood is unknown"),
-        (
-            lambda t: t.set_column(t.schema.get_field_index("reward"), "reward", t["reward"].cast(pa.string())),
-            "column reward has type string; convert it to double",
-        ),
+        ("nonsense://x", "nonsense is no database that recjax knows"),
+        ("mysql+none://x", "is no database"),
+        ("postgresql://me:secret@127.0.0.1:1/x", "cannot be opened"),
+        ("postgresql://me:secret@127.0.0.1:x/y", "cannot be read; give postgresql://user@host/name"),
+        ("postgresql://me@127.0.0.1:1/x?password=secret", "cannot be opened"),
     ],
 )
-def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message):
-    part = store.append(tmp_path, ROWS)
-    rewrite(part, change)
-    with pytest.raises(ValueError, match=f"{re.escape(str(part))}.*{message}"):
-        store.read(tmp_path)
+def test_urls_that_cannot_be_used_name_no_password(url, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Store(url)
+    error, said = caught.value, ""
+    while error is not None:
+        said, error = said + str(error), error.__cause__ or error.__context__
+    assert "secret" not in said
 
 
-def test_what_is_no_store_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is not an experience store"):
-        store.read(tmp_path / "none")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file, and a store is a folder"):
-        store.append(tmp_path / "file", ROWS)
-    with pytest.raises(ValueError, match="no rows"):
-        store.append(tmp_path, [])
-    with pytest.raises(ValueError, match="row 1: column reward: 'high' is not double"):
-        store.append(tmp_path, [make_row(0), make_row(1, reward="high")])
-    (tmp_path / "part-00000000.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(ValueError, match="part-00000000.parquet cannot be read"):
-        store.read(tmp_path)
+def test_values_never_become_statements(db):
+    name = "x'; drop table completions; --"
+    append(db, [text_row(0, id=name, group_id=name, source=name, prompt=name)])
+    with Store(db) as store:
+        assert store.numbers("id", [name]) == {name: [1]} and store.ids("x%") == {} and store.ids(name) == {name: 1}
+    assert json.loads(json.dumps(ids(db))) == [name]
 
 
-def test_a_lock_that_is_a_folder_is_refused(tmp_path):
-    (tmp_path / "s" / ".lock").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"\.lock must be a file, as it is the store's lock; remove it"):
-        store.append(tmp_path / "s", ROWS)
+def test_rows_of_any_columns_can_be_made():
+    assert of_columns("a", "g", "s", "c", TIME, prompt="p").completion.text == "c"

@@ -236,4 +236,4 @@ def test_what_is_held_is_an_index(place, tmp_path):
     most = []
     for _ in groups:
         most.append(alive() - before)
-    assert max(most) < 40 < len(read(tmp_path / "store")), "a few groups at a time"
+    assert max(most) < 30 < len(read(tmp_path / "store")), "a few groups at a time"

@@ -15,12 +15,13 @@ import numpy as np
 
 from recjax import files
 from recjax.config import load_config
-from recjax.experience import ledger, store
+from recjax.experience import ledger
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
 from recjax.training import checkpoint, run_folder
 from recjax.training.metrics import MetricsWriter
 from recjax.training.trained import fingerprint, run_config
+from tests.experience.rows import read_columns
 from tests.faults.kills import WARM_START
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run
@@ -72,7 +73,7 @@ def _cache(made: Subject) -> Any:
 def _record(made: Subject) -> Any:
     # A process that goes on knows nothing of files by heart.
     ledger._read.cache_clear()
-    return [repr(row) for row in store.read(made.output / "experience")]
+    return [repr(row) for row in read_columns(made.output / "experience.db")]
 
 
 def _exported(made: Subject) -> Any:

@@ -28,6 +28,7 @@ from recjax.training import loop
 from recjax.training.checkpoint import newest_whole, progress
 from recjax.training.metrics import read_metrics
 from recjax.training.run import characters
+from tests.experience.rows import read_columns
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import SECONDS, Place
 
@@ -199,7 +200,7 @@ def _wrong(both: _Both, load: _Load) -> str:
     """What is on disk otherwise than it should be; empty where nothing is."""
     if load.wrong:
         return f"a request was refused: {load.wrong[0]}"
-    rows = {row.id: row for row in store.read(both.store)}
+    rows = {row.id: row for row in read_columns(both.store)}
     for name, reply in load.answered.items():
         for place, choice in enumerate(reply["choices"]):
             row = rows.get(f"{name}/{place}")

@@ -18,10 +18,10 @@ from absl import flags
 
 from recjax.config import load_config
 from recjax.console import command
-from recjax.experience import store
 from recjax.generate_experience import generate
 from recjax.training import loop, rounds
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, without_times
 
 OPTIONS = ["training.steps=12", "training.checkpoint_every=2", "evaluation.every=4", "evaluation.problems=5"]
@@ -102,9 +102,9 @@ def differs(output: Path, straight: Path) -> str:
         first = next(((a, b) for a, b in zip(ours, theirs, strict=False) if a != b), ({}, {}))
         names = [name for name in first[0] if first[0][name] != first[1].get(name)]
         return f"{output}: rows of steps {steps}; the first that differs is {first[0].get('step')}, in {names}"
-    if (straight / "experience").exists():
+    if (straight / "experience.db").exists():
         ours, theirs = (
-            [(row.id, row.reward) for row in store.read(path / "experience")] for path in (output, straight)
+            [(row.id, row.reward) for row in read_columns(path / "experience.db")] for path in (output, straight)
         )
         if ours != theirs:
             return f"{output}: the record has {len(ours)} rows and not the {len(theirs)} of the other"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from experiments.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.experience.foreign import Columns
-from recjax.experience.prepared import prepared_rows
+from recjax.experience.sources import load_groups
 from recjax.hub.chat_rendering import render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids
@@ -298,8 +298,11 @@ def test_an_imported_chat_is_what_the_template_would_write(chat, tmp_path):
     (tmp_path / "eot.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     import_files([tmp_path / "eot.jsonl"], tmp_path / "store", Columns())
     policy = Policy(favoring(len(tokenizer), [0])[0], tokenizer, stop_token_ids(tokenizer, folder=folder))
-    table = prepared_rows(tmp_path / "store", policy).at(np.arange(3))
-    prompts, completions = table["prompt_tokens"].to_pylist(), table["completion_tokens"].to_pylist()
+    found = [
+        (group.prompt_tokens, one) for group in load_groups(tmp_path / "store", policy) for one in group.completions
+    ]
+    prompts = [prompt.tolist() for prompt, _ in found]
+    completions = [one.rows[0].tokens.tolist() for _, one in found]
     end, two = family.special.index(family.end), tokenizer.encode("2", add_special_tokens=False)
     blank = tokenizer.encode(" ", add_special_tokens=False) if family.template == INST else []
     assert completions == [[*blank, *two, end], [*blank, *two], [*two, tokenizer.eos_token_id]]

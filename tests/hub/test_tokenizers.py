@@ -210,8 +210,9 @@ def test_completions_of_a_store_go_on_where_their_prompts_end():
         policy = Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (2,))
         messages = [{"role": "user", "content": "x="}]
         rows = [text_row(0, prompt="x=", completion=text) for text in ("42", " 42")]
-        rows += [text_row(0, prompt=None, messages=messages, completion="42")]
-        pieces = [tokenizer.convert_ids_to_tokens(row.completion_tokens) for row in tokenized(rows, policy)]
+        rows += [text_row(0, messages=messages, completion="42")]
+        tokens = [one.completion.rows[0].tokens for one in tokenized(rows, policy)]
+        pieces = [tokenizer.convert_ids_to_tokens(ids) for ids in tokens]
         assert pieces == [["42", "</s>"], ["▁42", "</s>"], [first, "</s>"]]
 
 

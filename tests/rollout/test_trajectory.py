@@ -1,7 +1,5 @@
 """Turns become rows: what was sampled stays as it was, and is in one row once."""
 
-import json
-
 import numpy as np
 import pytest
 import tokenizers
@@ -9,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from recjax.experience.exchange import _turns_of
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
-from recjax.experience.rows import groups_of, rows_of
-from recjax.experience.store import append, from_bytes, read, to_bytes
+from recjax.experience.store import groups_from_bytes, groups_of, groups_to_bytes, records_of
 from recjax.experience.trajectories import pad_trajectories, thoughts_opening
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
 from recjax.rollout.trajectory import Trajectory
-from tests.experience.rows import TIME
+from tests.experience.rows import TIME, append, read
 from tests.hub.test_tokenizers import SENTENCEPIECES
 
 
@@ -154,21 +152,14 @@ TURN = [0, 2, 0.5]
     ],
 )
 def test_turns_are_read_where_they_can_be_those_of_the_rows(turns, kept):
-    first, second = rows_of([GROUPS[0]], "t", TIME)[:2]
-    first = first._replace(metadata=json.dumps({"turns": turns}))
-    ((found,),) = [group.completions for group in groups_of([first, second])]
-    assert found.turns == (tuple(map(tuple, turns)) if kept else ())
+    found = _turns_of(turns, GROUPS[0].completions[0].rows)
+    assert found == (tuple(map(tuple, turns)) if kept else ())
 
 
 def test_rows_of_a_store_are_the_same_trajectories_again(tmp_path):
-    append(tmp_path, rows_of(GROUPS, "t", TIME))
-    stored = read(tmp_path)
-    assert [row.trajectory for row in stored] == ["a", "a", "b", "c", "c", "c"]
-    for rows in (stored, from_bytes(to_bytes(rows_of(GROUPS, None, TIME)))):
-        found = groups_of(rows)
+    append(tmp_path / "s.db", records_of(GROUPS, "t", TIME))
+    for found in (groups_of(read(tmp_path / "s.db")), groups_from_bytes(groups_to_bytes(GROUPS))):
         assert [str(group) for group in found] == [str(group) for group in GROUPS]
-    with pytest.raises(ValueError, match=r"row 'a\+1': the first row of its trajectory 'a'"):
-        groups_of(stored[1:])
 
 
 def test_trajectories_as_a_batch_by_a_loop():

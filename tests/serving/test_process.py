@@ -22,6 +22,7 @@ from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
 from recjax.training.trained import open_checkpoint
 from tests.batch_shapes import shape_of
+from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train
 
 pytestmark = pytest.mark.slow
@@ -92,10 +93,10 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
         for asker in askers:
             asker.join()
         if store.part_files(tmp_path):
-            store.read(tmp_path)  # whatever was being written
+            read_columns(tmp_path)  # whatever was being written
     with running("--run", run[0], "--record", tmp_path):
         pass
-    rows = {row.id: row for row in store.read(tmp_path)}
+    rows = {row.id: row for row in read_columns(tmp_path)}
     for reply, tokens in answered.items():
         assert [rows[f"{reply}/{index}"].completion_tokens.tolist() for index in range(2)] == tokens
     assert all(rows[name].reward == 1.5 for name in rewarded) and len(rewarded) > 10
@@ -113,7 +114,7 @@ def test_told_to_end_it_finishes_what_runs(run, tmp_path):
             process.send_signal(signal.SIGTERM)
             lines = [line for line in events if line]
     assert lines[-1] == "data: [DONE]" and process.wait(60) == 0
-    assert len(store.read(tmp_path)) == 8
+    assert len(read_columns(tmp_path)) == 8
     assert not (tmp_path / ".served.jsonl").read_bytes()
 
 
@@ -172,7 +173,7 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
             assert reply["prompt_token_ids"] == asked[0].tolist()
             found = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=24)
             assert reply["choices"][0]["token_ids"] == found[0, asked.shape[1] :].tolist()
-    row = store.read(tmp_path)[0]
+    row = read_columns(tmp_path)[0]
     assert json.loads(row.metadata)["endpoint"] == "chat" and row.messages[0]["content"] == questions[0]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recjax.cache import cache_folder
-from recjax.experience import store
+from tests.experience.rows import read_columns
 from tests.serving.some_server import LIMITS, TOKENIZER, listening
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def test_rollouts_become_trajectories_with_the_rewards_that_the_package_gave(tmp
         played = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert played.returncode == 0, played.stderr + played.stdout
     said = dict(line.split(": ") for line in played.stdout.splitlines())
-    rows = store.read(tmp_path / "store")
+    rows = read_columns(tmp_path / "store")
     assert len(said) == len(rows) == ROLLOUTS, "each is one row, however many turns it has"
     for row in rows:
         assert row.id.startswith("session/")

@@ -5,14 +5,14 @@ import time
 
 import jax
 import numpy as np
-
-from recjax.experience import store
-from recjax.experience.group import runs_of, token_staleness
 from recjax.experience.rows import groups_of
+
+from recjax.experience.group import runs_of, token_staleness
 from recjax.models.decoder import init_params
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights
 from recjax.serving import running, sampler, versions
+from tests.experience.rows import read_columns
 from tests.serving.some_server import PARAMS, SHAPE, TestClient, post, serve, serving
 
 TEXT = "/v1/completions"
@@ -38,7 +38,7 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
         after = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
         assert after["policy_version"] == 7 and {*after["choices"][0]["token_policy_versions"]} == {7}
         assert client.get("/v1/models").json()["data"][0]["policy_version"] == 7
-    rows = {row.id: row for row in store.read(tmp_path)}
+    rows = {row.id: row for row in read_columns(tmp_path)}
     assert json.loads(rows[f"{after['id']}/0"].metadata)["run"] == "the run"
     assert [rows[f"{reply['id']}/{place}"].policy_version for place in range(4)] == [3] * 4
     runs = [json.loads(rows[f"{reply['id']}/{place}"].metadata).get("token_versions") for place in range(4)]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import store
 from recjax.training import checkpoint
+from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
 
 AGENT = ["rollout.max_context_tokens=32", "evaluation.problems=4"]
@@ -55,8 +55,8 @@ def test_kill_and_resume_equals_straight_through(straight, monkeypatch):
 @pytest.mark.slow
 def test_the_record_has_every_trajectory(straight):
     _, config, _ = straight
-    rows = store.read(Path(config.output) / "experience")
-    assert len(rows) == 2 * len({row.trajectory for row in rows}) >= 2 * 7 * 16
+    rows = read_columns(Path(config.output) / "experience.db")
+    assert len(rows) >= 7 * 16 and {len(row.rows) for row in rows} == {2}
     samples = (Path(config.output) / "samples" / "after.jsonl").read_text().splitlines()
     assert len(samples) == 4 and json.loads(samples[0])["reward/turns"] == 4
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.experience import store
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import read_columns
 from tests.training.tiny_run import train, without_times
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monke
 
 def recorded(config):
     """The rows of a run's store, without their times."""
-    rows = store.read(Path(config.output) / "experience")
+    rows = read_columns(Path(config.output) / "experience.db")
     plain = [row._replace(time=None) for row in rows]
     return [[value.tolist() if isinstance(value, np.ndarray) else value for value in row] for row in plain]
 
@@ -253,7 +253,7 @@ def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(tiny, tmp_
     steps = {int(step): groups for step, *groups in map(str.split, trained.read_text().splitlines())}
     everything = [f"{batch:06d}/{group:05d}" for batch in range(1, 15) for group in range(4)]
     assert sorted(itertools.chain(*steps.values())) == everything
-    stored = store.read(Path(config.output) / "experience")
+    stored = read_columns(Path(config.output) / "experience.db")
     assert sorted({row.group_id for row in stored}) == everything and len({row.id for row in stored}) == 14 * 16
     rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert rows[-1]["generators/restarts"] == 1 and len(stored) == 14 * 16

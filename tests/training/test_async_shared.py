@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from recjax import hosts
-from recjax.experience import store
 from recjax.rollout.shared_generators import SharedGenerators
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import read_columns
 from tests.training.simulated_run import simulated
 from tests.training.test_async_order import InAnyOrder
 from tests.training.tiny_run import TINY
@@ -113,7 +113,7 @@ def test_two_processes_train_asynchronously_and_go_on_after_a_kill(tmp_path, end
     assert steps == trained_on(tmp_path, 1) and list(steps) == list(range(1, 15))
     everything = [f"{batch:06d}/{group:05d}" for batch in range(1, 15) for group in range(4)]
     assert sorted(sum(steps.values(), [])) == everything
-    stored = store.read(tmp_path / "run" / "experience")
+    stored = read_columns(tmp_path / "run" / "experience.db")
     assert sorted({row.group_id for row in stored}) == everything and len({row.id for row in stored}) == len(stored)
     versions = {row.group_id: row.policy_version for row in stored}
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

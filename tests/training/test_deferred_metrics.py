@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from recjax.experience import store
 from recjax.training import learner, loop
 from recjax.training.deferred_metrics import DeferredMetrics
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import read_columns
 from tests.training.counting import Altered, CountingLearner, count
 from tests.training.tiny_run import train, without_times
 
@@ -132,4 +132,4 @@ def test_an_update_that_is_refused_draws_nothing_into_a_record(tiny):
     # Weights so large need not draw numbers that the store would refuse.
     with pytest.raises(FloatingPointError, match="step 1: update_norm = inf"):
         count(config, Altered(1, update_norm=np.inf))
-    assert {row.policy_version for row in store.read(Path(config.output) / "experience")} == {0}
+    assert {row.policy_version for row in read_columns(Path(config.output) / "experience.db")} == {0}

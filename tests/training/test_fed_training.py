@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import store
 from recjax.generate_experience import generate
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.training import loop, rounds
 from recjax.training.run import prepare
+from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
 from tests.training.counting import count, prepared_batch
 from tests.training.tiny_run import TINY, train, train_until_killed, without_times
@@ -27,9 +27,9 @@ def expert(tmp_path_factory):
     (folder / "tiny.yaml").write_text(TINY)
     config = load_config(folder / "tiny.yaml", [f"output={folder}"])
     generate(config, folder / "drawn", 16, None, None, "initial")
-    kept = [row for place, row in enumerate(store.read(folder / "drawn")) if place % 4 < 3]  # of each group of four
+    kept = [row for place, row in enumerate(read_columns(folder / "drawn")) if place % 4 < 3]  # of each group of four
     none = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
-    store.append(folder / "store", [row._replace(source="expert", reward=1.0, **none) for row in kept])
+    append_columns(folder / "store", [row._replace(source="expert", reward=1.0, **none) for row in kept])
     return folder / "store"
 
 
@@ -71,7 +71,7 @@ def test_what_is_drawn_is_recorded_once_and_reads_as_a_store(tiny, monkeypatch):
         count(config)
     monkeypatch.setattr(loop, "next_groups", next_groups)
     rows = count(config)
-    stored = store.read(Path(config.output) / "experience")
+    stored = read_columns(Path(config.output) / "experience.db")
     assert len(stored) == 5 * 16
     for row, own in zip(rows[1:], (stored[i : i + 16] for i in range(0, 80, 16)), strict=True):
         np.testing.assert_allclose(row["reward"], np.mean([one.reward for one in own]), rtol=1e-6)

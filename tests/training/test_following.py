@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recjax.experience import store
-from recjax.experience.feedback import give_rewards
 from recjax.generate_experience import generate
 from recjax.training import loop
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import append_columns, read_columns
+from tests.experience.test_feedback import give_rewards
 from tests.training.tiny_run import train, train_until_killed, without_times
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def sampled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampled")
     (folder / "tiny.yaml").write_text(TINY)
     generate(load_config(folder / "tiny.yaml", []), folder / "store", 6, None, None, "initial")
-    return store.read(folder / "store")
+    return read_columns(folder / "store")
 
 
 def batch(rows, number, **changes):
@@ -57,12 +57,12 @@ def test_it_trains_on_what_comes_once_also_when_killed(tiny, sampled, tmp_path, 
     def write():
         for number in range(6):
             rows = batch(sampled, number)
-            if number % 2:  # rewards come late, and replace the part
-                store.append(folder, [row._replace(reward=None, reward_parts=None, accurate=None) for row in rows])
+            if number % 2:  # rewards come late
+                append_columns(folder, [row._replace(reward=None, reward_parts=None, accurate=None) for row in rows])
                 time.sleep(0.3)
                 give_rewards(folder, [{"id": row.id, "reward": row.reward} for row in reversed(rows)])
             else:
-                store.append(folder, rows)
+                append_columns(folder, rows)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -83,9 +83,9 @@ def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_
 
     caplog.set_level(logging.INFO)
     folder = tmp_path / "live"
-    store.append(folder, batch(sampled, 0))
+    append_columns(folder, batch(sampled, 0))
     pending = batch(sampled, 1, reward=None, reward_parts=None, accurate=None)
-    store.append(folder, pending)
+    append_columns(folder, pending)
     config = tiny("follows", *OPTIONS, f"experience.store={folder}", "training.steps=2")
 
     def stop():
@@ -108,7 +108,7 @@ def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_
 
 def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, tmp_path):
     folder = tmp_path / "live"
-    store.append(folder, batch(sampled, 0))
+    append_columns(folder, batch(sampled, 0))
     options = ["training.steps=1", f"experience.store={folder}"]
     at_rest = train(tiny("at rest", *options))
     follows = train(tiny("follows", *OPTIONS, *options))
@@ -118,19 +118,19 @@ def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, 
 
 def test_sessions_of_several_rows_and_texts_of_others_are_trained_on(tiny, sampled, tmp_path):
     rows = batch(sampled, 0)
-    sessions = [row._replace(trajectory=row.id) for row in rows[:8]]
-    further = [
-        row._replace(id=f"{row.id}+1", completion_mask=np.arange(len(row.completion_tokens)) != 1) for row in sessions
-    ]
+    sessions = []
+    for row in rows[:8]:
+        (first,) = row.record.completion.rows
+        sessions.append(row._replace(rows=(first, first._replace(mask=np.arange(len(first.tokens)) != 1))))
     none = dict(tokenizer=None, prompt_tokens=None, completion_tokens=None, completion_mask=None)
     unknown = dict(behavior_logprobs=None, policy_version=None, temperature=None, top_k=None, top_p=None)
     texts = [row._replace(**none, **unknown) for row in rows[8:]]
     folder = tmp_path / "live"
-    store.append(folder, [row for pair in zip(sessions, further, strict=True) for row in pair])
-    store.append(folder, [row for row in texts if row.completion or not row.truncated])
+    append_columns(folder, sessions)
+    append_columns(folder, [row for row in texts if row.completion or not row.truncated])
     options = ["training.steps=1", f"experience.store={folder}", "experience.missing_logprobs=current"]
     metrics = train(tiny("follows", *OPTIONS, *options))[1]
-    sampled_tokens = sum(int(row.completion_mask.sum()) for row in (*sessions, *further))
+    sampled_tokens = sum(row.record.completion.sampled_tokens for row in sessions)
     sampled_tokens += sum(len(row.completion_tokens) for row in rows[8:])
     assert metrics["gradient_norm"] > 0 and metrics["completion_length"] == pytest.approx(sampled_tokens / 16)
     assert metrics["ratio/max"] == pytest.approx(1, abs=1e-3)

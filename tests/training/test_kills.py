@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import store
 from recjax.generate_experience import generate
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import read_columns
 from tests.training.killed_run import trained
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -73,6 +73,6 @@ def test_killed_anywhere_it_ends_as_if_nothing_had_happened(folder, forks, mode)
     rows = read_metrics(output / "run" / "metrics.jsonl")
     assert without_times(rows) == without_times(straight)
     if "experience.record=true" in options:
-        ours, theirs = (store.read(Path(place) / "experience") for place in (output / "run", straight_output))
+        ours, theirs = (read_columns(Path(place) / "experience.db") for place in (output / "run", straight_output))
         assert [row.id for row in ours] == [row.id for row in theirs]
         assert [row.reward for row in ours] == [row.reward for row in theirs]

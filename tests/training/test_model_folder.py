@@ -9,7 +9,6 @@ import logging
 import shutil
 
 import jax
-import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -17,9 +16,8 @@ import yaml
 from recjax import evaluate as evaluating
 from recjax.config import load_config
 from recjax.evaluate import evaluate
-from recjax.experience import store
 from recjax.experience.foreign import Columns
-from recjax.experience.prepared import prepared_rows
+from recjax.experience.sources import load_groups
 from recjax.generate_experience import generate
 from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import policy_alone
@@ -33,6 +31,7 @@ from recjax.training.followed_run import FollowedRun
 from recjax.training.run import prepare
 from recjax.training.run_folder import check_run_folder, with_chat_date
 from recjax.training.trained import open_policy
+from tests.experience.rows import read_columns
 from tests.training.tiny_run import train, train_until_killed
 
 CONFIG = """
@@ -97,7 +96,7 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
     check_run_folder(config, overwrite=False)
     train(config)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["chat_date"] == FIRST
-    recorded = store.read(tmp_path / "run" / "experience")
+    recorded = read_columns(tmp_path / "run" / "experience.db")
     run = open_policy(str(tmp_path / "run"), config)
     assert len(recorded) == 12 and days(recorded, run.policy.tokenizer) == {FIRST}
     assert run.policy.tokenizer.init_kwargs["chat_date"] == FIRST
@@ -118,8 +117,8 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
     chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat, "reward": 1}))
     import_files([tmp_path / "rows.jsonl"], tmp_path / "store", Columns())
-    (prompt,) = prepared_rows(tmp_path / "store", run.policy).at(np.arange(1))["prompt_tokens"].to_pylist()
-    assert run.policy.tokenizer.decode(prompt)[:10] == FIRST
+    (group,) = load_groups(tmp_path / "store", run.policy)
+    assert run.policy.tokenizer.decode(group.prompt_tokens)[:10] == FIRST
 
 
 @pytest.mark.slow
@@ -145,7 +144,7 @@ def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
     assert generate(config, tmp_path / "store", 1, None, None, "initial") == 1
     on(SECOND)
     assert generate(config, tmp_path / "store", 2, None, None, "initial") == 1
-    rows = store.read(tmp_path / "store")
+    rows = read_columns(tmp_path / "store")
     assert len(rows) == 8 and days(rows, policy_alone(config, "").tokenizer) == {FIRST}
 
 

@@ -43,7 +43,7 @@ def store(tmp_path_factory):
     (folder / "tiny.yaml").write_text(TINY)
     config = load_config(folder / "tiny.yaml", [f"output={folder / 'run'}", "experience.record=true"])
     count(config, sources=functools.partial(prepared_batch, prefix="recorded-"))
-    return folder / "run" / "experience"
+    return folder / "run" / "experience.db"
 
 
 def killed_in_batch(at: int):

@@ -2,16 +2,16 @@
 
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import store
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
-from recjax.experience.rows import group_of
+from recjax.experience.store import Store, groups_of
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenize import tokenizer_name
 from recjax.generate_experience import generate
@@ -28,7 +28,7 @@ from recjax.tasks.prompts import encode_problems
 from recjax.training import loop, regrading, rounds
 from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
 from recjax.training.run import Run, State, prepare
-from tests.experience.rows import make_row, text_row
+from tests.experience.rows import append, append_columns, columns_of, make_row, read_columns, text_row
 from tests.training.counting import count, killed
 from tests.training.tiny_run import TINY, train, without_times
 
@@ -58,7 +58,7 @@ def bare(rows):
 @pytest.fixture
 def texts(drawn, tmp_path):
     """A store of the same completions as texts alone, of groups that have lost different numbers of rows."""
-    store.append(tmp_path / "texts", bare(store.read(drawn)[3:]))
+    append_columns(tmp_path / "texts", bare(read_columns(drawn)[3:]))
     return tmp_path / "texts"
 
 
@@ -73,7 +73,7 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     monkeypatch.setattr(
         rounds, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
     )
-    from_store = count(tiny("store", f"experience.store={config.output}/experience"))
+    from_store = count(tiny("store", f"experience.store={config.output}/experience.db"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
     offline = [{name: row[name] for name in row if not name.startswith("experience/")} for row in offline]
     assert without_store_keys(from_store) == without_store_keys(offline)
@@ -81,10 +81,10 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
 
 
 def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp_path, monkeypatch):
-    rows = store.read(drawn)
+    rows = read_columns(drawn)
     # Some wait for rewards, and some have others' of another scale.
     strange = [row._replace(reward=(None, 7.0)[place % 2], reward_parts=None) for place, row in enumerate(rows)]
-    store.append(tmp_path / "strange", strange)
+    append_columns(tmp_path / "strange", strange)
     assert len({row.reward for row in rows}) > 1
     expected = count(tiny("own", f"experience.store={drawn}"))
     options = [f"experience.store={tmp_path / 'strange'}", "experience.regrade=true"]
@@ -92,15 +92,20 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
     # A run that goes on does not ask for rewards again, and takes no others.
     output = Path(tiny("again", *options).output)
     shutil.rmtree(output / "checkpoints" / str(STEPS))
-    monkeypatch.setattr(regrading, "_made", None)
+    with monkeypatch.context() as without_grades:
+        without_grades.setattr(Store, "add_rewards", None)
+        assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
+    assert [row.reward for row in read_columns(tmp_path / "strange")] == [row.reward for row in strange]
+    # A run that was killed while it graded grades what is left.
+    shutil.rmtree(output / "checkpoints")
+    with sqlite3.connect(tmp_path / "strange") as database:
+        database.execute("delete from rewards where grader like 'run %' and completion > 9")
+        (kept,) = database.execute("select count(*) from rewards").fetchone()
+    with Store(tmp_path / "strange") as store, store._transaction() as (connection, last):
+        store._save(connection, last._replace(rewards=kept))
     assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
-    shutil.rmtree(output / "checkpoints" / str(STEPS))
-    grades = output / "regraded.jsonl"
-    grades.write_text(grades.read_text().replace(", 1.0, ", ", 0.5, "))
-    with pytest.raises(ValueError, match="has changed since this run began"):
-        count(tiny("again", *options))
-    grades.write_text(grades.read_text()[:-40])
-    with pytest.raises(ValueError, match="regraded.jsonl: not the grades that this run wrote"):
+    (output / "grader.json").write_text("{}")
+    with pytest.raises(ValueError, match="grader.json is damaged"):
         count(tiny("again", *options))
 
 
@@ -108,10 +113,10 @@ def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_pat
     said = ["so \\boxed{5}", "so</think>\\boxed{5}", "<think>\\boxed{5}"]
     texts = [(prompt, text) for prompt in ("2+3<think>", "2+3=") for text in said]
     rows = [
-        text_row(place)._replace(group_id=prompt, prompt=prompt, completion=text, answer="5", reward=None)
+        columns_of(text_row(place, group_id=prompt, prompt=prompt, completion=text, answer="5", reward=None))
         for place, (prompt, text) in enumerate(texts)
     ]
-    store.append(tmp_path / "store", rows)
+    append_columns(tmp_path / "store", rows)
     options = ["experience.regrade=true", "experience.missing_logprobs=initial", "rollout.prompts_per_step=1"]
     options += [f"experience.store={tmp_path / 'store'}", "task.reward=math", "grading.seconds=20"]
     (tmp_path / "tiny.yaml").write_text(TINY)
@@ -120,23 +125,24 @@ def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_pat
     policy = Policy(Decoder(DecoderConfig(len(letters), 16, 32, 1, 2, 1, 8)), letters, (0,))
     prompts, grading = encode_problems([Problem("1+1=", "2")], letters, None), Grading(config, load_reward("math"))
     held = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), load_stored(config, policy))
-    regrading._made(held, {}, tmp_path / "regraded.jsonl")
-    lines = (tmp_path / "regraded.jsonl").read_text().splitlines()
-    assert [json.loads(line)[1] for line in lines] == [0, 1, 0, 1, 1, 0]
+    regrading._grade(held, {}, "another")
+    with Store(tmp_path / "store") as store:
+        assert store.scan_rewards("another")[1].tolist() == [0, 1, 0, 1, 1, 0]
 
 
 def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_again(tiny, drawn, tmp_path):
     rows = [
-        row._replace(prompt="11+1=", answer=None, prompt_tokens=None, tokenizer=None) for row in bare(store.read(drawn))
+        row._replace(prompt="11+1=", answer=None, prompt_tokens=None, tokenizer=None)
+        for row in bare(read_columns(drawn))
     ]
-    store.append(tmp_path / "others", [row._replace(group_id="g") for row in rows[:4]])
+    append_columns(tmp_path / "others", [row._replace(group_id="g") for row in rows[:4]])
     options = [f"experience.store={tmp_path / 'others'}", "experience.regrade=true", "rollout.prompts_per_step=1"]
     with pytest.raises(ValueError, match=r"experience.regrade: group 'g' asks '11\+1='.*nor the store has an answer"):
         count(tiny("unknown", *options, "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"))
 
 
 def test_one_batch_in_any_order_is_the_same_step(tiny, drawn, tmp_path, monkeypatch):
-    store.append(tmp_path / "one", store.read(drawn)[:16])
+    append_columns(tmp_path / "one", read_columns(drawn)[:16])
     saved, save = [], loop.checkpoint.save
 
     def kept(manager, state: State, keep):
@@ -190,12 +196,13 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
     with pytest.raises(KeyboardInterrupt):
         count(config, killed(at=5))
     assert read_metrics(Path(config.output) / "metrics.jsonl")[-1]["step"] == 4
-    shutil.copytree(texts, tmp_path / "copy")
-    store.append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])
+    shutil.copy(texts, tmp_path / "copy")
+    append(texts, [text_row(1, group=99, prompt="1+1=", completion="2")])
     with pytest.raises(ValueError, match=r"store '.*texts' has changed since this run began"):
         count(config)
-    shutil.rmtree(texts)
-    shutil.copytree(tmp_path / "copy", texts)
+    for file in texts.parent.glob("texts*"):
+        file.unlink()
+    shutil.copy(tmp_path / "copy", texts)
     assert without_times(count(config)) == without_times(straight)
 
 
@@ -216,9 +223,9 @@ def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path,
 
 
 def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
-    rows = store.read(drawn)
+    rows = read_columns(drawn)
     waiting = [row._replace(reward=None, reward_parts=None) if i in (0, 1, 6) else row for i, row in enumerate(rows)]
-    store.append(tmp_path / "late", waiting)
+    append_columns(tmp_path / "late", waiting)
     config = tiny("run", f"experience.store={tmp_path / 'late'}", "training.steps=1", "evaluation.every=0")
     found = prepare(config)[0].stored
     assert len(found.groups) == 4 * STEPS - 2
@@ -228,12 +235,12 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
 
 
 def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path):
-    rows = store.read(drawn)
+    rows = read_columns(drawn)
 
     def refused(message, *options, of=None):
         folder = tmp_path / f"store {len(list(tmp_path.iterdir()))}"
         if of is not None:
-            store.append(folder, of)
+            append_columns(folder, of)
         # Later overrides win.
         config = tiny("run", f"experience.store={folder}", *options)
         with pytest.raises(ValueError, match=message):
@@ -266,13 +273,20 @@ def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
 
 
 def test_rows_that_fill_a_batch_up_are_in_no_mean():
-    rows = [make_row(i, length=2 + i, reward=1.0 + i, reward_parts=None, accurate=True) for i in range(3)]
-    parts = [{"correct": 1.0}, {"correct": 3.0}, None]
+    parts, versions = [{"correct": 1.0}, {"correct": 3.0}, None], (0, 2, None)
     rows = [
-        row._replace(reward_parts=part, truncated=True, policy_version=version)
-        for row, part, version in zip(rows, parts, (0, 2, None), strict=True)
+        make_row(
+            i,
+            length=2 + i,
+            reward=1.0 + i,
+            reward_parts=parts[i],
+            accurate=True,
+            truncated=True,
+            policy_version=versions[i],
+        )
+        for i in range(3)
     ]
-    batch = pad([group_of("g", rows)], Shape(2, 5, 4, 6))
+    batch = pad(groups_of(rows), Shape(2, 5, 4, 6))
     assert len(batch.rewards) == 10
     assert batch_metrics(6, batch, batch) == {
         "reward": 2,
@@ -288,8 +302,8 @@ def test_rows_that_fill_a_batch_up_are_in_no_mean():
 
 
 def test_versions_of_another_run_are_no_staleness(tiny, drawn, tmp_path):
-    rows = [row._replace(policy_version=200) for row in store.read(drawn)]
-    store.append(tmp_path / "later", rows)
+    rows = [row._replace(policy_version=200) for row in read_columns(drawn)]
+    append_columns(tmp_path / "later", rows)
     config = tiny("run", f"experience.store={tmp_path / 'later'}")
     policy = prepare(tiny("plain"))[0].policy
     assert rows[0].tokenizer == tokenizer_name(policy.tokenizer)
