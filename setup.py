@@ -40,6 +40,7 @@ setup(
         "rich>=13.0",
         "safetensors>=0.6",
         "scipy>=1.15",
+        "sqlalchemy>=2.0",
         "sympy>=1.13",
         "tensorboardX>=2.6",
         "tokenizers>=0.22",

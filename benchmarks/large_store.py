@@ -17,17 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from absl import app, flags
 
 from benchmarks import tables
 from benchmarks.run import machine
 from recjax.config import Config, load_config
 from recjax.console import progress_bar
-from recjax.experience import store
 from recjax.experience.batch import pad
+from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.sources import groups_at
-from recjax.experience.store import Experience
+from recjax.experience.store import Record, Store
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenize import tokenizer_name
 from recjax.host_memory import prepare_host_memory
@@ -59,44 +58,43 @@ def subject(folder: str) -> tuple[Config, Policy]:
     return config, policy_alone(config, "+0123456789=")
 
 
-def make_store(folder: Path, rows: int, logprobs: bool = True) -> None:
+def make_store(path: Path, rows: int, logprobs: bool = True) -> None:
     """Writes a store of so many rows, with log-probs or without; its parts differ in their ids."""
-    config, policy = subject(str(folder))
+    config, policy = subject(str(path))
     name, generator = tokenizer_name(policy.tokenizer), np.random.default_rng(0)
-    made = []
+    made, prompts, now = [], [], datetime.now(UTC)
     for row in range(min(PART, rows)):
         length, (first, second) = int(generator.integers(16, 49)), np.add(divmod(row // GROUP, 90), 10).tolist()
         prompt = f"{first}+{second}="
         made.append(
-            Experience(
+            Completion(
                 id="",
-                group_id="",
                 source="made",
-                completion=f"{generator.integers(20, 200)}",
-                time=datetime.now(UTC),
-                prompt=prompt,
-                answer=str(first + second),
-                tokenizer=name,
-                prompt_tokens=np.array(policy.tokenizer.encode(prompt), np.int32),
-                completion_tokens=generator.integers(1, 13, length, np.int32),
-                completion_mask=np.ones(length, bool),
-                behavior_logprobs=-generator.random(length, np.float32) if logprobs else None,
-                reward=float(generator.integers(2)),
+                text=f"{generator.integers(20, 200)}",
+                rows=(
+                    Row(
+                        np.array(policy.tokenizer.encode(prompt), np.int32),
+                        generator.integers(1, 13, length, np.int32),
+                        np.ones(length, bool),
+                        -generator.random(length, np.float32) if logprobs else None,
+                    ),
+                ),
+                sampling=config.rollout.sampling(),
                 policy_version=0,
-                **config.rollout.sampling()._asdict(),
+                truncated=False,
+                grade=Grade(float(generator.integers(2))),
             )
         )
-    part = store.to_table(made)
-    folder.mkdir()
-    with progress_bar("writing", rows, unit="row") as bar:
-        for number, start in enumerate(range(0, rows, PART)):
+        prompts.append((prompt, str(first + second)))
+    with progress_bar("writing", rows, unit="row") as bar, Store(path, create=True) as store:
+        for start in range(0, rows, PART):
             here = range(start, min(start + PART, rows))
-            ids = [f"made/{row:09d}" for row in here], [f"made/group/{row // GROUP:09d}" for row in here]
-            table = part.slice(0, len(here))
-            for name, values in zip(("id", "group_id"), ids, strict=True):
-                table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-            with store.locked(folder):  # as `append`, which would look for each id among all others
-                store.write_part(table, folder / f"part-{number:08d}.parquet")
+            records = []
+            for row, one, (prompt, answer) in zip(here, made, prompts, strict=False):
+                one = one._replace(id=f"made/{row:09d}")
+                group = Group(f"made/group/{row // GROUP:09d}", one.rows[0].prompt_tokens, (one,), prompt, answer)
+                records.append(Record(group, now, name))
+            store.append(records)
             bar.update(len(here))
 
 
@@ -122,7 +120,7 @@ def open_store(folder: str) -> dict[str, float]:
 def measure(rows: int) -> dict[str, float]:
     """A row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        made, cache = Path(folder) / "store", Path(folder) / "cache"
+        made, cache = Path(folder) / "store.db", Path(folder) / "cache"
         make_store(made, rows)
         command = [sys.executable, "-m", "benchmarks.large_store", "--opens", str(made)]
         environment = os.environ | {"RECJAX_CACHE": str(cache)}
@@ -130,7 +128,7 @@ def measure(rows: int) -> dict[str, float]:
             json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
             for _ in range(2)
         )
-        size, cached = (sum(file.stat().st_size for file in place.rglob("*.*")) for place in (made, cache))
+        size, cached = made.stat().st_size, sum(file.stat().st_size for file in cache.rglob("*.*"))
     return first | {"rows": rows, "store": size, "cached": cached, "first": first["open"], "again": again["open"]}
 
 

@@ -22,7 +22,7 @@ from recjax.console import progress_bar
 
 STEPS = 3
 SHORT = ["warm_start=null", f"training.steps={STEPS}", "evaluation.problems=16", "rollout.max_completion_tokens=48"]
-USES = {  # of a store, whose folder is filled in
+USES = {  # of a store, whose file is filled in
     "`experience.store`": ["experience.store={store}"],
     "`missing_logprobs: initial`": ["experience.store={store}", "experience.missing_logprobs=initial"],
     "`regrade: true`": ["experience.store={store}", "experience.regrade=true"],

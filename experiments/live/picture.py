@@ -1,28 +1,31 @@
 """Draws how right the answers were that a server gave, over time, from the store that it recorded them in.
 
-python experiments/live/picture.py served/live live.png
+python experiments/live/picture.py served/live.db live.png
 """
 
 import sys
 
 import numpy as np
 
+from recjax.experience.store import Store
 from recjax.plots.style import COLORS, GREY, add_legend, finish, new_figure
-from tests.experience.rows import read_columns
 
 BIN_SECONDS = 5.0
 
 
-def main(folder: str, path: str) -> None:
+def main(place: str, path: str) -> None:
     """Draws the answers that have a thumb."""
-    rows = sorted((row for row in read_columns(folder) if row.accurate is not None), key=lambda row: row.time)
+    with Store(place) as store:
+        records = [record for record in store.records() if record.completion.grade]
+    rows = sorted(records, key=lambda record: record.time)
     seconds = np.array([(row.time - rows[0].time).total_seconds() for row in rows])
-    right, versions = np.array([row.accurate for row in rows]), np.array([row.policy_version for row in rows])
+    right = np.array([row.completion.grade.accurate for row in rows])
+    versions = np.array([row.completion.policy_version for row in rows])
     bins = (seconds // BIN_SECONDS).astype(int)
     known = np.unique(bins)
     means = np.array([right[bins == one].mean() for one in known])
     # Eight answers to a sum are not independent: the error is that of the groups' means.
-    groups = np.array([row.group_id for row in rows])
+    groups = np.array([row.group.id for row in rows])
     errors = np.array([_error(right[bins == one], groups[bins == one]) for one in known])
     middles = (known + 0.5) * BIN_SECONDS
     figure = new_figure(7, 5, f"{len(rows)} served answers, learned from as their thumbs came")

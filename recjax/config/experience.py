@@ -47,7 +47,7 @@ class RolloutConfig(ConfigBlock):
 class MixConfig(ConfigBlock):
     """Completions from a store, mixed with completions that the policy samples."""
 
-    store: str = key(..., "Folder of the store")
+    store: str = key(..., "File or URL of the store")
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
@@ -158,7 +158,7 @@ class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
     store: str | None = key(
-        None, "Folder of a store that every batch comes from; groups may have any size", excludes="task.agent"
+        None, "File or URL of a store that every batch comes from; groups may have any size", excludes="task.agent"
     )
     mix: MixConfig | None = key(None, excludes="experience.store or task.agent")
     late: LateConfig | None = key(None, excludes=_STORE)
@@ -176,7 +176,7 @@ class ExperienceConfig(ConfigBlock):
         needs=f"{_STORE} or experience.mix",
     )
     record: bool = key(
-        False, "Keep the completions that the policy samples in a store in the run's folder", excludes=_STORE
+        False, "Keep the completions that the policy samples in experience.db in the run's folder", excludes=_STORE
     )
     follow: bool = key(
         False, "Train on a store as it grows, on each group once, when all its rewards have arrived", needs=_STORE

@@ -15,13 +15,11 @@ import numpy as np
 
 from recjax import files
 from recjax.config import load_config
-from recjax.experience import ledger
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
 from recjax.training import checkpoint, run_folder
 from recjax.training.metrics import MetricsWriter
 from recjax.training.trained import fingerprint, run_config
-from tests.experience.rows import read_columns
 from tests.faults.kills import WARM_START
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run
@@ -71,9 +69,10 @@ def _cache(made: Subject) -> Any:
 
 
 def _record(made: Subject) -> Any:
-    # A process that goes on knows nothing of files by heart.
-    ledger._read.cache_clear()
-    return [repr(row) for row in read_columns(made.output / "experience.db")]
+    with Store(made.output / "experience.db") as store:
+        list(store.scan())
+        store.scan_rewards()
+        return [repr(record) for record in store.records()]
 
 
 def _exported(made: Subject) -> Any:
@@ -139,7 +138,7 @@ KINDS = {
     "base policy in the cache": Kind(
         lambda made: sorted(path for path in (made.cache / "warm_start").glob("*/**/*") if path.is_file()), _cache
     ),
-    "store": Kind(_under("experience"), _record),
+    "store": Kind(_under("experience.db"), _record),
     "exported model": Kind(lambda made: sorted(path for path in made.exported.rglob("*") if path.is_file()), _exported),
     "config.yaml": Kind(_under("config.yaml"), _config),
     "metrics.jsonl": Kind(_under("metrics.jsonl"), _metrics),
@@ -195,7 +194,6 @@ def _tried(
     made: Subject, fault: str, kind: Kind, before: Any, file: Path, content: bytes, damaged: bytes | None, where: str
 ) -> Outcome:
     status, warnings, package = file.stat(), _Warnings(), logging.getLogger("recjax")
-    ledger._warn_once.cache_clear()
     package.addHandler(warnings)
     try:
         file.unlink() if damaged is None else file.write_bytes(damaged)
@@ -206,6 +204,8 @@ def _tried(
         return Outcome(fault, "NOT", f"{where}: {type(error).__name__}: {error}")
     finally:
         package.removeHandler(warnings)
+        for beside in file.parent.glob(f"{file.name}-*"):  # what SQLite has made of a damaged file
+            beside.unlink()
         file.write_bytes(content)
         file.chmod(status.st_mode)
     if warnings.said:

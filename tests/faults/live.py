@@ -19,9 +19,9 @@ from absl import flags
 from recjax import serve
 from recjax.config import load_config
 from recjax.console import command
-from recjax.experience import store
 from recjax.experience.followed import Followed
 from recjax.experience.following import Follower
+from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
 from recjax.tasks.loading import load_task
 from recjax.training import loop
@@ -40,7 +40,7 @@ FOLLOWS = [
     "evaluation.problems=5",
     "samples={every: 1, groups: 4}",
 ]
-SERVES = ["--port=0", "--part_seconds=0.3", "--reward_seconds=1", "--max_completion_tokens=3", "--slots=8"]
+SERVES = ["--port=0", "--reward_seconds=1", "--max_completion_tokens=3", "--slots=8"]
 ASKERS = 3
 
 
@@ -249,10 +249,10 @@ def _left(both: _Both) -> tuple[set[str], set[str], int]:
     follower = Follower(config, policy, said["totals"]["run"])
     followed = Followed.from_json(said["queue"]["followed"])
     found, taken = follower.found(followed, step + 1), set()
-    for part in store.part_files(both.store):
-        first, *others = store.read_columns(part, ["id"])["id"].to_pylist()
-        taken |= {name for name in (first, *others) if followed.has(first, name)}
-    left = {name for candidate in found.candidates for name in candidate.ids}
+    with Store(both.store) as store:
+        names = {number: name for name, number in store.ids().items()}
+    taken |= {name for number, name in names.items() if followed.has(number)}
+    left = {names[number] for candidate in found.candidates for number in candidate.numbers}
     return left, taken, len(said["queue"]["groups"])
 
 

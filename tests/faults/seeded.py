@@ -96,8 +96,8 @@ FAULTS = {
     "rounds-recorded-twice": Fault(
         "a resumed run records a batch that the record already holds",
         "recjax/training/rounds.py",
-        "if names and names[0] not in store.ids(run.record):",
-        "if names:",
+        'if records and not store.numbers("id", [records[0].completion.id]):',
+        "if records:",
         (f"{_FED}::test_what_is_drawn_is_recorded_once_and_reads_as_a_store",),
     ),
     # --- Queue.

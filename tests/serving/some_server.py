@@ -32,7 +32,8 @@ LIMITS = Limits(context=200, completion=100, slots=4, queue=8, distributions=4)
 
 
 def serving(folder, limits=LIMITS, guarded=None, seed=1, policy=POLICY, params=PARAMS, newer=None, **recording):
-    """What a server is made of; it records in the store `folder`, unless that is None."""
+    """What a server is made of; it records in that file or folder, unless it is None."""
+    folder = folder / "store.db" if folder and folder.is_dir() else folder
     recording = Recording(str(folder), "tiny", **recording) if folder else None
     weights = Weights(params, 3)
     return Serving("tiny", policy, weights, limits, guarded or Guarded(), recording, seed, newer)

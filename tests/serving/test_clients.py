@@ -139,7 +139,7 @@ def test_a_client_that_vanishes_frees_its_slots_and_leaves_no_record(tmp_path, s
         wait_until(lambda: not engine._slots.live.any() and not engine._waiting())
         status, reply = ask(port, {"prompt": "a", "max_tokens": 3})
         assert status == 200
-    assert [row.id for row in read_columns(tmp_path)] == [f"{reply['id']}/0"]
+    assert [row.id for row in read_columns(tmp_path / "store.db")] == [f"{reply['id']}/0"]
 
 
 def test_a_slow_body_is_not_waited_for(tmp_path):

@@ -1,7 +1,6 @@
 """The server as a process: started, killed, told to end; a run that trains on what it left; SmolLM2."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import store
 from recjax.experience.sources import load_groups, with_logprobs
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
@@ -40,7 +38,7 @@ def run(tmp_path_factory):
 
 def started(*flags):
     """A server's process, and its address when it answers."""
-    command = [sys.executable, "-m", "recjax.serve", "--port=0", "--part_seconds=0.3", *map(str, flags)]
+    command = [sys.executable, "-m", "recjax.serve", "--port=0", *map(str, flags)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()
     if not line:
@@ -69,7 +67,7 @@ def post(client, path, **body):
 def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
     answered, rewarded, random = {}, set(), np.random.default_rng(0)
     for _ in range(3):
-        process, address = started("--run", run[0], "--record", tmp_path, "--reward_seconds=0.5")
+        process, address = started("--run", run[0], "--record", tmp_path / "store.db", "--reward_seconds=0.5")
         stop = threading.Event()
 
         def ask(address=address, stop=stop):
@@ -92,11 +90,10 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
         stop.set()
         for asker in askers:
             asker.join()
-        if store.part_files(tmp_path):
-            read_columns(tmp_path)  # whatever was being written
-    with running("--run", run[0], "--record", tmp_path):
+        read_columns(tmp_path / "store.db")  # whatever was being written
+    with running("--run", run[0], "--record", tmp_path / "store.db"):
         pass
-    rows = {row.id: row for row in read_columns(tmp_path)}
+    rows = {row.id: row for row in read_columns(tmp_path / "store.db")}
     for reply, tokens in answered.items():
         assert [rows[f"{reply}/{index}"].completion_tokens.tolist() for index in range(2)] == tokens
     assert all(rows[name].reward == 1.5 for name in rewarded) and len(rewarded) > 10
@@ -105,7 +102,7 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
 
 
 def test_told_to_end_it_finishes_what_runs(run, tmp_path):
-    process, address = started("--run", run[0], "--record", tmp_path, "--max_completion_tokens=1500")
+    process, address = started("--run", run[0], "--record", tmp_path / "store.db", "--max_completion_tokens=1500")
     with httpx.Client(base_url=address, timeout=120) as client:
         options = {"prompt": "1+2=", "max_tokens": 1500, "n": 8, "stream": True}
         with client.stream("POST", TEXT, json=options) as reply:
@@ -114,8 +111,7 @@ def test_told_to_end_it_finishes_what_runs(run, tmp_path):
             process.send_signal(signal.SIGTERM)
             lines = [line for line in events if line]
     assert lines[-1] == "data: [DONE]" and process.wait(60) == 0
-    assert len(read_columns(tmp_path)) == 8
-    assert not (tmp_path / ".served.jsonl").read_bytes()
+    assert len(read_columns(tmp_path / "store.db")) == 8
 
 
 def test_a_run_trains_on_what_was_served(run, tmp_path):
@@ -163,7 +159,7 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_folder)
     questions = ["What is the capital of France?", "Name three colors.", "Write a line about the sea."]
-    with running("--model", smollm2_folder, "--record", tmp_path) as client:
+    with running("--model", smollm2_folder, "--record", tmp_path / "store.db") as client:
         for question in questions:
             messages = [{"role": "user", "content": question}]
             options = {"temperature": 0, "max_tokens": 24, "return_token_ids": True}
@@ -173,25 +169,29 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
             assert reply["prompt_token_ids"] == asked[0].tolist()
             found = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=24)
             assert reply["choices"][0]["token_ids"] == found[0, asked.shape[1] :].tolist()
-    row = read_columns(tmp_path)[0]
-    assert json.loads(row.metadata)["endpoint"] == "chat" and row.messages[0]["content"] == questions[0]
+    row = read_columns(tmp_path / "store.db")[0]
+    assert row.metadata["endpoint"] == "chat" and row.messages[0]["content"] == questions[0]
 
 
 def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tmp_path):
     config = load_config(run[1], ["rollout.temperature=0.7", "rollout.prompts_per_step=4"])
     with running("--run", run[0], "--norecording") as client:
-        assert generate_remotely(config, tmp_path, 2, Address(str(client.base_url)), None) == 2
+        assert generate_remotely(config, tmp_path / "store.db", 2, Address(str(client.base_url)), None) == 2
     _, policy, params, version, _ = open_checkpoint(run[0])
-    groups = load_groups(tmp_path, policy)
+    groups = load_groups(tmp_path / "store.db", policy)
     assert version == 2 and len(groups) == 8 and {one.source for one in groups[0].completions} == {"tiny"}
     unknown = [
-        group._replace(completions=tuple(one._replace(behavior_logprobs=None) for one in group.completions))
+        group._replace(
+            completions=tuple(
+                one._replace(rows=(one.rows[0]._replace(behavior_logprobs=None),)) for one in group.completions
+            )
+        )
         for group in groups
     ]
     shape, sampling = shape_of(groups, 4), config.rollout.sampling()
     for ours, theirs in zip(groups, with_logprobs(unknown, shape, policy, params, sampling, 64), strict=True):
         for sent, known in zip(ours.completions, theirs.completions, strict=True):
-            np.testing.assert_allclose(sent.behavior_logprobs, known.behavior_logprobs, atol=1e-4)
+            np.testing.assert_allclose(sent.rows[0].behavior_logprobs, known.rows[0].behavior_logprobs, atol=1e-4)
 
 
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):

@@ -1,13 +1,12 @@
 """New weights while requests are answered: no request is dropped, and every token says which weights sampled it."""
 
-import json
 import time
 
 import jax
 import numpy as np
-from recjax.experience.rows import groups_of
 
 from recjax.experience.group import runs_of, token_staleness
+from recjax.experience.store import groups_of
 from recjax.models.decoder import init_params
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Weights
@@ -38,13 +37,14 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
         after = post(client, TEXT, prompt="abc", max_tokens=20, seed=1, return_token_ids=True)
         assert after["policy_version"] == 7 and {*after["choices"][0]["token_policy_versions"]} == {7}
         assert client.get("/v1/models").json()["data"][0]["policy_version"] == 7
-    rows = {row.id: row for row in read_columns(tmp_path)}
-    assert json.loads(rows[f"{after['id']}/0"].metadata)["run"] == "the run"
+    rows = {row.id: row for row in read_columns(tmp_path / "store.db")}
+    assert rows[f"{after['id']}/0"].metadata["run"] == "the run"
     assert [rows[f"{reply['id']}/{place}"].policy_version for place in range(4)] == [3] * 4
-    runs = [json.loads(rows[f"{reply['id']}/{place}"].metadata).get("token_versions") for place in range(4)]
-    assert runs == [[list(run) for run in runs_of(np.array(each))] or None for each in found] and any(runs)
-    swapped = next(one for one in groups_of(rows.values())[0].completions if one.version_runs)
-    group = groups_of(rows.values())[0]._replace(completions=(swapped,))
+    runs = [rows[f"{reply['id']}/{place}"].version_runs for place in range(4)]
+    assert runs == [runs_of(np.array(each)) for each in found] and any(runs)
+    groups = groups_of(row.record for row in rows.values())
+    swapped = next(one for one in groups[0].completions if one.version_runs)
+    group = groups[0]._replace(completions=(swapped,))
     (_, before), (_, since) = swapped.version_runs
     assert token_staleness([group], 11) == (7 * before + 3 * since) / (before + since)
     fresh = serve(tmp_path / "fresh", params=init_params(SHAPE, jax.random.key(1)))
