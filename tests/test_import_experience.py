@@ -20,6 +20,7 @@ from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.group import Grade
 from recjax.experience.store import Store
 from recjax.experience.tokenize import tokenized, tokenizer_name
+from recjax.files import size_and_digest, write_sealed
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer

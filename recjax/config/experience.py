@@ -3,7 +3,16 @@
 from typing import Literal
 
 from recjax.algorithms.options import require
-from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, ConfigBlock, Float, Int, checked, key
+from recjax.config.fields import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_TEMPERATURE,
+    ConfigBlock,
+    Float,
+    Int,
+    checked,
+    has_password,
+    key,
+)
 from recjax.models.sampling import Sampling
 
 _ASYNC, _STORE, _FOLLOW = "regime.mode = async", "experience.store", "experience.follow"
@@ -47,7 +56,7 @@ class RolloutConfig(ConfigBlock):
 class MixConfig(ConfigBlock):
     """Completions from a store, mixed with completions that the policy samples."""
 
-    store: str = key(..., "File or URL of the store")
+    store: checked(str, has_password) = key(..., "File or URL of the store")
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
@@ -157,7 +166,7 @@ def _no_group(text: str) -> str | None:
 class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
-    store: str | None = key(
+    store: checked(str, has_password) | None = key(
         None, "File or URL of a store that every batch comes from; groups may have any size", excludes="task.agent"
     )
     mix: MixConfig | None = key(None, excludes="experience.store or task.agent")

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -184,6 +185,28 @@ def refusal(name: str, field: FieldInfo, value: Any, error: Mapping[str, Any], w
         digits = ", in decimal digits" * kind.startswith(("int", "float"))
         problem = f"takes {takes(annotation)}{digits}{quotes}"
     return f"{name} = {value!r:.300}: {problem}"
+
+
+def without_password(text: str) -> str:
+    """The text with *** in place of the passwords in its URLs.
+
+    Examples:
+        >>> without_password("x=postgresql://me:secret@host/name?password=secret")
+        'x=postgresql://me:***@host/name?password=***'
+    """
+    return re.sub(r"(password=)[^&\s'\"]*", r"\1***", re.sub(r"(\w://[^\s/:@]*):\S*@", r"\1:***@", text))
+        "password=:***@", "password=***"
+    )
+
+
+def has_password(text: str) -> str | None:
+    """The reason why the URL of a database cannot be used; None if it has no password, or is a file."""
+    if without_password(text) == text:
+        return None
+    return (
+        "a password in a config is written to files and logs; set the environment variable PGPASSWORD, or write the"
+        " password to ~/.pgpass"
+    )
 
 
 def wrong_with_variables(values: Any) -> str | None:

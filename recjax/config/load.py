@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic
 
-from recjax.config.fields import ConfigBlock, block_of, plain_type, refusal, type_parts
+from recjax.config.fields import ConfigBlock, block_of, plain_type, refusal, type_parts, without_password
 from recjax.config.schema import KEYS, Config
 from recjax.config.tasks import named_task
 from recjax.config.yaml_values import is_decimal, read_override, read_yaml_file, write_yaml
@@ -141,7 +141,8 @@ def _messages(error: pydantic.ValidationError, merged: dict, sources: Mapping[st
             value = functools.reduce(lambda block, part: block[part], name.split("."), merged)
             inner = parts[len(name.split(".")) :] if isinstance(value, dict) else []
             value = functools.reduce(dict.__getitem__, inner, value)
-            yield f"{sources[name]}: {refusal('.'.join([name, *inner]), KEYS[name], value, each, bool(inner))}"
+            message = refusal(".".join([name, *inner]), KEYS[name], value, each, bool(inner))
+            yield without_password(f"{sources[name]}: {message}")
 
 
 def _parse_override(text: str) -> dict:

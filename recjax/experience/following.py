@@ -13,7 +13,7 @@ from typing import NamedTuple
 from recjax.config import Config
 from recjax.experience.followed import Followed
 from recjax.experience.group import Group
-from recjax.experience.store import Last, Record, Store, exists, store_name
+from recjax.experience.store import GIVEN, Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
@@ -199,11 +199,12 @@ class Follower:
             return
         is_first = before == Last()
         for after, end in followed.gaps(last.completion) if is_first else [(before.completion, last.completion)]:
-            for record in self._store.records(after, end):
+            for record in self._store.records(after, end, grader=GIVEN if is_first else None):
                 self._take_in(record)
         if is_first:
             self._late |= self._store.rewards(sorted(followed.unrewarded)).keys()
         else:
+            # These are also the rewards of new completions.
             for number, (grade, _) in self._store.new_rewards(before.reward, last).items():
                 if number in followed.unrewarded:
                     self._late.add(number)

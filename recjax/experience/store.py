@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import sqlalchemy as sql
 import xxhash
 
+from recjax.config.fields import has_password, without_password
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store_checks import check_records
 from recjax.models.sampling import Sampling
@@ -335,7 +336,7 @@ class Store:
         Raises:
             ValueError: a completion is damaged or lost.
         """
-        began, seen, start = self.last(), 0, after
+        began, seen, graded, start = self.last(), 0, 0, after
         end = began.completion if last is None else last
         in_range = COMPLETIONS.c.number > sql.bindparam("after"), COMPLETIONS.c.number <= end
         wanted = sql.select(COMPLETIONS).where(*in_range).order_by(COMPLETIONS.c.number).limit(_TOGETHER)
@@ -347,10 +348,16 @@ class Store:
             more = self._other_rewards(numbers, grader) if others else {}
             for row in rows:
                 yield self._record(row, rewards.get(row.number))._replace(others=more.get(row.number, {}))
-            seen += len(rows)
+            seen, graded = seen + len(rows), graded + len(rewards)
             if len(rows) < _TOGETHER:
                 break
             after = rows[-1].number
+        if grader:
+            # Not by the index that found the rewards, since it may be damaged.
+            of_grader = REWARDS.c.grader + "" == grader, REWARDS.c.completion + 0 > start, REWARDS.c.completion <= end
+            with self._trying("read"), self._engine.connect() as connection:
+                known = connection.execute(sql.select(sql.func.count()).select_from(REWARDS).where(*of_grader)).scalar()
+            self._check_count(began, graded, known, "rewards")
         if began.completion == began.completions:  # otherwise completions were deleted
             self._check_count(began, seen, end - start, "completions")
 
@@ -375,6 +382,8 @@ class Store:
             numbers.append(np.array(columns["completion"], np.int64)[is_chosen])
             rewards.append(np.array(columns["reward"], np.float64)[is_chosen])
         order = np.argsort(found := np.concatenate(numbers), kind="stable")
+        if len(found) != len(np.unique(found)):
+            raise ValueError(f"{self.name} is damaged: a completion has two rewards of {grader!r}; {_RESTORE}")
         return found[order], np.concatenate(rewards)[order]
 
     def _scan(self, table: sql.Table, names: Sequence[str], began: Last, count: int) -> Iterator[dict[str, Sequence]]:
@@ -384,7 +393,11 @@ class Store:
             for rows in connection.execution_options(yield_per=_SCAN).execute(wanted).partitions():
                 *columns, expected = zip(*rows, strict=True)
                 columns = dict(zip(names, columns, strict=True))
-                if len(bad := np.flatnonzero(_scan_checksums(columns) != np.array(expected, np.int64))):
+                try:
+                    bad = np.flatnonzero(_scan_checksums(columns) != np.array(expected, np.int64))
+                except ValueError as error:  # a text that should be a number
+                    raise ValueError(f"{self.name} is damaged: {error}; {_RESTORE}") from error
+                if len(bad):
                     where = f"row {columns['number'][bad[0]]} of its table `{table.name}`"
                     raise ValueError(f"{self.name} is damaged: {where} does not match its checksum; {_RESTORE}")
                 seen += len(rows)
@@ -576,7 +589,9 @@ class Store:
         """Explains the errors of the database without the values of its statements."""
         try:
             yield
-        except (sql.exc.DBAPIError, UnicodeDecodeError) as error:
+        except (sql.exc.DBAPIError, UnicodeDecodeError, TypeError, OverflowError) as error:
+            if not isinstance(error, sql.exc.DBAPIError):
+                raise ValueError(f"{self.name} is damaged: {error}; {_RESTORE}") from error
             raise ValueError(f"{self.name} cannot be {verb}: {_explained(error)}") from error
 
     # --- A small file next to SQLite's has the numbers of the last rows. SQLite keeps the newest rows in a second file
@@ -584,8 +599,10 @@ class Store:
 
     def _keep_lasts(self) -> None:
         if self._file:
-            with contextlib.suppress(OSError), _lasts_of(self._file).open("w", encoding="ascii") as file:
-                file.write(f"{self.id} {' '.join(map(str, self._saved[:3]))}\n")
+            with contextlib.suppress(OSError):
+                file = os.open(_lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                os.write(file, f"{self.id} {' '.join(map(str, self._saved[:3]))}\n".encode())
+                os.close(file)
 
     def _check_lasts(self) -> None:
         if not self._file:
@@ -617,10 +634,7 @@ def store_name(place: str | Path) -> str:
     """The name of a store for messages: its file, or its URL without the password."""
     if "://" not in str(place):
         return str(place)
-    try:
-        return sql.make_url(str(place)).set(query={}).render_as_string(hide_password=True)
-    except sql.exc.ArgumentError:
-        return "the database"
+    return without_password(str(place))
 
 
 def _engine(place: str | Path | None, create: bool) -> tuple[sql.Engine, str, Path | None]:
@@ -628,18 +642,17 @@ def _engine(place: str | Path | None, create: bool) -> tuple[sql.Engine, str, Pa
         return _sqlite(":memory:", sql.StaticPool), "a store in memory", None
     name = store_name(place)
     if "://" in str(place):
+        if problem := has_password(str(place)):
+            raise ValueError(f"{name}: {problem}")
+        if not str(place).startswith("postgresql://"):
+            raise ValueError(f"{name}: recjax knows no such database; give a file, or postgresql://user@host/name")
         try:
-            url = sql.make_url(str(place))
-            if url.drivername in ("postgresql", "postgres"):
-                url = url.set(drivername="postgresql+psycopg")
+            url = sql.make_url(str(place)).set(drivername="postgresql+psycopg")
             return sql.create_engine(url, pool_pre_ping=True, hide_parameters=True), name, None
-        except sql.exc.ArgumentError:
-            raise ValueError("the URL of the database cannot be read; give postgresql://user@host/name") from None
-        except sql.exc.NoSuchModuleError:
-            scheme = str(place).partition("://")[0]
-            raise ValueError(f"{name}: {scheme} is no database that recjax knows; give postgresql://…") from None
         except ModuleNotFoundError as error:
             raise ValueError(f"{name}: needs the package {error.name}; pip install 'psycopg[binary]'") from error
+        except (ValueError, sql.exc.ArgumentError):
+            raise ValueError(f"{name} is no URL of a database; give postgresql://user@host/name") from None
     path = Path(place)
     if path.is_dir():
         if any(path.glob("part-*.parquet")):

@@ -2,23 +2,21 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from recjax.experience.group import Group, Row
 from recjax.tasks.grading.reward import MOST_REWARD
 
-if TYPE_CHECKING:
-    from recjax.experience.store import Record
-
 _ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0
 
 
-def check_records(records: Sequence["Record"], place: Callable[[int], str]) -> None:
+def check_records(records: Sequence[Any], place: Callable[[int], str]) -> None:
     """Raises an error if a record breaks a rule.
 
     Args:
+        records: completions as `store.Record`.
         place: function from a record's index to its name in error messages.
     Raises:
         ValueError: the first bad record, with column, value and reason; or there are no records.
@@ -44,7 +42,7 @@ def is_finite_number(value: Any) -> bool:
 Problem = tuple[str, Any, str] | None  # column, value, and reason
 
 
-def _problem(record: "Record") -> Problem:
+def _problem(record: Any) -> Problem:
     group, one = record.group, record.completion
     texts = {"id": one.id, "group_id": group.id, "source": one.source, "completion": one.text, "time": record.time}
     for column, value in texts.items():
@@ -114,7 +112,7 @@ def _problem_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -
     return None
 
 
-def _problem_of_numbers(record: "Record") -> Problem:
+def _problem_of_numbers(record: Any) -> Problem:
     one = record.completion
     if one.policy_version is not None and not (_is_whole(one.policy_version) and one.policy_version >= 0):
         return "policy_version", one.policy_version, "takes the number of updates, 0 or more, or null"

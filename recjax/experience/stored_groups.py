@@ -139,8 +139,17 @@ class StoredGroups(Sequence[Group]):
 
     def _read(self, places: np.ndarray) -> list[Group]:
         starts = self.index.starts[places]
-        numbers = self.index.numbers[_ranges(starts, np.diff(self.index.starts)[places])]
-        groups = groups_of(self.store.read(numbers, self.grader))
+        members = _ranges(starts, np.diff(self.index.starts)[places])
+        numbers = self.index.numbers[members]
+        records = self.store.read(numbers, self.grader)
+        rewards = self.index.rewards[members].tolist()
+        for record, reward in zip(records, rewards, strict=True) if self.grader else ():
+            if reward == reward and (record.completion.grade or Grade(None)).reward != reward:
+                raise ValueError(
+                    f"{self.store.name} is damaged: completion {record.number} has lost its reward {reward:g}; restore"
+                    " the store from a backup"
+                )
+        groups = groups_of(records)
         for place, group in enumerate(groups):
             if self.grader is None:
                 completions = tuple(one._replace(grade=Grade(0.0)) for one in group.completions)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.config import LateConfig, ReplayConfig, TaskConfig
-from recjax.experience import store
 from recjax.experience.group import Grade, Turn, is_whole
 from recjax.experience.queue import (
     ONCE,
@@ -44,7 +43,6 @@ def settings_with(shortest=0, longest=0, deadline=None, offset=0, oldest_first=F
 def plain_and_back(queue):
     """The queue after a checkpoint."""
     rows, plain = to_plain(wait_for_grades(queue, all_of_them=True)[0])
-    rows = list(store.to_rows(store.to_table(rows))) if rows else []
     return from_plain(rows, json.loads(json.dumps(plain)))
 
 

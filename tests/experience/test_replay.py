@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from recjax.experience.rows import group_of
 
 from recjax.config import LateConfig, ReplayConfig
-from recjax.experience import store
 from recjax.experience.group import group_staleness, reward_spread
 from recjax.experience.queue import (
     Queue,
@@ -62,7 +61,6 @@ def played(steps, limits, seed, reopen=()):
     for step, (coming, count) in enumerate(steps, start=1):
         if step in reopen:
             rows, plain = to_plain(queue)
-            rows = list(store.to_rows(store.to_table(rows))) if rows else []
             queue = from_plain(rows, json.loads(json.dumps(plain)))
         groups = []
         for rewards, age in coming:

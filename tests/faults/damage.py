@@ -15,6 +15,7 @@ import numpy as np
 
 from recjax import files
 from recjax.config import load_config
+from recjax.experience.store import Store
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
 from recjax.training import checkpoint, run_folder
