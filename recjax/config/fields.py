@@ -195,8 +195,6 @@ def without_password(text: str) -> str:
         'x=postgresql://me:***@host/name?password=***'
     """
     return re.sub(r"(password=)[^&\s'\"]*", r"\1***", re.sub(r"(\w://[^\s/:@]*):\S*@", r"\1:***@", text))
-        "password=:***@", "password=***"
-    )
 
 
 def has_password(text: str) -> str | None:
