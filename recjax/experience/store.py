@@ -354,9 +354,11 @@ class Store:
             after = rows[-1].number
         if grader:
             # Not by the index that found the rewards, since it may be damaged.
-            of_grader = REWARDS.c.grader + "" == grader, REWARDS.c.completion + 0 > start, REWARDS.c.completion <= end
+            of_grader = REWARDS.c.grader == grader, REWARDS.c.completion + 0 > start, REWARDS.c.completion + 0 <= end
             with self._trying("read"), self._engine.connect() as connection:
-                known = connection.execute(sql.select(sql.func.count()).select_from(REWARDS).where(*of_grader)).scalar()
+                known = connection.execute(
+                    sql.select(sql.func.count()).select_from(REWARDS).where(*of_grader, REWARDS.c.time >= 0)
+                ).scalar()
             self._check_count(began, graded, known, "rewards")
         if began.completion == began.completions:  # otherwise completions were deleted
             self._check_count(began, seen, end - start, "completions")

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -465,6 +466,17 @@ def test_urls_that_cannot_be_used_name_no_password(url, message):
     while error is not None:
         said, error = said + str(error), error.__cause__ or error.__context__
     assert "secret" not in said and "se/cret" not in said
+
+
+def test_the_pages_queries_run(db):
+    page = (Path(__file__).parents[2] / "docs" / "experience.md").read_text()
+    queries = [query for query in page.split("```sql\n")[1].split("```")[0].split(";") if query.strip()]
+    append(db, [*ROWS, text_row(30, id="session/a", reward=None)])
+    with sqlite3.connect(db) as database:
+        found = [database.execute(query).fetchall() for query in queries]
+    assert len(found) == 5 and all(found)
+    assert sum(count for _, count, _ in found[0]) == 8 and len(found[1]) == 8 and found[2] == [("session/a",)]
+    assert [count for _, day, count in found[3] if day == "2026-01-02"] == [3, 7]
 
 
 def test_values_never_become_statements(db):
