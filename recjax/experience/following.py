@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from recjax.config import Config
 from recjax.experience.followed import Followed
-from recjax.experience.group import Group
-from recjax.experience.store import GIVEN, Last, Record, Store, exists, store_name
+from recjax.experience.group import Grade, Group
+from recjax.experience.store import Last, Record, Store, exists, store_name
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized
 from recjax.hub.policy import Policy
@@ -199,23 +199,31 @@ class Follower:
             return
         is_first = before == Last()
         for after, end in followed.gaps(last.completion) if is_first else [(before.completion, last.completion)]:
-            for record in self._store.records(after, end, grader=GIVEN if is_first else None):
+            for record in self._store.records(after, end, grader=None):
                 self._take_in(record)
-        if is_first:
-            self._late |= self._store.rewards(sorted(followed.unrewarded)).keys()
-        else:
-            # These are also the rewards of new completions.
-            for number, (grade, _) in self._store.new_rewards(before.reward, last).items():
-                if number in followed.unrewarded:
-                    self._late.add(number)
-                elif one := self._left.get(number):
-                    completions = (one.record.completion._replace(grade=grade),)
-                    group = one.record.group._replace(completions=completions)
-                    self._left[number] = one._replace(record=one.record._replace(group=group))
+        for number, (grade, _) in self._new_rewards(followed, before, last).items():
+            if number in followed.unrewarded:
+                self._late.add(number)
+            elif one := self._left.get(number):
+                completions = (one.record.completion._replace(grade=grade),)
+                group = one.record.group._replace(completions=completions)
+                self._left[number] = one._replace(record=one.record._replace(group=group))
         if last.completion - last.completions > before.completion - before.completions:  # some were deleted
             here = self._store.present(list(self._left))
             self._left = {number: one for number, one in self._left.items() if number in here}
         self._read = last
+
+    def _new_rewards(self, followed: Followed, before: Last, last: Last) -> dict[int, tuple[Grade, str | None]]:
+        """Rewards that were added since the last call, or all of completions that matter if this is the first call."""
+        if before != Last():
+            return self._store.new_rewards(before.reward, last)
+        graded = [
+            one for one in self._store.scan_rewards()[0].tolist() if one in self._left or one in followed.unrewarded
+        ]
+        rewards = self._store.rewards(graded)
+        if len(rewards) != len(graded):
+            raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
+        return rewards
 
     def _take_in(self, record: Record) -> None:
         record, why, words = self._usable(record)

@@ -593,6 +593,8 @@ class Store:
             yield
         except (sql.exc.DBAPIError, UnicodeDecodeError, TypeError, OverflowError) as error:
             if not isinstance(error, sql.exc.DBAPIError):
+                if verb == "written":
+                    raise
                 raise ValueError(f"{self.name} is damaged: {error}; {_RESTORE}") from error
             raise ValueError(f"{self.name} cannot be {verb}: {_explained(error)}") from error
 
@@ -609,9 +611,10 @@ class Store:
     def _check_lasts(self) -> None:
         if not self._file:
             return
-        path, last = _lasts_of(self._file), self.last()
+        path = _lasts_of(self._file)
         try:
             identity, *numbers = path.read_text(encoding="ascii").split()
+            last = self.last()  # after the file, to which a writer adds what it has written
             lost = [max(int(number) - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
         except (OSError, ValueError):
             return

@@ -80,7 +80,8 @@ def _are_messages(turns: Any) -> bool:
 
 
 def _problem_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> Problem:
-    prompts = [group.prompt_tokens, *(row.prompt_tokens for row in rows)]
+    own = [row.prompt_tokens for row in rows if row.prompt_tokens is not group.prompt_tokens]
+    prompts = [group.prompt_tokens, *own]
     columns = [("prompt_tokens", tokens) for tokens in prompts] + [("completion_tokens", row.tokens) for row in rows]
     for column, tokens in columns:
         tokens = np.asarray(tokens)
