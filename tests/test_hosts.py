@@ -20,6 +20,7 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
+from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
 from tests.two_processes import said, two_of
 
@@ -161,7 +162,6 @@ from recjax import hosts
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks import prompts
 from recjax.tasks.problems import Problem
-from tests.experience.rows import read_columns
 
 output, fault, coordinator, _, number = sys.argv[1:]
 hosts.meet(coordinator, 2, int(number))
