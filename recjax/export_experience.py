@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import flags
 
 from recjax.console import command, start
-from recjax.experience.exchange import export
+from recjax.experience.exchange import export_store
 from recjax.experience.store import Store
 
 FLAGS = flags.FLAGS
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise ValueError(f"{argv[1]!r}: unknown argument; give --store and --output")
     with Store(FLAGS.store) as store:
-        print(f"{FLAGS.output}: {export(store, Path(FLAGS.output))} completions of {store.name}")
+        print(f"{FLAGS.output}: {export_store(store, Path(FLAGS.output))} completions of {store.name}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recjax.experience.exchange import export, read_exported
+from recjax.experience.exchange import export_store, read_exported
 from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.group import Grade
 from recjax.experience.store import Store
@@ -313,7 +313,7 @@ def exported(tmp_path, ending):
         unsure = Grade(None, failure="timeout")
         store.add_rewards({1: (Grade(0.25, {"a": 0.25}, False), None), 2: (unsure, "x")}, "run")
         store.add_rewards({3: (Grade(1.0), "late")})
-        assert export(store, tmp_path / f"file.{ending}") == len(ROWS)
+        assert export_store(store, tmp_path / f"file.{ending}") == len(ROWS)
     return tmp_path / f"file.{ending}"
 
 

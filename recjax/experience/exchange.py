@@ -58,7 +58,7 @@ SCHEMA = pa.schema(
 _NEW = {"group_prompt_tokens", "other_rewards"}  # columns that version 4 does not have
 
 
-def export(store: Store, path: Path) -> int:
+def export_store(store: Store, path: Path) -> int:
     """Writes all completions of a store to a .parquet or .jsonl file; returns their number.
 
     Raises:
@@ -75,15 +75,13 @@ def export(store: Store, path: Path) -> int:
             if writer:
                 writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
             else:
-                file.write("".join(f"{_line(row)}\n" for row in rows).encode())
+                for row in rows:
+                    plain = {key: one.tolist() if isinstance(one, np.ndarray) else one for key, one in row.items()}
+                    line = json.dumps(plain | {"time": row["time"].isoformat()}, ensure_ascii=False)
+                    file.write(f"{line}\n".encode())
         if writer:
             writer.close()
     return count
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
-    return json.dumps(plain | {"time": row["time"].isoformat()}, ensure_ascii=False)
 
 
 def read_exported(path: Path) -> Iterator[list[Record]] | None:
@@ -93,13 +91,13 @@ def read_exported(path: Path) -> Iterator[list[Record]] | None:
         ValueError: a file that is damaged or cannot be read; the message names file, row and column.
     """
     if path.is_dir():
-        return _batches(row for part in _parts(path) for row in _parquet_rows(part))
+        return _batches(row for part in _parts(path) for row in _exported_rows(part))
     if path.suffix == ".parquet" and path.is_file():
         try:
             is_ours = _VERSION in (pq.read_schema(path).metadata or {})
         except (pa.ArrowException, OSError):
             return None
-        return _batches(_parquet_rows(path)) if is_ours else None
+        return _batches(_exported_rows(path)) if is_ours else None
     if path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8") as file:
             try:
@@ -107,7 +105,7 @@ def read_exported(path: Path) -> Iterator[list[Record]] | None:
             except ValueError:
                 return None
         is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
-        return _batches(_json_rows(path)) if is_ours else None
+        return _batches(_exported_rows(path)) if is_ours else None
     return None
 
 
@@ -127,7 +125,19 @@ def _parts(folder: Path) -> list[Path]:
     return parts
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _exported_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                place = f"{path}: line {number}"
+                try:
+                    row = json.loads(line)
+                    yield place, row | {"time": datetime.fromisoformat(row["time"])}
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ValueError(
+                        f"{place}: is not a line of an export ({error!r}); export the store again"
+                    ) from error
+        return
     try:
         file = pq.ParquetFile(path)
         found = (file.schema_arrow.metadata or {}).get(_VERSION)
@@ -148,17 +158,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 number += 1
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); restore the file from a backup, or move it away") from error
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{path}: line {number}"
-            try:
-                row = json.loads(line)
-                yield place, row | {"time": datetime.fromisoformat(row["time"])}
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{place}: is not a line of an export ({error!r}); export the store again") from error
 
 
 def _rows_of(record: Record) -> list[dict[str, Any]]:
@@ -264,6 +263,13 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
         for each in rows
         if each["completion_tokens"] is not None
     )
+    # Token versions in another format count as none.
+    are_runs = (
+        isinstance(runs, list)
+        and all(isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs)
+        and all(each.mask is not None for each in made)
+        and sum(count for _, count in runs) == sum(int(np.sum(each.mask)) for each in made)
+    )
     sampling = [row[name] for name in Sampling._fields]
     sampling[-1] = sampling[-1] or 0.0  # a missing min_p counts as 0
     parts = row["reward_parts"] and {pair["name"]: pair["value"] for pair in row["reward_parts"]}
@@ -277,7 +283,7 @@ def _record_of(rows: Sequence[Mapping[str, Any]], prompts: dict[str, np.ndarray]
         policy_version=row["policy_version"],
         truncated=row["truncated"],
         grade=None if row["reward"] is None and not parts else grade,
-        version_runs=_runs_of(runs, made),
+        version_runs=tuple(map(tuple, runs)) if are_runs else (),
         turns=_turns_of(turns, made),
         metadata=metadata,
     )
@@ -293,17 +299,6 @@ def _array(values: Sequence | None, dtype: type) -> np.ndarray:
     if values is not None and None in values:
         raise ValueError(f"{values!r:.80}: has a null")
     return np.array([] if values is None else values, dtype)
-
-
-def _runs_of(runs: Any, rows: Sequence[Row]) -> tuple[tuple[int, int], ...]:
-    """Token versions; empty if they have another format."""
-    are_runs = (
-        isinstance(runs, list)
-        and all(isinstance(run, list) and len(run) == 2 and all(type(number) is int for number in run) for run in runs)
-        and all(row.mask is not None for row in rows)
-        and sum(count for _, count in runs) == sum(int(np.sum(row.mask)) for row in rows)
-    )
-    return tuple(map(tuple, runs)) if are_runs else ()
 
 
 def _turns_of(turns: Any, rows: Sequence[Row]) -> tuple[Turn, ...]:

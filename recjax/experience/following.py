@@ -200,7 +200,14 @@ class Follower:
         is_first = before == Last()
         for after, end in followed.gaps(last.completion) if is_first else [(before.completion, last.completion)]:
             for record in self._store.records(after, end, grader=None):
-                self._take_in(record)
+                record, why, words = self._usable(record)
+                if why is None:
+                    self._left[record.number] = self._waiting(record)
+                    continue
+                self._unusable[record.number] = why
+                if why not in self._warned:
+                    self._warned.add(why)
+                    logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
         for number, (grade, _) in self._new_rewards(followed, before, last).items():
             if number in followed.unrewarded:
                 self._late.add(number)
@@ -224,16 +231,6 @@ class Follower:
         if len(rewards) != len(graded):
             raise ValueError(f"is damaged: {len(graded) - len(rewards)} rewards are lost; restore it from a backup")
         return rewards
-
-    def _take_in(self, record: Record) -> None:
-        record, why, words = self._usable(record)
-        if why is None:
-            self._left[record.number] = self._waiting(record)
-            return
-        self._unusable[record.number] = why
-        if why not in self._warned:
-            self._warned.add(why)
-            logger.warning("%s: skipped, like all later completions with this problem: %s", self.name, words)
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""

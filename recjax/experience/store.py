@@ -183,7 +183,15 @@ class Store:
         self._writing = self._engine.execution_options(writes=True)
         with self._trying("opened"):
             if create:
-                self._create()
+                with self._writing.begin() as connection:
+                    if connection.dialect.name == "postgresql":  # two processes do not create the tables together
+                        connection.execute(sql.text("select pg_advisory_xact_lock(7263871)"))
+                    if not sql.inspect(connection).has_table(_STORE.name):
+                        _TABLES.create_all(connection)
+                        values = (VERSION, uuid.uuid4().hex, *Last())
+                        connection.execute(
+                            _STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
+                        )
             if not sql.inspect(self._engine).has_table(_STORE.name):
                 raise ValueError(f"{self.name} is not an experience store; {_MAKE}")
             with self._engine.connect() as connection:
@@ -345,7 +353,13 @@ class Store:
                 rows = connection.execute(wanted, {"after": after}).all()
             numbers = [row.number for row in rows]
             rewards = self.rewards(numbers, grader) if grader else {}
-            more = self._other_rewards(numbers, grader) if others else {}
+            more: dict[int, dict[str, tuple[Grade, str | None]]] = {}
+            if others:
+                wanted_others = REWARDS.c.grader != grader, REWARDS.c.completion.in_(numbers)
+                with self._trying("read"), self._engine.connect() as connection:
+                    of_others = sql.select(REWARDS).where(*wanted_others).order_by(REWARDS.c.number)
+                    for row in connection.execute(of_others):
+                        more.setdefault(row.completion, {})[row.grader] = self._grade(row)
             for row in rows:
                 yield self._record(row, rewards.get(row.number))._replace(others=more.get(row.number, {}))
             seen, graded = seen + len(rows), graded + len(rewards)
@@ -406,15 +420,6 @@ class Store:
                 yield columns
         self._check_count(began, seen, count, table.name)
 
-    def _other_rewards(self, numbers: Sequence[int], grader: str) -> dict[int, dict[str, tuple[Grade, str | None]]]:
-        found: dict[int, dict[str, tuple[Grade, str | None]]] = {}
-        with self._trying("read"), self._engine.connect() as connection:
-            for part in _parts(numbers):
-                wanted = sql.select(REWARDS).where(REWARDS.c.grader != grader, REWARDS.c.completion.in_(part))
-                for row in connection.execute(wanted.order_by(REWARDS.c.number)):
-                    found.setdefault(row.completion, {})[row.grader] = self._grade(row)
-        return found
-
     def older_than(self, time: datetime) -> list[int]:
         """The numbers of the completions with an earlier time."""
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
@@ -468,7 +473,11 @@ class Store:
         with self._trying("written"):
             with self._writing.begin() as connection:
                 yield connection, _last(self._row(connection, lock=True))
-            self._keep_lasts()
+            if self._file:
+                with contextlib.suppress(OSError):
+                    file = os.open(_lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                    os.write(file, f"{self.id} {' '.join(map(str, self._saved[:3]))}\n".encode())
+                    os.close(file)
 
     def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
         rows = connection.execute(sql.select(_STORE).with_for_update() if lock else sql.select(_STORE)).all()
@@ -503,8 +512,13 @@ class Store:
     ) -> tuple[Sequence[int], Last]:
         check_records(records, place)
         numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
+        rows = [_row_of(record, number) for record, number in zip(records, numbers, strict=True)]
+        sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
+        for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
+            row["scan_checksum"] = scan_checksum
+            row["checksum"] = _checksum(row.values())
         try:
-            connection.execute(COMPLETIONS.insert(), _rows_of(records, numbers))
+            connection.execute(COMPLETIONS.insert(), rows)
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
             problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
@@ -550,17 +564,6 @@ class Store:
                 ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
-    def _create(self) -> None:
-        """Makes the tables unless another process has made them."""
-        with self._writing.begin() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(sql.text("select pg_advisory_xact_lock(7263871)"))
-            if sql.inspect(connection).has_table(_STORE.name):
-                return
-            _TABLES.create_all(connection)
-            values = (VERSION, uuid.uuid4().hex, *Last())
-            connection.execute(_STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True)))
-
     def _chosen(self, connection: sql.Connection, columns: list[sql.Column], numbers: Sequence[int]) -> list[Any]:
         found = []
         for part in _parts(numbers):
@@ -598,17 +601,12 @@ class Store:
                 raise ValueError(f"{self.name} is damaged: {error}; {_RESTORE}") from error
             raise ValueError(f"{self.name} cannot be {verb}: {_explained(error)}") from error
 
-    # --- A small file next to SQLite's has the numbers of the last rows. SQLite keeps the newest rows in a second file
-    # until it copies them into the first one, and does not notice if somebody deletes the second file.
-
-    def _keep_lasts(self) -> None:
-        if self._file:
-            with contextlib.suppress(OSError):
-                file = os.open(_lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                os.write(file, f"{self.id} {' '.join(map(str, self._saved[:3]))}\n".encode())
-                os.close(file)
-
     def _check_lasts(self) -> None:
+        """Compares a small file next to SQLite's, with the numbers of the last rows, with the rows that are there.
+
+        SQLite keeps the newest rows in a second file until it copies them into the first one, and does not notice if
+        somebody deletes the second file.
+        """
         if not self._file:
             return
         path = _lasts_of(self._file)
@@ -763,15 +761,6 @@ def _checksum(values: Iterable[Any]) -> bytes:
 
 
 # --- Completions as rows of the table.
-
-
-def _rows_of(records: Sequence[Record], numbers: Sequence[int]) -> list[dict[str, Any]]:
-    rows = [_row_of(record, number) for record, number in zip(records, numbers, strict=True)]
-    sums = _scan_checksums({name: [row[name] for row in rows] for name in SCANNED})
-    for row, scan_checksum in zip(rows, sums.tolist(), strict=True):
-        row["scan_checksum"] = scan_checksum
-        row["checksum"] = _checksum(row.values())
-    return rows
 
 
 def _row_of(record: Record, number: int) -> dict[str, Any]:

@@ -60,8 +60,11 @@ def _problem(record: Any) -> Problem:
         return "truncated", one.truncated, "takes true and false"
     if group.prompt is None:
         return "prompt", None, "give one of prompt and messages"
-    if not isinstance(group.prompt, str) and not _are_messages(group.prompt):
-        return "messages", group.prompt, "takes one message or more, each with role and content"
+    if not isinstance(group.prompt, str):
+        turns = group.prompt if isinstance(group.prompt, list | tuple) else ()
+        whole = [isinstance(one, dict) and one.get("role") and isinstance(one.get("content"), str) for one in turns]
+        if not whole or not all(whole):
+            return "messages", group.prompt, "takes one message or more, each with role and content"
     return _problem_of_rows(group, one.rows, record.tokenizer) or _problem_of_numbers(record)
 
 
@@ -70,13 +73,6 @@ def _is_text(value: Any) -> bool:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
-
-
-def _are_messages(turns: Any) -> bool:
-    is_list = isinstance(turns, list | tuple) and len(turns) > 0
-    return is_list and all(
-        isinstance(turn, dict) and turn.get("role") and isinstance(turn.get("content"), str) for turn in turns
-    )
 
 
 def _problem_of_rows(group: Group, rows: Sequence[Row], tokenizer: str | None) -> Problem:

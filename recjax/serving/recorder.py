@@ -23,7 +23,7 @@ from recjax.files import locked_file
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
 from recjax.serving.served import Feedback, Served
-from recjax.serving.units import Session, records_of, session_row, turns_of
+from recjax.serving.units import Session, served_records, session_row, session_turns
 
 logger = logging.getLogger(__name__)
 
@@ -179,13 +179,13 @@ class Recorder:
         kept = [one if self.options.prompts else one.without_prompt() for one in served]
         name = served[0].session
         if name is None:
-            records = [record for one in kept for record in records_of(one, self.options.source)]
+            records = [record for one in kept for record in served_records(one, self.options.source)]
             await self._write(Change(records))
             return
         async with self._lock(name):
             for one in served:
                 check_sampling(self.session(name), name, one.sampling)
-            await self._write(Change(turns=turns_of(kept)))
+            await self._write(Change(turns=session_turns(kept)))
             for one in served:
                 self._add(one)
 

@@ -15,7 +15,7 @@ from recjax.rollout.trajectory import Trajectory
 from recjax.serving.served import Feedback, Served
 
 
-def records_of(served: Served, source: str) -> list[Record]:
+def served_records(served: Served, source: str) -> list[Record]:
     """The completions of one prompt, without rewards."""
     completions = tuple(
         Completion(
@@ -116,6 +116,6 @@ def session_row(name: str) -> str:
     return f"session/{name}"
 
 
-def turns_of(served: Sequence[Served]) -> list[tuple[str, str]]:
+def session_turns(served: Sequence[Served]) -> list[tuple[str, str]]:
     """The turns of a session as a store keeps them while the session is open."""
     return [(one.session, json.dumps(one.to_json(), ensure_ascii=False, allow_nan=False)) for one in served]

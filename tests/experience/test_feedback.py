@@ -125,7 +125,7 @@ def test_a_killed_feedback_gives_all_or_nothing_and_is_given_again(folder, momen
         "def dying(*given):\n    before(*given)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "setattr(store, name, dying)\ngive_rewards(store, json.loads(sys.argv[2]))\n"
     )
-    name = "_save" if moment == "before the commit" else "_keep_lasts"
+    name = "_save" if moment == "before the commit" else "add_rewards"
     done = subprocess.run([sys.executable, "-c", script, str(folder), json.dumps(entries), name])
     assert done.returncode == -signal.SIGKILL
     given = moment == "after it"

@@ -97,7 +97,7 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
         assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
     assert [row.reward for row in read_columns(tmp_path / "strange")] == [row.reward for row in strange]
     # A run that was killed while it graded grades what is left.
-    shutil.rmtree(output / "checkpoints")
+    shutil.rmtree(output / "checkpoints" / str(STEPS))
     with sqlite3.connect(tmp_path / "strange") as database:
         database.execute("delete from rewards where grader like 'run %' and completion > 9")
         (kept,) = database.execute("select count(*) from rewards").fetchone()
