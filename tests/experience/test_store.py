@@ -471,12 +471,12 @@ def test_urls_that_cannot_be_used_name_no_password(url, message):
 def test_the_pages_queries_run(db):
     page = (Path(__file__).parents[2] / "docs" / "experience.md").read_text()
     queries = [query for query in page.split("```sql\n")[1].split("```")[0].split(";") if query.strip()]
-    append(db, [*ROWS, text_row(30, id="session/a", reward=None)])
+    append(db, [*ROWS, text_row(30, id="session/a", reward=None), *(text_row(40 + i, group=5) for i in range(2))])
     with sqlite3.connect(db) as database:
         found = [database.execute(query).fetchall() for query in queries]
     assert len(found) == 5 and all(found)
-    assert sum(count for _, count, _ in found[0]) == 8 and len(found[1]) == 8 and found[2] == [("session/a",)]
-    assert [count for _, day, count in found[3] if day == "2026-01-02"] == [3, 7]
+    assert sum(count for _, count, _ in found[0]) == 10 and len(found[1]) == 10 and found[2] == [("session/a",)]
+    assert found[3] == [("other", "2026-01-02", 5), ("test", "2026-01-02", 7)] and found[4] == [("group 5",)]
 
 
 def test_values_never_become_statements(db):

@@ -248,7 +248,7 @@ def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, te
         assert not Path(config.output).exists()
 
     pending = [row._replace(reward=None, reward_parts=None) for row in rows]
-    refused("experience.store = '.*' is not an experience store")
+    refused("experience.store = '.*': .* is not an experience store .no such file.")
     refused(
         "experience.store = .*: all 28 groups wait for rewards; add rewards with python -m recjax.feedback", of=pending
     )
