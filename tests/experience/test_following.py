@@ -162,7 +162,7 @@ def test_a_poll_does_not_read_what_was_taken(tmp_path, following):
     reader.found(Followed(), 1)
     taken, read = Followed().with_taken(range(1, 301)), []
     records = reader._store.records
-    reader._store.records = lambda *given: (read.append(one.number) or one for one in records(*given))
+    reader._store.records = lambda *given, **how: (read.append(one.number) or one for one in records(*given, **how))
     append(live, [row(300, 300)])
     assert names(reader.found(taken, 1)) == [[300]] and read == [301]
     other = following()
