@@ -6,7 +6,6 @@ import json
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recjax.experience.rows import group_of
 
 from recjax.config import LateConfig, ReplayConfig
 from recjax.experience.group import group_staleness, reward_spread
@@ -21,6 +20,7 @@ from recjax.experience.queue import (
     to_plain,
     wait_for_grades,
 )
+from recjax.experience.store import groups_of
 from tests.experience.groups import make_group, same_groups
 from tests.experience.rows import make_row, text_row
 
@@ -149,6 +149,6 @@ def test_what_leaves_is_counted_by_reason():
 
 
 def test_the_oldest_row_makes_a_group_stale():
-    group = group_of("g", (make_row(0, policy_version=7), make_row(1, policy_version=3), text_row(2)))
+    (group,) = groups_of([make_row(0, policy_version=7), make_row(1, policy_version=3), text_row(2)])
     assert group_staleness(group, 10) == 6
-    assert group_staleness(group_of("g", (text_row(2),)), 10) == 0
+    assert group_staleness(text_row(2).group, 10) == 0

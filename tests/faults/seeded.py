@@ -183,24 +183,24 @@ FAULTS = {
     # --- Store.
     "store-loses-mask": Fault(
         "the store marks every token of a completion as sampled, also those of tools and of users",
-        "recjax/experience/rows.py",
-        "completion_mask=row.mask,",
-        "completion_mask=row.mask | True,",
+        "recjax/experience/store.py",
+        "joined((row.mask for row in rows)",
+        "joined((row.mask | True for row in rows)",
         ("tests/rollout/test_trajectory.py", "tests/experience/test_queue.py"),
     ),
     "store-accepts-double-ids": Fault(
         "the store accepts a completion whose id it already holds",
         "recjax/experience/store.py",
-        'if taken := ids(folder).intersection(table["id"].to_pylist()):',
-        "if taken := set():",
+        'sql.Column("id", sql.Text, nullable=False, unique=True)',
+        'sql.Column("id", sql.Text, nullable=False)',
         ("tests/experience/test_store.py",),
     ),
     # --- Following.
     "following-takes-again": Fault(
         "a completion of a followed store is trained on again after the list of taken ones is shortened",
         "recjax/experience/followed.py",
-        "return completion in self.ids or part in self.parts",
-        "return completion in self.ids",
+        "number < self.ranges[place - 1][1]",
+        "number == self.ranges[place - 1][0]",
         ("tests/experience/test_following.py",),
     ),
     # --- Engine.
