@@ -16,13 +16,15 @@ LORA = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
 # One override, a list of them, and parts of the message.
 CASES = [
     # Keys and values.
+    (["seed=-1", "optimizer.learning_rat=1"], "override 'seed=-1': seed = -1", "unknown key 'optimizer.learning_rat'"),
+    ("tracking.wandb={1: x}", "tracking.wandb.1", "takes names that are texts"),
     ("optimizer.learning_rat=1e-6", "'optimizer.learning_rat'", "1e-06", "did you mean 'optimizer.learning_rate'?"),
     ("optimiser.learning_rate=1e-6", "unknown key 'optimiser'", "did you mean 'optimizer'?"),
     ("algorithm.regulariser={}", "unknown key 'algorithm.regulariser'", "did you mean 'algorithm.regularizer'?"),
     ("task.gsm8k.tran=x", "'task.gsm8k.tran'", "'task.gsm8k.train'"),
     ("sync_interval=3", "'sync_interval'", "3", "'regime.sync_interval'"),
     ("xyzzy=1", "unknown key 'xyzzy'", "keys here: seed, output, model"),
-    ("optimizer=3", "optimizer must hold keys and values", "3"),
+    ("optimizer=3", "optimizer = 3: takes a mapping"),
     ("optimizer=~", "optimizer = None: takes a mapping"),
     ("tracking=~", "tracking = None: takes a mapping"),
     ("seed", "'seed'", "key=value"),
@@ -31,7 +33,7 @@ CASES = [
     ("output=${seed}", "output", "${seed}", "not replaced", "\\${"),
     ("algorithm.clip.name=${seed}", "algorithm.clip.name", "${seed}", "not replaced"),
     # Types.
-    ("training.steps=many", "training.steps = 'many'", "takes an integer, in decimal digits"),
+    ("training.steps=many", "training.steps = 'many'", "takes an integer, 1 or more, in decimal digits"),
     ("training.steps=2.5", "training.steps = 2.5", "an integer"),
     ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast'", "a number"),
     ("optimizer.learning_rate=1:30.5", "optimizer.learning_rate = '1:30.5'", "a number", "decimal digits"),
@@ -76,9 +78,9 @@ CASES = [
     ("model.lora={alpha: 0}", "model.lora.alpha = 0", "above 0"),
     ("model.lora={rank: 0}", "model.lora.rank = 0", "1 or more"),
     ("mesh.fsdp=0", "mesh.fsdp = 0", "takes a number of devices, or -1"),
-    ([*ASYNC, "regime.generator_seconds=0"], "generator_seconds = 0: must be 1 or more"),
-    ("experience.replay.half_life=0", "half_life = 0: must be above 0"),
-    ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: must be above 0, below 1"),
+    ([*ASYNC, "regime.generator_seconds=0"], "generator_seconds = 0: takes a number, 1 or more"),
+    ("experience.replay.half_life=0", "half_life = 0: takes a number, above 0, or null"),
+    ("experience.mix={store: x, share: 1.0, of: batch}", "mix.share = 1.0: takes a number, above 0, below 1"),
     # Forms of texts.
     ("model.freeze=['(']", "model.freeze = ['(']", "'(' is not a regular expression"),
     ("model.chat_date='26.11.2026'", "model.chat_date = '26.11.2026'", "takes a day as YYYY-MM-DD"),
@@ -142,8 +144,14 @@ CASES = [
     ([*AGENT, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'", "of tokens"),
     (TURNS, "algorithm.advantage = 'turn_returns': reads the turns of agents", "set task.agent"),
     ([*AGENT, TURNS, "task.truncated=penalize"], "task.truncated = 'penalize': replaces rewards of whole trajectories"),
-    (["task.agent=tools", CONTEXT], "task.agent = 'tools': needs the functions that the model may call"),
-    (["task.agent=environment", CONTEXT], "task.agent = 'environment': needs the environment to play"),
+    (
+        ["task.agent=tools", CONTEXT],
+        "task.tools = []: is required with task.agent = tools; set it: module:function",
+    ),
+    (
+        ["task.agent=environment", CONTEXT],
+        "task.environment = None: is required with task.agent = environment; set it: module:class",
+    ),
     ("task.agent_seconds=3", "task.agent_seconds = 3.0: applies only with task.agent; set it"),
     ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
     ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
@@ -168,7 +176,10 @@ CASES = [
     ([*ASYNC, STORE], "regime.mode = 'async': does not work with experience.store"),
     # Experience.
     ("experience={}", "experience: give at least one of store, mix, late, replay, refill and record"),
-    ("experience.missing_logprobs=initial", "experience: give at least one of store"),
+    (
+        "experience.missing_logprobs=initial",
+        "missing_logprobs = 'initial': applies only with experience.store or",
+    ),
     ("experience.mix={store: x, share: 0.3}", "mix.share = 0.3", "whole number out of rollout.group_size = 4"),
     ("experience.mix.share=0.5", "experience.mix.store has no value"),
     ("experience.late={shortest: 3, longest: 2}", "late.longest = 2: must be at least", "shortest = 3"),
@@ -193,7 +204,7 @@ CASES = [
     ([STORE, "regime.sync_interval=2"], "regime.sync_interval = 2: does not work with experience.store"),
     ([STORE, "regime.sync_offset=1"], "regime.sync_offset = 1: does not work with experience.store"),
     # A followed store.
-    ([*FOLLOW, "experience.store=null"], "give at least one of store"),
+    ([*FOLLOW, "experience.store=null"], "follow = True: applies only with experience.store; set it"),
     (["experience.record=true", *FOLLOW[1:]], "experience.follow = True: applies only with experience.store; set it"),
     ([STORE, "experience.group_by=prompt"], "group_by = 'prompt': applies only with experience.follow; set it"),
     ([STORE, "experience.deadline_seconds=9"], "deadline_seconds = 9.0: applies only with experience.follow; set it"),
