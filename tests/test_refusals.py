@@ -115,9 +115,12 @@ CASES = [
     ("model.decoder.num_kv_heads=4", "model.decoder.num_kv_heads = 4: must divide", "num_heads = 2"),
     ("model.chat_template_kwargs={enable_thinking: false}", "model.chat_template_kwargs", "model.decoder", "remove"),
     ([LORA, "model.freeze=[embedding]"], "model.freeze = ['embedding']: does not work with model.lora; remove one"),
-    ("mesh.tensor=-1", "mesh.data and mesh.tensor", "only one"),
+    ("mesh.tensor=-1", "mesh.data = -1: only one of mesh.data and mesh.tensor"),
     ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
-    ("algorithm.distillation.coefficient=0.1", "algorithm.distillation = 'on': needs a teacher: set model.teacher"),
+    (
+        "algorithm.distillation.coefficient=0.1",
+        "{'coefficient': 0.1}: needs a teacher: set model.teacher",
+    ),
     # Task.
     ("task=gms8k", "override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"),
     ("task=nonsense", "'nonsense'", "arithmetic", "gsm8k", "reasoning_gym:GENERATOR"),
@@ -141,9 +144,16 @@ CASES = [
     ([*AGENT, STORE], "experience.store = 'somewhere': does not work with task.agent"),
     ([*AGENT, "experience.mix={store: x}"], "experience.mix = {'store': 'x'", "does not work with task.agent"),
     ([*AGENT, "task.overlong_tokens=2"], "task.overlong_tokens = 2: does not work with task.agent"),
-    ([*AGENT, "algorithm.advantage={name: discounted}"], "algorithm.advantage = 'discounted'", "of tokens"),
-    (TURNS, "algorithm.advantage = 'turn_returns': reads the turns of agents", "set task.agent"),
-    ([*AGENT, TURNS, "task.truncated=penalize"], "task.truncated = 'penalize': replaces rewards of whole trajectories"),
+    (
+        [*AGENT, "algorithm.advantage={name: discounted}"],
+        "advantage = {'name': 'discounted'}: computes advantages of tokens",
+    ),
+    (TURNS, "advantage = {'name': 'turn_returns'}: reads the turns of agents", "set task.agent"),
+    (
+        [*AGENT, TURNS, "task.truncated=penalize"],
+        "task.truncated = 'penalize': replaces rewards, but",
+        "the rewards of turns",
+    ),
     (
         ["task.agent=tools", CONTEXT],
         "task.tools = []: is required with task.agent = tools; set it: module:function",

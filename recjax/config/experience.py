@@ -1,5 +1,6 @@
 """The config blocks `rollout`, `regime` and `experience`: the completions to train on, and how stale they may be."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from recjax.config.fields import (
@@ -9,6 +10,7 @@ from recjax.config.fields import (
     ConfigBlock,
     Float,
     Int,
+    Refusal,
     checked,
     key,
     value_of,
@@ -62,12 +64,12 @@ class MixConfig(ConfigBlock):
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses a share that is no whole number of rows or groups."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A share that is no whole number of rows or groups."""
         size = "group_size" if self.of == "group" else "prompts_per_step"
         rows = self.share * (count := getattr(config.rollout, size))
         problem = f"must be a whole number out of rollout.{size} = {count}"
-        config.require(abs(rows - round(rows)) < 1e-6, "experience.mix.share", problem)
+        yield abs(rows - round(rows)) >= 1e-6, "experience.mix.share", problem
 
 
 # A round samples a batch if one is due, and trains one step if enough groups have all their rewards. After the first
@@ -100,14 +102,14 @@ class ReplayConfig(ConfigBlock):
     priority: Priority = key("none", "Quantity that a group's chance is proportional to")
     keep_no_signal: Bool = key(False, "Keep groups whose rewards are all equal")
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses a buffer that cannot give a batch its groups, and one of a store that does not grow."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A buffer that cannot give a batch its groups, and one of a store that does not grow."""
         mix, sampled = config.experience.mix, config.rollout.prompts_per_step
         sampled -= round(mix.share * sampled) if mix and mix.of == "batch" else 0
         problem = f"must hold the {sampled} groups of a batch that come from it"
-        config.require(self.capacity >= sampled, "experience.replay.capacity", problem)
+        yield self.capacity < sampled, "experience.replay.capacity", problem
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
-        config.require(config.follows or not config.experience.store, "experience.replay", problem)
+        yield config.experience.store and not config.follows, "experience.replay", problem
 
 
 class RefillConfig(ConfigBlock):
@@ -155,15 +157,15 @@ class RegimeConfig(ConfigBlock):
         600.0, "Time limit for one batch; recjax restarts a slower generator", needs=_ASYNC, ge=1
     )
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses a limit of staleness that no batch could keep."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """A limit of staleness that no batch could keep."""
         if self.mode == "sync":
             return
         least, why = self.sync_interval - 1, f"regime.sync_interval = {self.sync_interval}"
         if replay := config.experience and config.experience.replay:
             least, why = least + replay.draw_every - 1, f"{why} and experience.replay.draw_every = {replay.draw_every}"
         problem = f"must be at least {least}, the staleness due to {why}"
-        config.require(self.max_staleness >= least, "regime.max_staleness", problem)
+        yield self.max_staleness < least, "regime.max_staleness", problem
 
 
 def _no_group(text: str) -> str | None:
@@ -211,8 +213,8 @@ class ExperienceConfig(ConfigBlock):
         gt=0,
     )
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses an empty block, and settings that do not work with a followed store."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """An empty block, and settings that do not work with a followed store."""
         if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
             raise ValueError(
                 "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
@@ -220,10 +222,10 @@ class ExperienceConfig(ConfigBlock):
         if not self.follow:
             return
         problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
-        config.require(self.missing_logprobs != "initial", "experience.missing_logprobs", problem)
+        yield self.missing_logprobs == "initial", "experience.missing_logprobs", problem
         least = config.training.checkpoint_every - 1
         problem = f"must be at least training.checkpoint_every - 1 = {least}, as a server that follows the run samples"
         problem += " with its checkpoints; raise it, or write checkpoints more often"
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
-            config.require(limit is None or limit >= least, name, problem)
+            yield limit is not None and limit < least, name, problem

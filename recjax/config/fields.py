@@ -6,13 +6,13 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import pydantic
 from pydantic.fields import FieldInfo
 
-from recjax.algorithms.options import did_you_mean, require
+from recjax.algorithms.options import did_you_mean
 from recjax.config.yaml_values import read_decimal
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
@@ -67,6 +67,10 @@ _RELATIONS = {
 }
 
 
+# A flag that is true for a contradiction, the key to name with its value, and the problem with its remedy.
+Refusal = tuple[Any, str, str]
+
+
 class ConfigBlock(pydantic.BaseModel):
     """A block of keys: frozen, with no other keys and no conversion between types."""
 
@@ -85,8 +89,9 @@ class ConfigBlock(pydantic.BaseModel):
 
     __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses contradictions within the block, and with other blocks of the config."""
+    def refusals(self, config: "recjax.config.Config") -> Iterable[Refusal]:
+        """Contradictions within the block and with other blocks, beyond the rules of `key`."""
+        return ()
 
 
 def key(default: Any, description: str = "", **rules: Any) -> Any:
@@ -111,15 +116,16 @@ def value_of(config: ConfigBlock, name: str) -> Any:
     return functools.reduce(lambda block, part: getattr(block, part, None), name.split("."), config)
 
 
-def check_rules(config: ConfigBlock) -> None:
-    """Refuses keys that contradict other keys by the rules of `key`."""
+def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
+    """Contradictions between keys by the rules of `key`."""
 
-    def held(conditions: str) -> list[str]:
-        return [each for each in conditions.split(" or ") if each and holds(*each.partition(" = ")[::2])]
-
-    def holds(name: str, value: str) -> bool:
+    def holds(condition: str) -> bool:
+        name, _, value = condition.partition(" = ")
         found = value_of(config, name.removesuffix(" above 0"))
         return str(found) == value if value else bool(found)
+
+    def held(conditions: str) -> list[str]:
+        return [condition for condition in filter(None, conditions.split(" or ")) if holds(condition)]
 
     for name, field in schema_keys(type(config)).items():
         block, _, _ = name.rpartition(".")
@@ -127,19 +133,18 @@ def check_rules(config: ConfigBlock) -> None:
             continue
         needs, excludes, required, must = field.json_schema_extra.values()
         value = value_of(config, name)
-        value = value.model_dump() if isinstance(value, ConfigBlock) else value
         for condition in held(required):
-            require(bool(value), name, value, f"is required with {condition}; set it: {field.description}")
+            yield not value, name, f"is required with {condition}; set it: {field.description}"
         if must and value is not None:
             relation, _, other = must.rpartition(" ")
             limit = value_of(config, other)
-            require(limit is None or _RELATIONS[relation](value, limit), name, value, f"must {must} = {limit}")
-        if value == field.get_default(call_default_factory=True):
-            continue
-        it = "one of them" if " or " in needs else "it"
-        require(not needs or bool(held(needs)), name, value, f"applies only with {needs}; set {it}, or remove this key")
-        for condition in held(excludes):
-            require(False, name, value, f"does not work with {condition}; remove one of them")
+            yield limit is not None and not _RELATIONS[relation](value, limit), name, f"must {must} = {limit}"
+        if value != field.get_default(call_default_factory=True):
+            it = "one of them" if " or " in needs else "it"
+            is_met = not needs or held(needs)
+            yield not is_met, name, f"applies only with {needs}; set {it}, or remove this key"
+            for condition in held(excludes):
+                yield True, name, f"does not work with {condition}; remove one of them"
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:

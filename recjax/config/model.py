@@ -2,9 +2,10 @@
 
 import datetime
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from recjax.config.fields import ConfigBlock, Float, Int, checked, key, require_one, wrong_with_variables
+from recjax.config.fields import ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
 
 Projection = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Remat = Literal["none", "dots", "full"]
@@ -85,10 +86,6 @@ class ModelConfig(ConfigBlock):
     )
     logprob_chunk: Int = key(1024, "Token positions for which a device holds vocabulary logits at once", ge=1)
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses two models or none."""
-        require_one("model", {"path": self.path, "decoder": self.decoder})
-
 
 class WarmStartConfig(ConfigBlock):
     """Supervised training that makes the base policy, on answers of which some hold one mistake."""
@@ -109,8 +106,8 @@ class MeshConfig(ConfigBlock):
     fsdp: Size = key(1, "Devices that split rows, parameters and the optimizer's state")
     tensor: Size = key(1, "Devices that split heads, MLP units and vocabulary; keep them within one host")
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses more than one -1."""
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """More than one -1."""
         rest = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
-        if len(rest) > 1:
-            raise ValueError(f"{' and '.join(rest)} are both -1, but only one of them can take the rest; set the other")
+        problem = f"only one of {' and '.join(rest)} can be -1 and take the remaining devices; set the other"
+        yield len(rest) > 1, rest[0] if rest else "mesh", problem

@@ -1,6 +1,8 @@
 """The schema of a run: every key with its type, default, bounds and meaning, and the contradictions between keys."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -16,14 +18,16 @@ from recjax.config.fields import (
     Float,
     Int,
     Number,
-    check_rules,
+    Refusal,
+    broken_rules,
     checked,
     key,
+    require_one,
     schema_keys,
     value_of,
 )
 from recjax.config.model import MeshConfig, ModelConfig, WarmStartConfig
-from recjax.config.tasks import GradingConfig, TaskConfig, named_task
+from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
@@ -66,40 +70,36 @@ class AlgorithmConfig(ConfigBlock):
         """Whether the advantage of a group's only completion is always 0."""
         return self.resolved().get("advantage", {"singleton": "zero"}).get("singleton") == "zero"
 
-    def check(self, config: "Config") -> None:
-        """Refuses an algorithm that cannot be built, and contradictions between it and other blocks."""
-        algorithm, task, name = self.build(), config.task, self.advantage.get("name")
+    def refusals(self, config: "Config") -> Iterator[Refusal]:
+        """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
+        algorithm, agent, teacher = self.build(), config.task.agent, config.model.teacher
+        place = "algorithm.advantage" if self.advantage else "algorithm.preset"
         problem = "does not apply while algorithm.distillation.coefficient is 0; set that, or remove this key"
-        config.require(algorithm.needs_teacher or not config.model.teacher, "model.teacher", problem)
+        yield teacher and not algorithm.needs_teacher, "model.teacher", problem
         problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
-        require(
-            config.model.teacher is not None or not algorithm.needs_teacher, "algorithm.distillation", "on", problem
+        yield algorithm.needs_teacher and not teacher, "algorithm.distillation", problem
+        of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), config.task.truncated == "penalize"
+        problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
+        yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
+        yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
+        yield of_turns and not agent, place, "reads the turns of agents; set task.agent, or use another advantage"
+        axes, stored = self.resolved(), config.experience and config.experience.store and not config.follows
+        always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
+        problem = f"{axes.get('advantage', axes['objective'])['name']} is always 0 for a group's only completion;"
+        problem += (
+            " raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it"
         )
-        of_turns, penalizes = algorithm.reads("turn_rewards", "token_turns"), task.truncated == "penalize"
-        problem = "replaces rewards, but this algorithm's advantage reads the rewards' parts; use train or mask"
-        config.require(not (penalizes and algorithm.reads("reward_parts")), "task.truncated", problem)
-        problem = "replaces rewards of whole trajectories, but the advantage reads turns; use train or mask"
-        config.require(not (penalizes and of_turns), "task.truncated", problem)
-        problem = "reads the turns of agents, and the run has no agent; set task.agent, or use another advantage"
-        require(task.agent is not None or not of_turns, "algorithm.advantage", name, problem)
-        is_sampled = config.follows or not (config.experience and config.experience.store)
-        axes = self.resolved()
-        computed = axes.get("advantage", axes["objective"])["name"]
-        problem = f"{computed} is always 0 for a group's only completion; raise it, or set"
-        problem += " algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has this option"
-        learns = config.rollout.group_size > 1 or not is_sampled or not self.ignores_singletons()
-        config.require(learns, "rollout.group_size", problem)
+        yield always_zero, "rollout.group_size", problem
         if not config.has_trajectories:
             return
         names = {*names_read(algorithm.advantage)}
         of_tokens = names & {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
         of_tokens = algorithm.objective is None and of_tokens and "trajectories" not in names
         problem = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
-        require(not of_tokens, "algorithm.advantage", name or self.preset, problem)
+        yield of_tokens, place, problem
         packed = config.training.tokens_per_micro_batch and algorithm.compares_completions
-        problem = f"does not work with {'task.agent' if task.agent else 'experience.follow'} and an algorithm that"
-        problem += " compares whole groups, as packing splits groups; remove it"
-        config.require(not packed, "training.tokens_per_micro_batch", problem)
+        problem = f"does not work with {'task.agent' if agent else 'experience.follow'} and an algorithm that compares"
+        yield packed, "training.tokens_per_micro_batch", f"{problem} whole groups, as packing splits groups; remove it"
 
     def build(self) -> "recjax.algorithms.losses.Algorithm":
         """The algorithm; see `presets.build_algorithm`."""
@@ -156,12 +156,12 @@ class TrainingConfig(ConfigBlock):
         None, "[first, last] step of a profiler trace in the run's folder; null: no trace"
     )
 
-    def check(self, config: "Config") -> None:
-        """Refuses steps to trace that the run does not have."""
+    def refusals(self, config: "Config") -> Iterator[Refusal]:
+        """Steps to trace that the run does not have."""
         traced = self.profile_steps
-        problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
         in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
-        config.require(in_order, "training.profile_steps", problem)
+        problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
+        yield not in_order, "training.profile_steps", problem
 
 
 _SAMPLED = "evaluation.temperature above 0"
@@ -242,20 +242,13 @@ class Config(ConfigBlock):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "Config":
         """Refuses settings that contradict each other or that nothing would read."""
-        check_rules(self)
-        for name in KEYS:
-            if isinstance(block := value_of(self, name), ConfigBlock):
-                block.check(self)
+        require_one("model", {"path": self.model.path, "decoder": self.model.decoder})
+        require_one("task", {name: getattr(self.task, name) for name in TASKS})
+        blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
+        for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):
+            value = value_of(self, name)
+            require(not is_wrong, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
         return self
-
-    def require(self, condition: bool, name: str, problem: str) -> None:
-        """Raises an error about a key's value unless `condition` is true.
-
-        Raises:
-            ValueError: `condition` is false.
-        """
-        value = value_of(self, name)
-        require(condition, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
 
     @property
     def follows(self) -> bool:

@@ -1,9 +1,10 @@
 """The config blocks `task` and `grading`: problems and their rewards."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from recjax.algorithms.options import did_you_mean
-from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, block_of, checked, key, require_one
+from recjax.config.fields import Bool, ConfigBlock, Float, Int, Place, Refusal, block_of, checked, key
 from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.gym_package import check_gym
 
@@ -147,16 +148,15 @@ class TaskConfig(ConfigBlock):
             return f"recjax.tasks.rewards:{'last_number_match' if worked else 'number_match'}"
         return "tool_calls" if name == "toolace" else name
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses more than one task, an unknown reward, and settings that nothing would read."""
-        require_one("task", {name: getattr(self, name) for name in TASKS})
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """An unknown reward, and settings that nothing would read."""
         if self.reasoning_gym:
             check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
         plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
         problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
-        config.require(self.system_prompt is None or not plain, "task.system_prompt", problem)
-        problem = f"takes module:function, or one of {', '.join(GRADERS)}"
-        config.require(self.reward_name() in GRADERS or ":" in self.reward_name(), "task.reward", problem)
+        yield plain and self.system_prompt is not None, "task.system_prompt", problem
+        is_known = self.reward_name() in GRADERS or ":" in self.reward_name()
+        yield not is_known, "task.reward", f"takes module:function, or one of {', '.join(GRADERS)}"
 
 
 def named_task(value: Any) -> Any:
@@ -188,9 +188,8 @@ class GradingConfig(ConfigBlock):
     seconds: Float = key(5.0, "Time limit for one completion", ge=0.1)
     max_characters: Int = key(50_000, "Limit of a completion's characters; a longer one gets reward 0", ge=1)
 
-    def check(self, config: "recjax.config.Config") -> None:
-        """Refuses limits for a reward that no worker process computes."""
-        reward = config.task.reward_name()
-        problem = f"does not apply to task.reward = {reward}, which runs in the training process; remove the block"
-        applies = reward in GRADERS or config.task.agent == "tools"
-        config.require(applies or self == GradingConfig(), "grading", problem)
+    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
+        """Limits for a reward that no worker process computes."""
+        applies = config.task.reward_name() in GRADERS or config.task.agent == "tools" or self == GradingConfig()
+        problem = f"does not apply to task.reward = {config.task.reward_name()}, which runs in the training process;"
+        yield not applies, "grading", f"{problem} remove the block"
