@@ -177,7 +177,7 @@ def takes(field: FieldInfo) -> str:
         form.format(f"{limit:g}" if isinstance(limit, float) else limit)
         for each in field.metadata
         for bound, form in _BOUNDS.items()
-        if (limit := getattr(each, bound, None)) is not None
+        if (limit := getattr(each, bound, None)) not in (None, math.inf)
     ]
     return _takes(field.annotation, "".join(limits))
 
