@@ -159,6 +159,7 @@ def test_derived_values_are_those_of_their_keys():
     split = load("training.micro_batch_prompts=4")
     assert split.micro_batches(100) == split.micro_batches(10**6, 2) == 4
     assert load("optimizer.clip_norm=.inf").optimizer.clip_norm == float("inf")
+    assert load("regime.mode=async", "regime.max_staleness=0", "regime.sync_interval=1").regime.max_staleness == 0
 
 
 @pytest.mark.parametrize(

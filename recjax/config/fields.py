@@ -38,11 +38,15 @@ def checked(of: Any, check: Callable[[Any], str | None]) -> Any:
     return Annotated[of, pydantic.AfterValidator(validate)]
 
 
-# Int, Number, Float and Bool also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
+# Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
-Bool = Annotated[
-    bool, pydantic.BeforeValidator(lambda value: _SWITCHES.get(value.lower(), value) if type(value) is str else value)
-]
+
+
+def _read_switch(value: Any) -> Any:
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Bool = Annotated[bool, pydantic.BeforeValidator(_read_switch)]
 Int = checked(
     Annotated[int, pydantic.BeforeValidator(read_decimal)],
     lambda value: None if abs(value) < 2**63 else "must be a 64-bit number",
@@ -72,7 +76,7 @@ Refusal = tuple[Any, str, str]
 
 
 class ConfigBlock(pydantic.BaseModel):
-    """A block of keys: frozen, with no other keys and no conversion between types."""
+    """A block of keys: frozen, with no other keys, with conversion only from texts to numbers and booleans."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
@@ -134,7 +138,7 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
         needs, excludes, required, must = field.json_schema_extra.values()
         value = value_of(config, name)
         for condition in held(required):
-            yield not value, name, f"is required with {condition}; set it: {field.description}"
+            yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
         if must and value is not None:
             relation, _, other = must.rpartition(" ")
             limit = value_of(config, other)
