@@ -21,8 +21,8 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
+from tests.commands import said, two_of
 from tests.training.tiny_run import TINY, train, without_times
-from tests.two_processes import said, two_of
 
 # Five prompts: neither two processes nor four devices divide them. Evaluation takes the program that training draws by.
 OPTIONS = ["rollout.prompts_per_step=5", "evaluation.every=0", "evaluation.samples=4", "training.checkpoint_every=5"]

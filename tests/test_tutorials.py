@@ -15,12 +15,21 @@ from typing import NamedTuple
 import pytest
 
 from recjax.config import load_config
+from recjax.host_memory import with_tunables
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md")) + [ROOT / "docs" / "sweeps.md"]
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# A worse base policy will do to see that a page works.
-SHORTER = {"warm_start: {steps: 400,": "warm_start: {steps: 40,"}
+# A worse base policy and few steps will do to see that a page works.
+SHORTER = {
+    "steps: 400, batch_size: 256": "steps: 40, batch_size: 32",
+    "steps: 100, checkpoint_every: 50": "steps: 6, checkpoint_every: 3",
+    "steps: 100, checkpoint_every: 100": "steps: 8, checkpoint_every: 8",
+    "every: 50, problems: 256": "every: 3, problems: 32",
+    "every: 50, problems: 200": "every: 3, problems: 32",
+    "every: 25, problems: 256": "every: 2, problems: 32",
+    "in (50, 100)": "in (3, 6)",
+}
 _SAMPLE = re.compile(r"│ \d+ ?[+*] ?\d+ ?=")  # the answer of such a policy may be anything
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
@@ -54,6 +63,7 @@ def run(command: str, folder: Path, cache: Path, fails: bool = False) -> str:
         "JAX_PLATFORMS": "cpu",
         "RECJAX_CACHE": str(cache),
         "COLUMNS": "100",
+        "GLIBC_TUNABLES": with_tunables(""),  # so that no command starts twice
     }
     command = ["bash", "-e", "-o", "pipefail", "-c", command]
     done = subprocess.run(
