@@ -75,14 +75,14 @@ def test_a_dry_run_prints_sizes_and_leaves_nothing_behind(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("start", "override", "message"),
     [
-        ("traning.steps=3", "did you mean 'training'"),
-        pytest.param("rollout.stop=[ab]", "stop string 'ab'", marks=pytest.mark.slow),
+        (command, "traning.steps=3", "did you mean 'training'"),
+        pytest.param(forked, "rollout.stop=[ab]", "stop string 'ab'", marks=pytest.mark.slow),
     ],
 )
-def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, override, message):
-    refused = command("--config", str(config), f"output={tmp_path / 'run'}", override)
+def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, start, override, message):
+    refused = start("--config", str(config), f"output={tmp_path / 'run'}", override)
     assert refused.returncode != 0 and message in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "run").exists()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from recjax.experience import store
 from recjax.experience.feedback import Given, give_rewards
 from recjax.feedback import feedback
+from tests import commands
 from tests.experience.rows import make_row, same, text_row
 
 PENDING = dict(reward=None, reward_parts=None, accurate=None)

@@ -54,6 +54,7 @@ from recjax.rollout.generators import require_ray
 from recjax.training import loop
 from recjax.training.mesh import make_mesh
 
+hosts.LOST_SECONDS = 15
 folder, *options, coordinator, _, number = sys.argv[1:]
 next_groups, save, steps = loop.next_groups, loop.checkpoint.save, []
 
