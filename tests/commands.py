@@ -4,6 +4,7 @@ A command imports for six seconds, and a tiny run lasts one. A forked command di
 imports are done, and its memory allocator has the settings for which a command restarts itself.
 """
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -134,12 +135,15 @@ def _become(arguments: list[str], folder: str, environment: dict, out: Connectio
     os.chdir(folder)
     kind, program, *rest = arguments
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if kind == "-m":
-        sys.argv = [program, *rest]
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [kind, *rest]
-        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    try:
+        if kind == "-m":
+            sys.argv = [program, *rest]
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [kind, *rest]
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves these to the end of the server
 
 
 # --- Two commands that meet.

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "mode",
     {
-        "store": ["experience.store={folder}/store"],
+        "offline": ["experience.store={folder}/store"],
         "every other feed": [
             "regime.sync_interval=3",
             "regime.sync_offset=2",
