@@ -123,6 +123,7 @@ def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message
 
 @pytest.mark.slow
 def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_only_what_is_missing(write, monkeypatch):
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **options: Command(command[1:], **options))
     path = write(grids=[{"algorithm": "all", "seed": [0]}])
     base, runs = read_sweep(path, extra=["training.steps=1", "evaluation.every=0"])
     occupied = Path(runs[0].config.output)
