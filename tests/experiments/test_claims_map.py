@@ -18,8 +18,8 @@ from recjax.training.loop import train
 from recjax.training.metrics import read_metrics
 
 SMALL = [
-    "model.decoder={hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
-    "warm_start={steps: 50, batch_size: 64, learning_rate: 5e-3}",
+    "model.decoder={hidden_size: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}",
+    "warm_start={steps: 100, batch_size: 64, learning_rate: 5e-3}",
     "task.arithmetic.problems=['1..9 + 1..9']",
     "training.steps=8",
     "evaluation={every: 4, problems: 16, samples: 2}",

@@ -13,7 +13,7 @@ from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run, start
 from tests.training.killed_run import trained
 
-WARM_START = "warm_start={steps: 100, batch_size: 16}"
+WARM_START = "warm_start={steps: 300, batch_size: 16}"
 MODES = {
     "on-policy": [],
     "interval": ["regime.sync_interval=3"],

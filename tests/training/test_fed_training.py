@@ -142,7 +142,8 @@ def test_a_share_of_every_batch_is_the_experts(tiny, expert):
 
 
 @pytest.mark.slow
-def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert):
+@pytest.mark.parametrize("stop", [2, 5])
+def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert, stop, monkeypatch):
     everything = [
         "experience.late={shortest: 0, longest: 3, deadline: 2}",
         "experience.replay={draw_every: 2, half_life: 3.0, priority: reward_spread}",
@@ -151,8 +152,7 @@ def test_stopped_and_gone_on_it_is_the_same_run(tiny, expert):
         "regime.sync_interval=2",
     ]
     straight = train(tiny("straight", *everything))
-    train_until_killed(tiny("stopped", *everything), at=2)  # before its first checkpoint after that of step 0
-    train_until_killed(tiny("stopped", *everything), at=5)
+    train_until_killed(tiny("stopped", *everything), at=stop)
     assert without_times(train(tiny("stopped", *everything))) == without_times(straight)
     assert (Path(tiny("stopped", *everything).output) / "figures" / "experience.png").is_file()
 

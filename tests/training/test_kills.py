@@ -28,15 +28,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-# All feeds at a time that one run may have; test_resume.py has each alone.
 @pytest.mark.parametrize(
     "mode",
     {
+        "queue": ["regime.sync_interval=3", "regime.sync_offset=2"],
         "offline": ["experience.store={folder}/store"],
-        "every other feed": [
-            "regime.sync_interval=3",
-            "regime.sync_offset=2",
-            "experience.replay={draw_every: 2, half_life: 2.0}",
+        "replay": ["experience.replay={draw_every: 2, half_life: 2.0}", "experience.record=true"],
+        "late and mixed": [
             "experience.late={longest: 3, deadline: 2}",
             "experience.mix={store: {folder}/store, share: 0.25}",
             "experience.record=true",
