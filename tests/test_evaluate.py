@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from recjax.config import load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
 from recjax.tasks.loading import load_task
+from tests import commands
 from tests.training.tiny_run import TINY, train
 
 SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0", "evaluation.samples=4"]
@@ -181,8 +180,7 @@ def test_the_command_prints_a_table_or_one_line(finished, tmp_path):
     folder, _ = finished
 
     def run(*arguments):
-        line = [sys.executable, "-m", "recjax.evaluate", "--config", str(folder / "tiny.yaml"), *arguments]
-        return subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=300)
+        return commands.run(["-m", "recjax.evaluate", "--config", folder / "tiny.yaml", *arguments])
 
     done = run("checkpoint=base", "evaluation.samples=2", "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr

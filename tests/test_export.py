@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +20,7 @@ from recjax.training import checkpoint
 from recjax.training.run import prepare
 from recjax.training.trained import open_checkpoint
 from recjax.training.update import TrainState, make_optimizer
+from tests import commands
 from tests.hub.test_families import forward
 from tests.marks import slow_except
 from tests.training.tiny_run import TINY, train
@@ -218,9 +217,7 @@ def test_a_push_makes_a_private_repository_and_its_errors_are_one_line(tmp_path,
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
 def test_the_command_exports_a_run_and_that_folder_again(finished, tmp_path):
     def command(*arguments):
-        root = Path(__file__).parents[1]
-        line = [sys.executable, "-m", "recjax.export", *arguments]
-        return subprocess.run(line, capture_output=True, text=True, cwd=root, timeout=600)
+        return commands.run(["-m", "recjax.export", *arguments])
 
     run, *_ = finished
     once = command("--run", str(run), "--output", str(tmp_path / "once"), "--step", "1")

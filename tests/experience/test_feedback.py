@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from recjax.experience import store
 from recjax.experience.feedback import Given, give_rewards
 from recjax.feedback import feedback
+from tests import commands
 from tests.experience.rows import make_row, same, text_row
 
 PENDING = dict(reward=None, reward_parts=None, accurate=None)
@@ -146,9 +147,9 @@ def test_a_killed_feedback_leaves_rows_whole_and_is_given_again(folder, tmp_path
 @pytest.mark.slow
 def test_the_command(folder, tmp_path):
     (tmp_path / "r.jsonl").write_text('{"id": "row 0", "reward": 1}\n{"id": "row 1", "reward": 0}\n')
-    command = [sys.executable, "-m", "recjax.feedback", str(folder), "--file", str(tmp_path / "r.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = ["-m", "recjax.feedback", folder, "--file", tmp_path / "r.jsonl"]
+    done = commands.run(command)
     assert "2 rows got rewards, 0 already had the same reward" in done.stdout, done.stderr
     (tmp_path / "r.jsonl").write_text('{"id": "row 9", "reward": 1}\n')
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = commands.run(command)
     assert done.returncode == 1 and "line 1: id = 'row 9': the store has no such row" in done.stderr

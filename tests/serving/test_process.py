@@ -2,12 +2,10 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
@@ -21,7 +19,9 @@ from recjax.experience.sources import load_groups, with_logprobs
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.remote import Address
 from recjax.training.trained import open_checkpoint
+from tests import commands
 from tests.batch_shapes import shape_of
+from tests.commands import Command
 from tests.training.tiny_run import TINY, train
 
 pytestmark = pytest.mark.slow
@@ -39,8 +39,8 @@ def run(tmp_path_factory):
 
 def started(*flags):
     """A server's process, and its address when it answers."""
-    command = [sys.executable, "-m", "recjax.serve", "--port=0", "--part_seconds=0.3", *map(str, flags)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["-m", "recjax.serve", "--port=0", "--part_seconds=0.3", *flags]
+    process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     line = process.stdout.readline()
     if not line:
         raise AssertionError(process.communicate()[1])
@@ -131,14 +131,13 @@ def test_a_run_trains_on_what_was_served(run, tmp_path):
     losses = [row["loss"] for row in metrics if "loss" in row]
     assert len(losses) == 4 and np.isfinite(losses).all()
     for command in (["recjax.inspect_experience", str(tmp_path / "store"), f"--figure={tmp_path / 'a.png'}"],):
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+        done = commands.run(["-m", *command])
         assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
 
 
 def test_what_it_cannot_begin_with(run, tmp_path):
     def error(*flags):
-        command = [sys.executable, "-m", "recjax.serve", *map(str, flags)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ)
+        done = commands.run(["-m", "recjax.serve", *flags], cwd=tmp_path)
         assert done.returncode == 1, done.stderr
         return done.stderr.splitlines()[-1]
 
@@ -153,7 +152,7 @@ def test_what_it_cannot_begin_with(run, tmp_path):
     block = (
         "import sys; sys.modules['uvicorn'] = None; import runpy; runpy.run_module('recjax.serve', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", block, "--run=x"], capture_output=True, text=True)
+    done = commands.run(["-c", block, "--run=x"])
     assert done.returncode == 1 and 'pip install "recjax[serve]"' in done.stderr.splitlines()[-1]
 
 
@@ -194,9 +193,8 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
 
 
 def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
-    flags = ["--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
-    command = [sys.executable, "-m", "recjax.serve", *map(str, flags)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["-m", "recjax.serve", "--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
+    process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         while "waits for the first checkpoint" not in process.stderr.readline():
             pass

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training import rounds
 from recjax.training.run import prepare
+from tests import commands
 from tests.experience.groups import make_group
 from tests.marks import slow_except
 from tests.rollout.across_versions import logprobs_across
@@ -160,7 +159,7 @@ def test_a_synchronous_run_never_imports_ray(tiny):
     )
     overrides = [f"output={config.output}", "training.steps=1", "experience.replay.max_reuse=2", "evaluation.every=0"]
     arguments = [str(Path(config.output).parent / "tiny.yaml"), *overrides]
-    assert subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True).returncode == 0
+    assert commands.run(["-c", program, *arguments]).returncode == 0
 
 
 def test_an_address_where_nobody_answers_is_refused(monkeypatch):

@@ -12,10 +12,10 @@ from recjax import hosts
 from recjax.experience import store
 from recjax.rollout.shared_generators import SharedGenerators
 from recjax.training.metrics import read_metrics
+from tests.commands import said, two_of
 from tests.training.simulated_run import simulated
 from tests.training.test_async_order import InAnyOrder
 from tests.training.tiny_run import TINY
-from tests.two_processes import said, two_of
 
 ASYNC = ["regime.mode=async", "regime.max_staleness=2", "regime.generators=2"]
 
@@ -54,6 +54,7 @@ from recjax.rollout.generators import require_ray
 from recjax.training import loop
 from recjax.training.mesh import make_mesh
 
+hosts.LOST_SECONDS = 15
 folder, *options, coordinator, _, number = sys.argv[1:]
 next_groups, save, steps = loop.next_groups, loop.checkpoint.save, []
 

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from recjax.training.metrics import read_metrics
 from recjax.training.run import prepare
 from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
+from tests.commands import Command
 from tests.marks import slow
 from tests.training.counting import Interrupted, count, prepared_batch
 from tests.training.tiny_run import train, train_until_killed, without_times
@@ -185,8 +185,8 @@ def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
 def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_path):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=400"]
     config = tiny("stopped", *options)
-    command = [sys.executable, "-m", "recjax.train", "--config", str(tmp_path / "tiny.yaml"), *options]
-    process = subprocess.Popen([*command, f"output={config.output}"], stderr=subprocess.PIPE, text=True)
+    command = ["-m", "recjax.train", "--config", tmp_path / "tiny.yaml", *options, f"output={config.output}"]
+    process = Command(command, stderr=subprocess.PIPE)
     metrics = Path(config.output) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while len(read_metrics(metrics)) < 15 and time.monotonic() < deadline and process.poll() is None:

@@ -1,8 +1,6 @@
 """On any mesh the same numbers come out, and memory is split as the rules say."""
 
 import functools
-import subprocess
-import sys
 
 import chex
 import jax
@@ -17,6 +15,7 @@ from recjax.models.trainable import flatten
 from recjax.rollout import capacity, engine, sampling_mesh
 from recjax.training import checkpoint
 from recjax.training.run import State
+from tests import commands
 from tests.training.on_mesh import CONFIG, batch_of, drawn, numbers, on, start, under_pmap, updated
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
@@ -45,7 +44,7 @@ def test_meshes_and_micro_batches_change_no_number(sizes, micro_batches):
 
 @pytest.mark.slow
 def test_eight_devices_change_no_number(tmp_path):
-    subprocess.run([sys.executable, "-m", "tests.training.on_mesh", tmp_path / "eight.npz"], check=True)
+    assert commands.run(["-m", "tests.training.on_mesh", tmp_path / "eight.npz"]).returncode == 0
     with np.load(tmp_path / "eight.npz") as found:
         assert_equal(dict(found), on_one_device())
 
