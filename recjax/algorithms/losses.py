@@ -319,10 +319,7 @@ def token_terms(
         [[ 0.5  0.5]
          [-0.5 -0.5]]
     """
-    return _token_terms(algorithm, _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask), rows)
-
-
-def _token_terms(algorithm: Algorithm, tokens: TokenValues, rows: RowTerms) -> TokenTerms:
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     tokens = jax.lax.stop_gradient(tokens._replace(advantages=per_token(rows.advantages)))
     mask, behavior_logprobs = tokens.completion_mask, tokens.behavior_logprobs
     if algorithm.distillation is not None:
@@ -386,15 +383,9 @@ def token_loss(
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
-    return _token_loss(
-        algorithm,
-        _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy),
-        rows,
-    )
-
-
-def _token_loss(algorithm: Algorithm, tokens: TokenValues, rows: RowTerms) -> Float[Array, "batch time"]:
-    terms = -_token_terms(algorithm, tokens, rows).coefficients * tokens.logprobs
+    coefficients = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask).coefficients
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy)
+    terms = -coefficients * tokens.logprobs
     for added in (algorithm.regularizer, algorithm.reference_kl, algorithm.unbiased_reference_kl):
         if added is not None:
             terms += call(added, tokens)
@@ -434,9 +425,12 @@ def loss(
         >>> print(total, count, total / count)
         -1.0 4.0 -0.25
     """
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, reference_logprobs, entropy)
     if algorithm.objective is None:
-        return call(algorithm.reduction, tokens._replace(per_token=_token_loss(algorithm, tokens, rows)))
+        added = {"reference_logprobs": reference_logprobs, "entropy": entropy}
+        of_tokens = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, **added)
+        tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+        return call(algorithm.reduction, tokens._replace(per_token=of_tokens))
+    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     mask, both = tokens.completion_mask, (tokens.logprobs, tokens.behavior_logprobs)
     policy, behavior = (sequence_sum(x, mask, rows.trajectories)[:, 0] for x in both)
     kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
