@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax.config import SamplesConfig
+from recjax import hosts
 from recjax.experience.group import Completion, Group
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.tokenizers import token_texts
+from recjax.models.placement import on_host
 from recjax.tasks.problems import question_of
+from recjax.training.run import Run
 from recjax.training.update import Learned
 
 logger = logging.getLogger(__name__)
@@ -23,27 +25,24 @@ def folder_of(output: Path) -> Path:
     return output / "samples" / "training"
 
 
-def is_kept(step: int, config: SamplesConfig) -> bool:
-    """True if completions of the step's batch are saved."""
-    return config.every > 0 and (step == 1 or step % config.every == 0)
+def keep(run: Run, step: int, groups: Sequence[Group], learned: Learned) -> None:
+    """Saves the first groups of a batch if `samples.every` says so, up to the size limit of the config.
 
-
-def keep(
-    output: Path,
-    step: int,
-    groups: Sequence[Group],
-    learned: Learned | None,
-    rows_per_group: int,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SamplesConfig,
-) -> None:
-    """Saves the first groups of a batch, unless the saved files have reached the size limit of the config.
+    Every process must call it.
 
     Args:
-        groups: groups of the batch; each has `rows_per_group` consecutive rows, which begin with its completions.
-        learned: per-token results of the update, on the host; None if rows of the batch are not whole completions.
+        groups: groups of the batch; each has `run.shape.group` consecutive rows, which begin with its completions.
+        learned: per-token results of the update.
     """
-    folder = folder_of(output)
+    config, rows_per_group, tokenizer = run.config.samples, run.shape.group, run.policy.tokenizer
+    if not config.every or (step > 1 and step % config.every):
+        return
+    learned = on_host(learned)
+    if not hosts.is_first():
+        return
+    # The rows of a trajectory are not in the groups' order.
+    learned = None if run.config.has_trajectories else learned
+    folder = folder_of(Path(run.config.output))
     path = folder / f"{step:08d}.jsonl"
     held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
     if held >= config.megabytes * 2**20:

@@ -40,8 +40,8 @@ _TOGETHER = 32  # batches whose keys are made at once
 IDLE_ROUNDS = 100  # limit of batches for one step, in addition to those due to the config's delays
 
 
-def synced(run: Run, state: State, step: int) -> State:
-    """The state at the beginning of a step; in a sync step the sampler gets the trained parameters."""
+def sync_sampler(run: Run, state: State, step: int) -> State:
+    """Gives the sampler the trained parameters in a sync step; returns the state."""
     if not schedule.is_sync(step, run.config.regime) or state.version == step - 1:
         return state
     state = state._replace(behavior_params=None, version=step - 1)
@@ -50,13 +50,13 @@ def synced(run: Run, state: State, step: int) -> State:
     return state
 
 
-def set_apart(run: Run, state: State, step: int) -> State:
-    """The state before the step's update, with a copy for the sampler if it keeps the current weights."""
-    goes_on = run.samples and not schedule.is_sync(step + 1, run.config.regime)
-    return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if goes_on else None)
+def keep_behavior_params(run: Run, state: State, step: int) -> State:
+    """Copies the weights before the step's update if the sampler keeps them; returns the state."""
+    keeps = run.samples and not schedule.is_sync(step + 1, run.config.regime)
+    return state._replace(behavior_params=run.learner.sampler_params(run, state, copy=True) if keeps else None)
 
 
-def sampled(run: Run, state: State, step: int, wait: bool) -> State:
+def sample_batches(run: Run, state: State, step: int, wait: bool) -> State:
     """Samples the batches due in this round and returns the state with them in its queue.
 
     It samples the next round's batch early, during the grading of this one, if both use the same weights.
@@ -165,7 +165,7 @@ def _with_logprobs(run: Run, state: State, groups: list[Group]) -> list[Group]:
     return with_logprobs_of_now(groups, run.shape, run.config, run.policy, everything)
 
 
-def taken(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
+def take_groups(run: Run, state: State, step: int) -> tuple[State, list[Group] | None]:
     """Delivers this round's rewards and takes the groups to train on; returns the state and the groups.
 
     Returns:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig, TrainingConfig
@@ -30,8 +31,10 @@ from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training.mesh import check_fits
-from recjax.training.metrics import PhaseSeconds
+from recjax.training.metrics import MetricsWriter, PhaseSeconds
 from recjax.training.packing import shape_for
+from recjax.training.run_lock import RunLock
+from recjax.training.tracking import Trackers
 from recjax.training.update import TrainState
 from recjax.training.warm_start import warm_start
 
@@ -55,6 +58,9 @@ class Run(NamedTuple):
     learner: the `Learner`.
     sample: `rounds.sample_batch`, or a function with its first four arguments and its results.
     judge: how the run's updates read the rewards of a group.
+    manager, lock, metrics, trackers: the checkpoints, the lock of the folder, and receivers of metrics; open during the
+        run.
+    stopping: numbers of the received signals that stop the run.
     """
 
     config: Config
@@ -74,6 +80,11 @@ class Run(NamedTuple):
     learner: Any = None
     sample: Callable | None = None
     judge: Judge = Judge()
+    manager: ocp.CheckpointManager | None = None
+    lock: RunLock | None = None
+    metrics: MetricsWriter | None = None
+    trackers: Trackers | None = None
+    stopping: Sequence[int] = ()
 
     @property
     def part_weights(self) -> dict[str, float]:

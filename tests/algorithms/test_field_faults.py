@@ -1,5 +1,7 @@
 """Faults that other implementations have had, and what would notice each here; presets that algebra makes equal."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from recjax.algorithms import losses, masks, ratios, token_weighting
 from recjax.algorithms.axes import CORRECTIONS, WEIGHTS
-from recjax.algorithms.field import FIELD
+from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from recjax.algorithms.reading import call
@@ -239,7 +241,8 @@ def test_a_sequence_is_a_completion_whatever_its_turns():
     options = {"completion_mask": turns, "advantages": UP}
     whole = {"completion_mask": turns[:, jnp.array([0, 1, 4, 5])], "advantages": UP}
     for ratio in (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio):
-        apart, joined = call(ratio, options | {"log_ratio": log_ratio}), call(ratio, whole | {"log_ratio": together})
+        apart = call(ratio, SimpleNamespace(**options, log_ratio=log_ratio))
+        joined = call(ratio, SimpleNamespace(**whole, log_ratio=together))
         np.testing.assert_allclose(apart[0, 0], joined[0, 0], rtol=1e-6)
         assert len(set(np.asarray(apart)[0].tolist())) == 1
 

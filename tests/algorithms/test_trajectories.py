@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from recjax.algorithms import diagnostics, losses
+from recjax.algorithms.groups import first_rows
 from recjax.algorithms.presets import build_algorithm
-from recjax.algorithms.trajectories import first_rows
 from tests.algorithms.examples import ROWS, Example, make_example
 
 # Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.

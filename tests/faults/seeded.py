@@ -53,8 +53,8 @@ FAULTS = {
     "loop-stop-without-checkpoint": Fault(
         "a stop request ends the run without a checkpoint of its step",
         "recjax/training/loop.py",
-        "== 0 or asked_to_stop",
-        "== 0",
+        "if run.manager.latest_step() != state.step:",
+        "if False:",
         (f"{_LOOP}::test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint",),
     ),
     "loop-last-step-not-evaluated": Fault(

@@ -3,7 +3,6 @@
 import itertools
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +11,10 @@ from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group
 from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
-from recjax.training import loop
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
-from recjax.training.metrics import read_metrics
 from recjax.training.update import Learned, TrainState
+from tests.training.tiny_run import train
 
 
 class CountingLearner(Learner):
@@ -144,5 +142,4 @@ class Altered(CountingLearner):
 
 def count(config, learner=None, sources=prepared_batch) -> list[dict]:
     """The rows of metrics.jsonl after a whole run with a `CountingLearner`."""
-    loop.train(config, learner=learner or CountingLearner(), sources=sources)
-    return read_metrics(Path(config.output) / "metrics.jsonl")
+    return train(config, learner=learner or CountingLearner(), sources=sources)

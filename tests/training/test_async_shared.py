@@ -52,7 +52,6 @@ from recjax import hosts
 from recjax.config import load_config
 from recjax.rollout.generators import require_ray
 from recjax.training import loop
-from recjax.training.mesh import make_mesh
 
 hosts.LOST_SECONDS = 15
 folder, *options, coordinator, _, number = sys.argv[1:]
@@ -77,7 +76,6 @@ loop.next_groups, loop.checkpoint.save = watched, saved
 with hosts.together(coordinator, 2, int(number)):
     config = load_config(f"{folder}/tiny.yaml", options)
     require_ray(config)
-    jax.set_mesh(make_mesh(config.mesh))
     loop.train(config)
 """
 
