@@ -13,7 +13,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.rollout import decoding, keys_values
-from recjax.rollout.plan import Plan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for
+from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, key_value_bytes, plan_for
 
 
 class Executable(NamedTuple):
@@ -44,7 +44,7 @@ class SamplingPlan(NamedTuple):
     """
 
     mesh: Mesh
-    engine: Plan
+    engine: EnginePlan
     prompts: int
     moved: int
 
@@ -108,24 +108,12 @@ def executables(config: Config, decoder: Decoder, plan: SamplingPlan, trained: d
                 there += bytes_on_device(wanted)
         weights = placed
     with jax.set_mesh(plan.mesh):
-        sampled = [_prefill(config, decoder, plan, weights), *_rounds(config, decoder, plan, weights)]
+        sampled = _sampling_programs(config, decoder, plan, weights)
     return [*found, *(part._replace(beside=part.beside + home) for part in sampled)]
 
 
-def _prefill(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> Executable:
-    """The program that runs the batch's prompts and samples the first tokens of the slots."""
-    shape, of = (plan.prompts, plan.engine.prefix_time), np.arange(plan.slots) // most_completions(config)
-
-    def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
-        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
-        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=config.rollout.sampling())
-
-    prompts, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
-    return Executable(jax.jit(begun).trace(weights, prompts, mask, _keys(plan.slots)), plan.mesh, 1, 1, 0)
-
-
-def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
-    """The last growth of the cache, its transfer to half the slots, and a round of tokens in all slots."""
+def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
+    """Prompts and first tokens, the cache's last growth, its transfer to half the slots, and a round in all slots."""
 
     def cache(rows: int, time: int) -> tuple:
         shape = (decoder.config.num_layers, rows, decoder.config.num_kv_heads, time, decoder.config.head_dim)
@@ -133,9 +121,18 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
 
     longest, shares, prompt_time = config.rollout.max_completion_tokens, plan.shares_prompts, plan.engine.prefix_time
     time, lengths = plan.engine.round_time, plan.engine.lengths
+    of, sampling = np.arange(plan.slots) // most_completions(config), config.rollout.sampling()
+
+    def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
+        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
+        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling)
+
+    tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
+    prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 1, 1, 0)
+
     prompts = cache(plan.prompts if shares else plan.slots, prompt_time)
     waiting = 0 if shares else bytes_on_device(cache(plan.prompts, prompt_time))
-    later, found = [cache(plan.slots, length) for length in lengths], []
+    later, found = [cache(plan.slots, length) for length in lengths], [prefilled]
     if len(lengths) > 1:
         grown = keys_values.resized.trace(later[-2], time=lengths[-1])
         found.append(Executable(grown, plan.mesh, 1, 1, bytes_on_device((prompts, weights)) + waiting))
@@ -151,7 +148,7 @@ def _rounds(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict)
         rows,
         jax.ShapeDtypeStruct((), jnp.int32),
         decoder=decoder,
-        sampling=config.rollout.sampling(),
+        sampling=sampling,
         stop_ids=(0,),
         round_time=time,
     )

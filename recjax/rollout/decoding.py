@@ -59,7 +59,7 @@ class Decoded(NamedTuple):
     counts: Int[Array, " slots"]
 
 
-class Held(NamedTuple):
+class SlotContents(NamedTuple):
     """The contents of some slots, which tokens continue.
 
     Attributes:
@@ -78,7 +78,7 @@ def prefill(
     params: dict,
     tokens: Int[Array, "rows time"],
     mask: Bool[Array, "rows time"],
-    held: Held | None = None,
+    held: SlotContents | None = None,
     *,
     decoder: Decoder,
 ) -> tuple[tuple, Float[Array, "rows vocab"]]:

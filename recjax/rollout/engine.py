@@ -12,8 +12,8 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import moved_params, on_host
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
-from recjax.rollout.decoding import Held
-from recjax.rollout.plan import Plan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
+from recjax.rollout.decoding import SlotContents
+from recjax.rollout.plan import EnginePlan, first_enough, next_lower, plan_for, power_of_two, sampling_mesh
 from recjax.rollout.requests import (
     Admitted,
     Begun,
@@ -52,7 +52,7 @@ class Engine:
         self._begun: Begun | None = None
         self._finished: dict[int, Sampled] = {}
         self._slots = Slots(self._decoder.cache_dtype)
-        self._plan = Plan(0, prefix_time, [0], 0, ())
+        self._plan = EnginePlan(0, prefix_time, [0], 0, ())
 
     def replace_weights(self, params: dict, version: int) -> None:
         """Moves weights, stacked by layer, to the sampling devices and uses them for all tokens sampled from here on.
@@ -215,7 +215,9 @@ class Engine:
 
     def _to_run(
         self, requests: list[Request], group_size: int | None, slots: Int[np.ndarray, " requests"] | None
-    ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], Int[np.ndarray, " requests"], Held | None]:
+    ) -> tuple[
+        Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"], Int[np.ndarray, " requests"], SlotContents | None
+    ]:
         """Right-padded tokens and their mask, each request's row, and the contents of slots before the tokens."""
         if slots is None:
             # Equal prefixes are run once.

@@ -25,7 +25,7 @@ ALWAYS_FREE = 2**24  # bytes that are assumed to be free without a check
 WEIGHTS_SHARE = 0.45  # share of a device's free memory for weights; keys and values use the remainder
 
 
-class Plan(NamedTuple):
+class EnginePlan(NamedTuple):
     """Sizes of an engine's programs.
 
     A batch that has the engine for itself gets programs that fit it exactly, a cache that grows step by step, and fewer
@@ -85,7 +85,7 @@ def plan_for(
     prefix_time: int,
     slots: int | None,
     free: int | None = None,
-) -> Plan:
+) -> EnginePlan:
     """Decides the sizes for a number of requests.
 
     Args:
@@ -112,11 +112,11 @@ def plan_for(
             most = filled_up(-(-most // 2))
     numbers = slot_numbers(most)
     if group_size is None:
-        return Plan(count, prefix_time, numbers, ROUND, ())
+        return EnginePlan(count, prefix_time, numbers, ROUND, ())
     round_time = max(1, min(ROUND, longest - 1))
     if longest <= 1 + ROUND and numbers[-1] >= count:
-        return Plan(count, prefix_time, numbers[-1:], round_time, (0,))
-    return Plan(count, prefix_time, numbers, round_time, cache_lengths(longest, round_time))
+        return EnginePlan(count, prefix_time, numbers[-1:], round_time, (0,))
+    return EnginePlan(count, prefix_time, numbers, round_time, cache_lengths(longest, round_time))
 
 
 def filled_up(count: int) -> int:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, UInt32
 
 from recjax.models.placement import row_shards
 from recjax.rollout import keys_values
-from recjax.rollout.decoding import Decoded, Held, SlotState
+from recjax.rollout.decoding import Decoded, SlotContents, SlotState
 from recjax.rollout.keys_values import Memory
 from recjax.rollout.requests import Begun, Request, Sampled, Started
 
@@ -134,7 +134,12 @@ class Slots:
             started = started[: len(places)]
             self._copy("prompts", cache, places, started, 0)
             self.columns.lengths[places], self.columns.cached[places] = lengths[[one.prompt for one in started]], 0
-        self._begin(places, started, begun.version, current)
+        columns = self.columns
+        columns.current[places], columns.counts[places] = current, 1
+        for place, one in zip(places, started, strict=True):
+            columns.requests[place], columns.tickets[place], columns.last[place] = one.request, one.ticket, one.token
+            columns.limits[place], columns.keys[place] = one.request.limit, one.request.key
+            columns.samples[place] = [_round_of(np.array([one.token]), np.array([one.logprob]), begun.version)]
         return len(started)
 
     def _provide(self, count: int, cache: tuple, time: int) -> None:
@@ -159,20 +164,11 @@ class Slots:
             copied = keys_values.put_started(getattr(self.memory, part), cache, places, np.int32(len(started)))
             self.memory = self.memory._replace(**{part: copied})
 
-    def _begin(self, places: np.ndarray, started: list[Started], version: int, current: bool) -> None:
-        """Writes completions with their first tokens into the columns of slots."""
-        columns = self.columns
-        columns.current[places], columns.counts[places] = current, 1
-        for place, one in zip(places, started, strict=True):
-            columns.requests[place], columns.tickets[place], columns.last[place] = one.request, one.ticket, one.token
-            columns.limits[place], columns.keys[place] = one.request.limit, one.request.key
-            columns.samples[place] = [_round_of(np.array([one.token]), np.array([one.logprob]), version)]
-
     # --- Sampling in slots.
 
-    def contents(self, slots: Int[np.ndarray, " rows"]) -> Held:
+    def contents(self, slots: Int[np.ndarray, " rows"]) -> SlotContents:
         """The contents of some slots, for tokens that continue them."""
-        return Held(self.memory, slots, self.columns.lengths[slots], self.columns.cached[slots])
+        return SlotContents(self.memory, slots, self.columns.lengths[slots], self.columns.cached[slots])
 
     def rows(self, live: Bool[np.ndarray, " slots"]) -> SlotState:
         """Copies of the columns for a round in which the slots in `live` sample.
