@@ -1,5 +1,6 @@
 """The engine's slots: their state on the host, and their keys and values on the device."""
 
+import functools
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
@@ -233,11 +234,16 @@ def _columns(count: int) -> SlotColumns:
     """Columns of empty slots."""
     return SlotColumns(
         *(np.full(count, value, np.int32) for value in (-1, 1, 0, 0, 0, 0)),
-        keys=np.zeros((count, jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size), np.uint32),
+        keys=np.zeros((count, _key_words(jax.config.jax_default_prng_impl)), np.uint32),
         current=np.zeros(count, bool),
         requests=np.full(count, None),
         samples=np.full(count, None),
     )
+
+
+@functools.cache
+def _key_words(implementation: str) -> int:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).size
 
 
 def _round_of(tokens: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

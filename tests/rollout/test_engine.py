@@ -363,9 +363,9 @@ def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
     random, engine = np.random.default_rng(5), engine_of(decoder, params)
     requests = requests_of(limits=(8,) if batch else (4, 8), samplings=(Sampling(0.9),))[3:6]
     tickets = engine.admit(requests, 3 if batch else None)
-    found, run = engine.drain(), []
+    found, run, prefill = engine.drain(), [], decoding.prefill
     with monkeypatch.context() as patched:
-        patched.setattr(decoding, "prefill", lambda *arguments, **options: run.append(arguments))
+        patched.setattr(decoding, "prefill", lambda *args, **kw: run.append(args) or prefill(*args, **kw))
         for turn in range(2):  # twice in a row
             for place, ticket in enumerate(tickets):
                 said = random.integers(0, 23, more + turn)
@@ -373,7 +373,10 @@ def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
                 requests[place] = requests[place]._replace(prefix=prefix)
             tickets = engine.admit(requests)
             found = engine.drain()
-    assert not run
+    assert len(run) == 2
+    for turn, (_, _, mask, held) in enumerate(run):
+        # The last sampled token has no keys and values yet.
+        assert held is not None and mask.sum(-1).max() == more + turn + 1
     assert_completions([found[ticket] for ticket in tickets], alone(requests))
 
 
