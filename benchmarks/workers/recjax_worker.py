@@ -19,8 +19,8 @@ from recjax.models.logprobs import completion_logprobs
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
-from recjax.rollout.choosing import sample_tokens
 from recjax.rollout.collecting import row_keys, sample_groups, submit, with_grades
+from recjax.rollout.decoding import sample_tokens
 from recjax.training import checkpoint
 from recjax.training.layout import packed_batch
 from recjax.training.mesh import make_mesh

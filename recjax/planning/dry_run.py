@@ -22,7 +22,7 @@ from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import most_completions
 from recjax.planning.targets import ACCELERATORS, GIB, accelerator
-from recjax.rollout import capacity
+from recjax.rollout.plan import key_value_bytes, score_bytes
 from recjax.tasks.problems import Task
 from recjax.training.packing import shape_for
 from recjax.training.schedule import expected_staleness
@@ -105,8 +105,8 @@ def sampling_items(config: Config, model: Model, prompt_tokens: int) -> list[Ite
     name, weights = sampled_from(config, model)
     return [
         *([Item("sample", name, f"{size} B × trained", _bytes(weights))] if name == CAST else []),
-        Item("sample", "keys and values", formula, capacity.key_value_bytes(decoder, **sizes)),
-        Item("sample", "scores of the next token", scores, capacity.score_bytes(decoder, rows)),
+        Item("sample", "keys and values", formula, key_value_bytes(decoder, **sizes)),
+        Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
     ]
 
 

@@ -16,12 +16,12 @@ from recjax.experience.trajectories import thoughts_opening
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
-from recjax.rollout.agent_loading import load_agent, named
 from recjax.rollout.agent_policy import AgentLimits, AgentPolicy
 from recjax.rollout.agent_trials import FAILURES, MISTAKES, Trial, Tried
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
+from recjax.rollout.named_agents import load_agent, named
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished

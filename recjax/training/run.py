@@ -24,7 +24,6 @@ from recjax.models.placement import row_shards
 from recjax.models.trainable import in_compute_dtype, split_params, with_adapters
 from recjax.rollout.agents import Agents
 from recjax.rollout.generators import Generators
-from recjax.rollout.shared_generators import SharedGenerators, generators_of
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import agent_weights
 from recjax.tasks.loading import load_task
@@ -68,7 +67,7 @@ class Run(NamedTuple):
     train: Prompts
     held_out: Prompts
     grading: Grading
-    generators: Generators | SharedGenerators | None
+    generators: Generators | None
     phases: PhaseSeconds
     stored: Stored | None = None
     others: ByPrompt | None = None
@@ -192,7 +191,7 @@ def prepare(config: Config, make_policy: Callable = initial_policy) -> tuple[Run
     policy, params = make_policy(config, policy, train)
     if stored:
         stored = with_chosen_logprobs(stored, config, policy, in_compute_dtype(policy.decoder, params, copy=False))
-    generators = generators_of(config.regime) if config.regime.mode == "async" else None
+    generators = Generators(config.regime) if config.regime.mode == "async" else None
     phases.totals["prepare"] = phases.wall_seconds
     others = ByPrompt(stored.groups) if joins else None
     grading = Grading(config, task.reward)

@@ -26,10 +26,9 @@ from recjax.rollout.agent_trials import FAILURES
 from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import row_keys, sample_groups, with_grades
 from recjax.rollout.engine import Engine
-from recjax.rollout.environments import environment_agent
 from recjax.rollout.live import LiveEngine
+from recjax.rollout.named_agents import Call, environment_agent, parsed_calls
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tool_agent import Call, parsed_calls
 from recjax.rollout.tools import Tools
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
@@ -249,7 +248,7 @@ CALLS = f"task.tools=['{TOOLS}add']"
 )
 def test_they_are_on_a_mesh(made, monkeypatch, sizes, agent, lora, options):
     calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
-    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    monkeypatch.setattr("recjax.rollout.named_agents.parsed_calls", lambda text: next(calls))
     with on(sizes):
         trainers_logprobs_are_the_engines(made, agent, lora, options)
 
@@ -610,7 +609,7 @@ def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
     config, policy, params = made("tools", f"task.tools=['{TOOLS}add']", "rollout.max_completion_tokens=4")
     # An untrained model calls nothing, so it is read as if it did at first.
     calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
-    monkeypatch.setattr("recjax.rollout.tool_agent.parsed_calls", lambda text: next(calls))
+    monkeypatch.setattr("recjax.rollout.named_agents.parsed_calls", lambda text: next(calls))
     groups, grades = sampled(config, policy, params, SUMS[:1], group_size=6)
     decode = policy.tokenizer.decode
     for one, grade in zip(completions_of(groups), grades, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from recjax.models.decoder import Decoder, init_params, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, sampling_logits
-from recjax.rollout.choosing import sample_tokens
+from recjax.rollout.decoding import sample_tokens
 from tests.marks import slow
 from tests.rollout.reference_sampler import sample
 

@@ -13,7 +13,8 @@ from recjax.algorithms.presets import build_algorithm
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.rollout.decoding import whole_batch
+from recjax.rollout.decoding import SlotState, decode
+from recjax.rollout.keys_values import Memory
 from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
 from tests.training.test_update import make_batch
@@ -82,10 +83,14 @@ def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
 @pytest.mark.slow
 def test_sampling_holds_the_scores_of_one_token_a_row():
     rows = PROMPTS * GROUP
-    keys, limits = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.full(rows, TIME, np.int32)
-    options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "group_size": GROUP}
-    arguments = PARAMS, BATCH.prompts, np.ones_like(BATCH.prompt_mask), keys, limits
-    compiled = whole_batch.lower(*arguments, round_time=TIME - 1, **options).compile()
+    keys, counts = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.ones(rows, np.int32)
+    options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "round_time": TIME - 1}
+    prompts, later = (
+        (jax.ShapeDtypeStruct((2, count, 1, time, 8), np.float32),) * 2
+        for count, time in ((PROMPTS, BATCH.prompts.shape[1]), (rows, TIME))
+    )
+    state = SlotState(counts > 0, *[counts] * 5, keys)
+    compiled = decode.lower(PARAMS, Memory(prompts, later), state, np.int32(0), **options).compile()
     # As many, or a weight's number of them.
     assert most_rows_of_scores(compiled) == max(rows, CONFIG.hidden_size)
     assert compiled.memory_analysis().temp_size_in_bytes < PROMPTS * GROUP * TIME * CONFIG.vocab_size * 4

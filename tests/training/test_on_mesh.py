@@ -12,7 +12,7 @@ from recjax.experience.queue import Queue
 from recjax.models.decoder import Decoder
 from recjax.models.placement import on_host, param_shardings
 from recjax.models.trainable import flatten
-from recjax.rollout import capacity, engine, sampling_mesh
+from recjax.rollout import engine, plan
 from recjax.training import checkpoint
 from recjax.training.run import State
 from tests import commands
@@ -68,9 +68,9 @@ def test_packed_rows_on_a_mesh_change_no_number():
 )
 def test_slots_on_a_mesh_draw_the_same(monkeypatch, sizes, free, groups):
     batch, expected = batch_of(np.random.default_rng(0)), on_one_device()
-    monkeypatch.setattr(capacity, "FEWEST_SLOTS", 2)  # so that completions go on in fewer slots
-    monkeypatch.setattr(capacity, "ROUND", 1)
-    layout = functools.partial(sampling_mesh.grouped, free=free)
+    monkeypatch.setattr(plan, "FEWEST_SLOTS", 2)  # so that completions go on in fewer slots
+    monkeypatch.setattr(plan, "ROUND", 1)
+    layout = functools.partial(plan.grouped, free=free)
     monkeypatch.setattr(engine, "sampling_mesh", lambda decoder: layout(decoder, jax.sharding.get_mesh()))
     with on(sizes):
         assert tuple(engine.sampling_mesh(Decoder(CONFIG)).shape.values()) == groups
