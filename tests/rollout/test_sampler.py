@@ -1,5 +1,7 @@
 """The sampler: what it draws, what it stores, when it stops."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,24 +16,29 @@ from tests.rollout.reference_sampler import sample
 
 CONFIG = DecoderConfig(13, 16, 32, 2, 4, 2, 4, tie_embeddings=False)
 DECODER = Decoder(CONFIG)
-PARAMS = jax.tree.map(lambda x: 2 * x, init_params(CONFIG, jax.random.key(0)))
 PROMPTS = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 2]], np.int32)
 MASK = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
 STOP = (1, 11)
+
+
+@functools.cache
+def initial():
+    """The decoder's parameters, large enough for uneven probabilities."""
+    return jax.tree.map(lambda x: 2 * x, init_params(CONFIG, jax.random.key(0)))
 
 
 def draw(seed=0, prompts=PROMPTS, mask=MASK, group_size=3, max_tokens=6, sampling=None, stop_ids=STOP):
     sampling = sampling or Sampling()
     key = jax.random.key(seed)
     options = {"group_size": group_size, "max_tokens": max_tokens, "sampling": sampling, "stop_ids": stop_ids}
-    return jax.device_get(sample(DECODER, PARAMS, prompts, mask, key, **options))
+    return jax.device_get(sample(DECODER, initial(), prompts, mask, key, **options))
 
 
 @jax.jit
-def forward_scores(tokens):
+def forward_scores(params, tokens):
     positions = jnp.arange(len(tokens))[None]
-    hidden, _ = DECODER.apply({"params": PARAMS}, tokens[None], positions, jnp.ones((1, len(tokens)), bool))
-    return logits(CONFIG, PARAMS, hidden[0])
+    hidden, _ = DECODER.apply({"params": params}, tokens[None], positions, jnp.ones((1, len(tokens)), bool))
+    return logits(CONFIG, params, hidden[0])
 
 
 def scores_of(tokens):
@@ -39,7 +46,7 @@ def scores_of(tokens):
 
     Some more tokens, which no token before them sees, make all passes one program.
     """
-    return forward_scores(jnp.zeros(16, jnp.int32).at[: len(tokens)].set(tokens))[: len(tokens)]
+    return forward_scores(initial(), np.pad(np.asarray(tokens, np.int32), (0, 16 - len(tokens))))[: len(tokens)]
 
 
 def scores_after(tokens):

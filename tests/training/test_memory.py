@@ -21,11 +21,16 @@ from tests.training.test_update import make_batch
 # No other size is 1009, nor a multiple of it.
 CONFIG = DecoderConfig(1009, 16, 32, 2, 2, 1, 8)
 DECODER = Decoder(CONFIG, remat="full")
-PARAMS = init_params(CONFIG, jax.random.key(0))
 OPTIMIZER = optax.adamw(1e-3)
-STATE = TrainState(PARAMS, OPTIMIZER.init(PARAMS))
 CHUNK, TIME, PROMPTS, GROUP = 32, 40, 4, 3
 BATCH = make_batch(prompts=PROMPTS, group=GROUP, time=TIME)
+
+
+@functools.cache
+def initial():
+    """The state before the update."""
+    params = init_params(CONFIG, jax.random.key(0))
+    return TrainState(params, OPTIMIZER.init(params))
 
 
 @functools.cache
@@ -33,9 +38,9 @@ def compiled_update(packed: bool, chunk: int = CHUNK):
     """The program of an update with a KL to a reference and an entropy bonus."""
     overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}
     return update.lower(
-        STATE,
+        initial(),
         {},
-        PARAMS,
+        initial().params,
         BATCH,
         jax.random.key(0),
         pack(BATCH, RowShape(3, 64)) if packed else None,
@@ -56,7 +61,7 @@ def most_rows_of_scores(compiled) -> int:
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(STATE))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(initial()))
     assert memory.alias_size_in_bytes == state
     of_tokens = (3 * 4 + 1) * BATCH.completions.size + 4 * len(BATCH.rewards)  # Learned
     metrics = memory.output_size_in_bytes - memory.alias_size_in_bytes - of_tokens
@@ -84,7 +89,7 @@ def test_sampling_holds_the_scores_of_one_token_a_row():
     rows = PROMPTS * GROUP
     keys, limits = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.full(rows, TIME, np.int32)
     options = {"decoder": DECODER, "sampling": Sampling(0.9), "stop_ids": (1,), "group_size": GROUP}
-    arguments = PARAMS, BATCH.prompts, np.ones_like(BATCH.prompt_mask), keys, limits
+    arguments = initial().params, BATCH.prompts, np.ones_like(BATCH.prompt_mask), keys, limits
     compiled = whole_batch.lower(*arguments, round_time=TIME - 1, **options).compile()
     # As many, or a weight's number of them.
     assert most_rows_of_scores(compiled) == max(rows, CONFIG.hidden_size)
