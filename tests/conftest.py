@@ -17,8 +17,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="recjax-compiled-", ignore_cleanup_errors=True)  # gone at exit
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("RECJAX_TEST_PROGRAMS", compiled.name)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"  # less takes as long to read
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of the time of small programs
     # Tests compile for longer than they compute.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     # XLA's older code for fused operations compiles in half the time; newer versions have it no more.
@@ -29,10 +30,11 @@ import jax  # noqa: E402  (which reads the variable)
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-import tests.shape_checking  # noqa: E402, F401  (the hook finds it among the loaded modules)
+import tests.shape_checking  # noqa: E402
 
 # Not by an environment variable: what a test starts has one device, unless it asks for more.
 jax.config.update("jax_num_cpu_devices", 4)
+jaxtyping.jaxtyped = tests.shape_checking.jaxtyped
 jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
 
 
