@@ -1,5 +1,6 @@
 """The environment of a run: versions, commit and devices, with one entry for each start."""
 
+import functools
 import json
 import platform
 import subprocess
@@ -40,6 +41,7 @@ def starts(output: Path) -> list[dict]:
     return found if isinstance(found, list) else []
 
 
+@functools.cache  # a process runs the code of one commit
 def commit() -> str | None:
     """The commit of the package's own checkout, with "+" appended if files differ; None outside a checkout."""
 
