@@ -22,9 +22,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of the time of small programs
     # Tests compile for longer than they compute.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    flags = "--xla_cpu_parallel_codegen_split_count=1"  # a program in several parts takes a tenth longer
     # XLA's older code for fused operations compiles in half the time; newer versions have it no more.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402  (which reads the variable)
 import jaxtyping  # noqa: E402

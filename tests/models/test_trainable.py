@@ -52,11 +52,9 @@ def scores(decoder, params):
 
 def noisy_adapters(params):
     """Parameters whose adapters have values in B too."""
-    keys = iter(jax.random.split(jax.random.key(2), 64))
-    leaves = flatten(params)
-    return unflatten(
-        {p: jax.random.normal(next(keys), x.shape) * 0.3 if is_adapter(p) else x for p, x in leaves.items()}
-    )
+    random, leaves = np.random.default_rng(2), flatten(params)
+    noise = {path: random.normal(0, 0.3, x.shape).astype(np.float32) for path, x in leaves.items() if is_adapter(path)}
+    return unflatten(leaves | jax.device_put(noise))
 
 
 def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
@@ -126,7 +124,8 @@ def test_freezing_what_is_not_there_or_everything_is_refused(freeze, message):
 
 def test_a_copy_in_the_compute_dtype_is_the_same_policy():
     decoder = Decoder(CONFIG, jnp.bfloat16)
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(3), x.shape), initial())
+    random = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: jnp.asarray(x + random.normal(0, 0.1, x.shape), jnp.float32), initial())
     copy = in_compute_dtype(decoder, params, copy=True)
     np.testing.assert_array_equal(scores(decoder, copy), scores(decoder, params))
     for path, leaf in flatten(copy).items():
