@@ -40,10 +40,12 @@ class Recipe(NamedTuple):
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
     """The recipe of a run; the decoder layers are unrolled where that is faster."""
+    # At a constant rate, runs of any length share one compiled `update`.
+    steps = 0 if config.optimizer.schedule == "constant" else config.training.steps
     return Recipe(
         decoder=unrolled_for_training(decoder),
         algorithm=config.algorithm.build(),
-        optimizer=make_optimizer(config.optimizer, config.training.steps),
+        optimizer=make_optimizer(config.optimizer, steps),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
