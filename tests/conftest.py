@@ -56,10 +56,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Neighboring tests, which share fixtures and programs, run in one worker until a worker has none left."""
+    """Unless --dist says otherwise, neighboring tests, which share fixtures and programs, run in one worker."""
     from xdist.scheduler import WorkStealingScheduling
 
-    return WorkStealingScheduling(config, log)
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
 def pytest_collection_finish():
