@@ -46,8 +46,7 @@ def commit() -> str | None:
     """The commit of the package's own checkout, with "+" appended if files differ; None outside a checkout."""
 
     def git(*arguments: str) -> str:
-        folder = Path(recjax.__file__).parent
-        asked = ["git", "-C", str(folder), *arguments]
+        asked = ["git", "-C", str(Path(recjax.__file__).parent), *arguments]
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

@@ -39,13 +39,12 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run; the decoder layers are unrolled where that is faster."""
-    # At a constant rate, runs of any length share one compiled `update`.
-    steps = 0 if config.optimizer.schedule == "constant" else config.training.steps
+    """The recipe of a run; layers are unrolled where that is faster, and a constant rate has no last step."""
+    optimizer, steps = config.optimizer, config.training.steps
     return Recipe(
         decoder=unrolled_for_training(decoder),
         algorithm=config.algorithm.build(),
-        optimizer=make_optimizer(config.optimizer, steps),
+        optimizer=make_optimizer(optimizer, 0 if optimizer.schedule == "constant" else steps),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),
