@@ -29,7 +29,7 @@ SHORT = ["training.steps=2", "training.checkpoint_every=1", "evaluation.every=0"
 TRAINED = {"all": [], "adapters": ["model.lora={rank: 2, alpha: 8}"], "part": ["model.freeze=[embedding, mlp]"]}
 
 
-@pytest.fixture(scope="module", params=slow_except(TRAINED, "all", "adapters"))
+@pytest.fixture(scope="module", params=slow_except(TRAINED, "adapters"))
 def finished(request, tmp_path_factory):
     """A run of two steps, with its config, setup and last parameters as training itself reads them."""
     folder = tmp_path_factory.mktemp("run")
@@ -114,7 +114,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-@pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.parametrize("finished", ["adapters"], indirect=True)
 def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path):
     run, config, *_ = finished
     with pytest.raises(ValueError, match="step 7: .* holds the steps 1, 2; name one of them"):
@@ -157,13 +157,13 @@ def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished
         assert weights.version == 1
 
 
-@pytest.mark.parametrize("finished", TRAINED, indirect=True)
+@pytest.mark.parametrize("finished", slow_except(TRAINED, "adapters"), indirect=True)
 def test_no_reward_is_read_to_export(finished, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.tasks.loading.load_reward", None)
     open_checkpoint(finished[0])
 
 
-@pytest.mark.parametrize("finished", ["all"], indirect=True)
+@pytest.mark.parametrize("finished", ["adapters"], indirect=True)
 def test_a_card_says_what_was_trained(finished, tmp_path):
     run, config, *_ = finished
     export(str(run), None, str(tmp_path / "out"), None, "float32")

@@ -1,5 +1,6 @@
 """Sources of groups other than the policy: a store in shuffled order, and stored rows mixed into sampled groups."""
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         )
 
 
+@functools.cache
 def _presets_without() -> list[str]:
     """The presets that do not read behavior log-probs."""
     return [name for name in presets.PRESETS if not presets.build_algorithm(name, {}).needs_behavior_logprobs]

@@ -1,5 +1,6 @@
 """Run folders: created for a new run, reopened to resume a run, never shared by two different runs."""
 
+import functools
 import json
 import logging
 import platform
@@ -255,6 +256,7 @@ def starts(output: Path) -> list[dict]:
     return found if isinstance(found, list) else []
 
 
+@functools.cache  # a process runs the code of one commit
 def _commit() -> str | None:
     """The commit of the package's own checkout, with "+" appended if files differ; None outside a checkout."""
 

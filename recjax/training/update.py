@@ -39,11 +39,12 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) -> Recipe:
-    """The recipe of a run; the decoder layers are unrolled where that is faster."""
+    """The recipe of a run; layers are unrolled where that is faster, and a constant rate has no last step."""
+    optimizer, steps = config.optimizer, config.training.steps
     return Recipe(
         decoder=unrolled_for_training(decoder),
         algorithm=config.algorithm.build(),
-        optimizer=make_optimizer(config.optimizer, config.training.steps),
+        optimizer=make_optimizer(optimizer, 0 if optimizer.schedule == "constant" else steps),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
         teacher=teacher and unrolled_for_training(teacher),

@@ -1,5 +1,7 @@
 """A completion in one row or in two rows of one trajectory: the same numbers, whatever the algorithm reads."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,7 @@ def halves(example: Example) -> tuple[Example, np.ndarray]:
     return doubled._replace(completion_mask=mask[order]), np.tile(np.arange(ROWS, dtype=np.int32), 2)[order]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def numbers(algorithm, example: Example, trajectories=None):
     """Loss as (sum, count), its gradient, advantages, and the diagnostics."""
     x = Example(*map(jnp.asarray, example))

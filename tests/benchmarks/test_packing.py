@@ -21,6 +21,7 @@ def test_all_ways_are_timed():
     assert [name.split(",")[0] for name in timed] == ["padded", "packed", "packed"] and timed[2].endswith("shared")
 
 
+@pytest.mark.slow
 def test_weights_are_copied_as_runs_refuse_links(tmp_path):
     sizes = Sizes(32, 8, 16, 1, 2, 1, 4)
     tokenizer = word_tokenizer(sizes.vocabulary)

@@ -148,7 +148,7 @@ def test_graders_know_whether_the_last_prompt_opened_thoughts(made, monkeypatch,
 def test_chats_of_agents_have_the_variables_of_their_problem(made, agent, template, begin):
     config, policy, params = made(agent, "task.reward=recjax.tasks.rewards:exact_match")
     policy.tokenizer.chat_template = CHATS.replace("{% for", "{% if brief %}brief{% endif %}{% for", 1)
-    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=1)
+    groups, _ = sampled(config, policy, params, [SUMS[0]._replace(template=template)], group_size=6)
     assert policy.tokenizer.decode(groups[0].prompt_tokens).startswith(begin)
 
 
@@ -379,8 +379,8 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
     parts = made("of_a_module", f"task.reward={HERE}of_a_module_too")
     with some_agents.answering() as url:
         for _ in range(2):
-            groups, grades = sampled(*parts, [Problem(url, "3")], group_size=4)
-            assert [(grade.failure, grade.reward) for grade in grades] == [("none", 200.0)] * 4
+            groups, grades = sampled(*parts, [Problem(url, "3")], group_size=6)
+            assert [(grade.failure, grade.reward) for grade in grades] == [("none", 200.0)] * 6
             assert all(len(one.turns) == 2 for one in completions_of(groups))
 
 

@@ -36,7 +36,7 @@ REGIMES = {
 
 @pytest.mark.parametrize(
     "sampling",
-    [["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"], ["rollout.min_p=0.1"], *slow([])],
+    [["rollout.temperature=0.7", "rollout.top_k=6", "rollout.top_p=0.9"], *slow(["rollout.min_p=0.1"], [])],
 )
 def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     rows = train(tiny("run", "training.steps=3", "evaluation.every=0", *sampling))[1:]

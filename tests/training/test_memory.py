@@ -22,11 +22,16 @@ from tests.training.test_update import make_batch
 # No other size is 1009, nor a multiple of it.
 CONFIG = DecoderConfig(1009, 16, 32, 2, 2, 1, 8)
 DECODER = Decoder(CONFIG, remat="full")
-PARAMS = init_params(CONFIG, jax.random.key(0))
 OPTIMIZER = optax.adamw(1e-3)
-STATE = TrainState(PARAMS, OPTIMIZER.init(PARAMS))
 CHUNK, TIME, PROMPTS, GROUP = 32, 40, 4, 3
 BATCH = make_batch(prompts=PROMPTS, group=GROUP, time=TIME)
+
+
+@functools.cache
+def initial():
+    """The state before the update."""
+    params = init_params(CONFIG, jax.random.key(0))
+    return TrainState(params, OPTIMIZER.init(params))
 
 
 @functools.cache
@@ -34,9 +39,9 @@ def compiled_update(packed: bool, chunk: int = CHUNK):
     """The program of an update with a KL to a reference and an entropy bonus."""
     overrides = {"reference_kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}
     return update.lower(
-        STATE,
+        initial(),
         {},
-        PARAMS,
+        initial().params,
         BATCH,
         jax.random.key(0),
         pack(BATCH, RowShape(3, 64)) if packed else None,
@@ -57,7 +62,7 @@ def most_rows_of_scores(compiled) -> int:
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_state_is_updated_in_its_own_memory(packed):
     memory = compiled_update(packed).memory_analysis()
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(STATE))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(initial()))
     assert memory.alias_size_in_bytes == state
     of_tokens = (3 * 4 + 1) * BATCH.completions.size + 4 * len(BATCH.rewards)  # Learned
     metrics = memory.output_size_in_bytes - memory.alias_size_in_bytes - of_tokens
@@ -90,7 +95,7 @@ def test_sampling_holds_the_scores_of_one_token_a_row():
         for count, time in ((PROMPTS, BATCH.prompts.shape[1]), (rows, TIME))
     )
     state = SlotState(counts > 0, *[counts] * 5, keys)
-    compiled = decode.lower(PARAMS, Memory(prompts, later), state, np.int32(0), **options).compile()
+    compiled = decode.lower(initial().params, Memory(prompts, later), state, np.int32(0), **options).compile()
     # As many, or a weight's number of them.
     assert most_rows_of_scores(compiled) == max(rows, CONFIG.hidden_size)
     assert compiled.memory_analysis().temp_size_in_bytes < PROMPTS * GROUP * TIME * CONFIG.vocab_size * 4
