@@ -14,8 +14,9 @@ from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
-from recjax.experience.batch import Shape, pad, score
+from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
+from recjax.experience.layout import score
 from recjax.experience.prepared import SMALL, prepared_rows
 from recjax.experience.stored_groups import StoredGroups, groups_in, is_missing
 from recjax.files import writing

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from recjax.config import Config
-from recjax.experience.batch import Shape, pad, score
+from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group
-from recjax.experience.trajectories import pad_trajectories
+from recjax.experience.layout import score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.rollout.agent_trials import MISTAKES
@@ -177,13 +177,9 @@ def evaluate_policy(
 
 def _log_ratio_to(params: dict, config: Config, policy: Policy, done: AnsweredPart) -> tuple[float, int]:
     """Σ (log μ − log π) over all tokens, for the sampling policy μ and the policy π of `params`; the token count."""
-    settings, rollout = config.evaluation, config.rollout
-    if config.task.agent:
-        rows = rollout.prompts_per_step * settings.samples
-        batch, _ = pad_trajectories(done.groups, rollout.max_context_tokens - 1, (1, rows), together=False)
-    else:
-        lengths = done.prompts.tokens.shape[1], rollout.max_completion_tokens
-        batch = pad(done.groups, Shape(rollout.prompts_per_step, settings.samples, *lengths))
+    settings = config.evaluation
+    prompt_tokens = None if config.task.agent else done.prompts.tokens.shape[1]
+    batch = pad(done.groups, answered_shape(config.rollout, settings.samples, prompt_tokens))
     logprobs = score(policy, params, batch, settings.sampling(), config.model.logprob_chunk)
     mask = batch.completion_mask
     return float((batch.behavior_logprobs - logprobs)[mask].sum()), int(mask.sum())

@@ -12,9 +12,9 @@ from recjax import hosts
 from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
-from recjax.experience.trajectories import thoughts_opening
 from recjax.files import whole_file
 from recjax.rollout.collecting import Grades
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar

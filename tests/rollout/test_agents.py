@@ -13,9 +13,11 @@ import pytest
 import tokenizers
 
 from recjax.config import load_config
+from recjax.experience.batch import Shape, pad
+from recjax.experience.layout import Layout, batch_logprobs
+from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
-from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -36,8 +38,6 @@ from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.packing import RowShape, pack_trajectories
-from recjax.training.scoring import batch_logprobs
 from tests.marks import slow_except
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
@@ -204,7 +204,7 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
 
 
 def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
-    """On the mesh in context, laid out in rows and packed."""
+    """On the mesh in context, each row by itself and packed."""
     overrides = [*options, *(["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else [])]
     config, policy, params = made(agent, *overrides)
     if lora:
@@ -213,16 +213,16 @@ def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
         params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
         policy = policy._replace(decoder=decoder)
     groups, _ = sampled(config, policy, params)
-    batch, count = pad_trajectories(groups, 89, (2, 4), together=True)
-    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
+    batch = pad(groups, Shape(8, None, 89, 89))
+    packed = jax.tree.map(jnp.asarray, pack(batch, RowShape(2, 128), batch.trajectories))
     mask = batch.completion_mask
     assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
-    for layout in ((None, count), (packed, None)):
-        logprobs, _ = scored(policy.decoder, params, put_rows(batch), *layout, Sampling(), 64)
+    for layout in (Layout(2), Layout(1, packed)):
+        logprobs, _ = scored(layout, policy.decoder, params, put_rows(batch), Sampling(), 64)
         np.testing.assert_allclose(on_host(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-5)
 
 
-scored = jax.jit(batch_logprobs, static_argnums=(0, 4, 5, 6))
+scored = jax.jit(batch_logprobs, static_argnums=(1, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
     assert [one.turns for one in kept.group.completions] == [one.turns for one in groups[0].completions]
     groups = [kept.group, groups[1]]
-    batch, _ = pad_trajectories(groups, 89, (1, 8), together=False, turns=4)
+    batch = pad(groups, Shape(8, None, 89, 89), turns=4)
     of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
     for number, group in enumerate(groups):
         for one in group.completions:
@@ -462,7 +462,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     assert (batch.token_turns[~batch.completion_mask] == -1).all()
     with pytest.raises(ValueError, match="the metadata has no turns"):
         bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
-        pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
+        pad([bare], Shape(8, None, 89, 89), turns=4)
 
 
 def _sampled_of(batch):

@@ -10,6 +10,7 @@ import numpy as np
 
 from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.layout import Layout
 from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
 from recjax.training import loop
@@ -34,10 +35,10 @@ class CountingLearner(Learner):
     def sampler_params(self, run, state, copy=False):
         return state.trained.params if state.behavior_params is None else state.behavior_params
 
-    def packed(self, run, batch, micro_batches):
-        return None
+    def layout(self, run, batch):
+        return Layout()
 
-    def update(self, run, trained, batch, packed, micro_batches, step):
+    def update(self, run, trained, batch, layout, step):
         self.batches.append(batch)
         mask, rows = np.asarray(batch.completion_mask), np.asarray(batch.completion_mask).any(-1)
         columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
