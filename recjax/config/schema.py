@@ -282,9 +282,6 @@ def _check_trajectories(config: Config) -> None:
     of_tokens = algorithm.objective is None and read & names and "trajectories" not in names
     remedy = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
     require(not of_tokens, "algorithm.advantage", name or config.algorithm.preset, remedy)
-    packed = config.training.tokens_per_micro_batch if algorithm.compares_completions else None
-    remedy = f"does not work with {by} and an algorithm that compares whole groups, as packing splits groups; remove it"
-    require(packed is None, "training.tokens_per_micro_batch", packed, remedy)
 
 
 def _check_algorithm(config: Config) -> None:

@@ -1,6 +1,6 @@
 """The batch that an update trains on: rows of any lengths, padded to arrays of one shape."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -221,7 +221,7 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
                 )
 
 
-def _check_lengths(names: Sequence[str], lengths: Sequence[int], room: int) -> None:
+def _check_lengths(names: Sequence[str], lengths: Iterable[int], room: int) -> None:
     for name, length in zip(names, lengths, strict=True):
         if length > room:
             raise ValueError(f"{name} has {length} tokens; the batch has room for {room}")
@@ -232,7 +232,7 @@ def _fill(
 ) -> None:
     """Writes tokens into the given rows, and True into the mask at each token."""
     room, lengths = tokens.shape[1], np.array([len(each) for each in found], int)
-    _check_lengths(names, lengths, room)
+    _check_lengths(names, lengths.tolist(), room)
     mask[rows] = np.arange(room) < lengths[:, None]
     filled = np.zeros((len(rows), room), tokens.dtype)
     filled[mask[rows]] = np.concatenate([[], *found])

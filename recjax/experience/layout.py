@@ -41,7 +41,7 @@ class Layout:
     packed: Packed | None = None
 
     @property
-    def count(self) -> int | Int[Array, ""]:
+    def count(self) -> int | Int[np.ndarray | Array, ""]:
         """Number of micro-batches."""
         return self.parts if self.packed is None else self.packed.count
 
@@ -86,7 +86,12 @@ def over_micro_batches(
     Returns:
         The total of the sums, and the log-probs and entropies of the whole batch.
     """
-    parts = jax.tree.map(lambda x: _parts(x, layout.parts), (batch, rows))
+
+    def in_parts(x: Array) -> Array:
+        # Each part is spread over all devices.
+        return constrain(x.reshape(layout.parts, x.shape[0] // layout.parts, *x.shape[1:]), None, ROWS)
+
+    parts = jax.tree.map(in_parts, (batch, rows))
     nothing = constrain(jnp.zeros(parts[0].completions.shape), None, ROWS)
 
     def add(index: Int[Array, ""], carry: tuple) -> tuple:
@@ -107,11 +112,6 @@ def over_micro_batches(
     # A count that is not static serves any number of packed micro-batches with one program.
     sums, seen = jax.lax.fori_loop(0, layout.count, add, (sums, (nothing, nothing)))
     return sums, tuple(x.reshape(batch.completions.shape) for x in seen)
-
-
-def _parts(x: Array, parts: int) -> Array:
-    """Splits an array of rows into equal parts, each spread over all devices."""
-    return constrain(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), None, ROWS)
 
 
 def batch_logprobs(

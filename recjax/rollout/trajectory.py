@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import Completion, Row
+from recjax.experience.group import Completion, Row, runs_of
 from recjax.hub.tokenizers import decode_after, encode_after, encode_prompts
 from recjax.rollout.requests import Sampled
 from recjax.tasks.grading.thinking import opening_tag, unclosed_tag
@@ -41,6 +41,12 @@ class Trajectory:
     def oldest_version(self) -> int:
         """The oldest version of the weights that sampled any of its tokens."""
         return min(int(turn.versions.min()) for turn in self.turns)
+
+    @property
+    def version_runs(self) -> tuple[tuple[int, int], ...]:
+        """Policy versions of the sampled tokens, row by row; see `Completion.version_runs`."""
+        turns = [self.turns[turn] for turn in sorted(range(len(self.ends)), key=self.ends.__getitem__)]
+        return runs_of(np.concatenate([np.zeros(0, np.int32), *(turn.versions for turn in turns)]))
 
     @property
     def truncated(self) -> bool:

@@ -143,8 +143,9 @@ class Session(StoreUnit):
 
     def _completions(self, source: str) -> tuple[Completion, ...]:
         turns = [one for served in self.served for one in served.sampled]
-        rows = self.trajectory.rows
+        rows, version_runs = self.trajectory.rows, self.trajectory.version_runs
         if not self.has_prompts:
+            version_runs = runs_of(np.concatenate([turn.versions for turn in turns]))
             tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
             rows = (Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs),)
         return (
@@ -156,7 +157,7 @@ class Session(StoreUnit):
                 sampling=self.sampling,
                 policy_version=min(int(one.versions.min()) for one in turns),
                 truncated=turns[-1].truncated,
-                version_runs=runs_of(np.concatenate([turn.versions for turn in turns])),
+                version_runs=version_runs,
             ),
         )
 

@@ -27,6 +27,7 @@ from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
+from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import FAILURES, Grading
@@ -121,7 +122,15 @@ def sample_batch(
         if run.agents:
             key = batch_key(config.seed, number)
             return run.agents.sample_groups(
-                run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
+                run.policy,
+                params,
+                prompts,
+                key,
+                group_size,
+                config.rollout.sampling(),
+                run.grading,
+                **names,
+                newer=newer,
             )
         keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
         longest = config.rollout.max_completion_tokens
@@ -278,9 +287,10 @@ def sampler(
     It samples one batch at a time, during the grading of the previous batch, and takes new weights between rounds of
     tokens.
     """
-    with Grading(config, reward) as grading:
+    agents = Agents(config, policy) if config.task.agent else None
+    with Grading(config, reward) as grading, agents or contextlib.nullcontext():
         frozen = jax.tree.map(jnp.asarray, frozen)
-        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen)
+        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen, agents=agents)
         one_at_a_time = threading.Lock()
 
         def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:

@@ -74,12 +74,24 @@ def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
 
 
 @pytest.mark.slow
-def test_packing_and_micro_batches_change_nothing(straight):
-    make, _, rows = straight
-    for name, override in {"packed": "tokens_per_micro_batch=64", "parts": "micro_batch_prompts=2"}.items():
-        found = train(make(name, *SEVERAL, "training.steps=1", f"training.{override}"))[1]
+@pytest.mark.parametrize(("preset", "least"), [("rec_one_side_nois", 64), ("pairwise_consistency", 256)])
+def test_packing_and_micro_batches_change_nothing(straight, preset, least):
+    make, *_ = straight
+    short = [*SEVERAL, "training.steps=1", "evaluation.every=0", f"algorithm.preset={preset}"]
+    expected = train(make(f"{preset} whole", *short))[1]
+    assert expected["gradient_norm"] > 0
+    for name, override in {"packed": f"tokens_per_micro_batch={least}", "parts": "micro_batch_prompts=2"}.items():
+        found = train(make(f"{preset} {name}", *short, f"training.{override}"))[1]
         for key in ("loss", "gradient_norm", "entropy"):
-            np.testing.assert_allclose(found[key], rows[1][key], rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
+            np.testing.assert_allclose(found[key], expected[key], rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.slow
+def test_a_micro_batch_too_small_for_what_belongs_together_is_refused(straight):
+    make, *_ = straight
+    config = make("small", *SEVERAL, "algorithm.preset=pairwise_consistency", "training.tokens_per_micro_batch=40")
+    with pytest.raises(ValueError, match="tokens_per_micro_batch: .* belong to one group, which this .* raise it"):
+        train(config)
 
 
 TURNS = ["task.agent=tests.rollout.some_agents:paid_by_answer", "training.steps=3", *AGENT]

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from recjax.config import load_config
 from recjax.experience import layout, packing
-from recjax.experience.batch import Batch, Shape
+from recjax.experience.batch import Batch, Shape, pad
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
 from recjax.training.run import prepare
 from recjax.training.update import update
 from tests.marks import slow
+from tests.rollout.test_trajectory import GROUPS
 from tests.training.test_update import CASES, make_batch, step
 from tests.training.tiny_run import TINY, train
 
@@ -46,6 +47,18 @@ def test_packing_changes_nothing(preset):
         params, metrics = step(batch, preset, overrides=CASES[preset], packed=packed)
         same_step((params, metrics), expected)
         assert metrics["gradient_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("preset", ["grpo", *slow("gspo", "pairwise_consistency")])
+def test_packing_changes_nothing_of_trajectories(preset):
+    batch = pad(GROUPS, Shape(8, None, 5, 5))
+    together = batch.group_ids if preset == "pairwise_consistency" else batch.trajectories
+    expected = step(batch, preset)  # each row by itself, after its own prompt
+    assert expected[1]["gradient_norm"] > 1e-3
+    for share in (True, False):
+        packed = pack(batch, RowShape(2, 7), together, share, grow=True)
+        assert packed.count > 1
+        chex.assert_trees_all_close(step(batch, preset, packed=packed), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
