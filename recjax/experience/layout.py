@@ -46,7 +46,7 @@ class Layout:
         return self.parts if self.packed is None else self.packed.count
 
 
-def logprobs(
+def micro_batch_logprobs(
     layout: Layout,
     decoder: Decoder,
     params: dict,
@@ -117,10 +117,10 @@ def over_micro_batches(
 def batch_logprobs(
     layout: Layout, decoder: Decoder, params: dict, batch: Batch, sampling: Sampling, chunk: int
 ) -> LogprobsAndEntropy:
-    """Scores the whole batch without gradients, with the memory of one micro-batch; see `logprobs`."""
+    """Scores the whole batch without gradients, with the memory of one micro-batch; see `micro_batch_logprobs`."""
 
     def of_micro_batch(part: Batch, _: None, index: Int[Array, ""]) -> tuple[tuple[()], LogprobsAndEntropy]:
-        return (), logprobs(layout, decoder, params, part, index, sampling, chunk)
+        return (), micro_batch_logprobs(layout, decoder, params, part, index, sampling, chunk)
 
     return over_micro_batches(layout, batch, None, (), of_micro_batch)[1]
 

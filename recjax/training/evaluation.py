@@ -162,27 +162,23 @@ def evaluate_policy(
         initial_params: parameters of π_0, for the KL; None skips the KL.
         agents: see `answered`.
     """
-    divergence, tokens, samples = 0.0, 0, []
+    settings, divergence, tokens, samples = config.evaluation, 0.0, 0, []
     for done in answered(config, policy, params, prompts, grading, step, agents=agents):
         if initial_params is not None:
-            difference, count = _log_ratio_to(initial_params, config, policy, done)
-            divergence, tokens = divergence + difference, tokens + count
+            shape = answered_shape(
+                config.rollout, settings.samples, None if config.task.agent else done.prompts.tokens.shape[1]
+            )
+            batch = pad(done.groups, shape)
+            initial = score(policy, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
+            mask = batch.completion_mask
+            divergence += float((batch.behavior_logprobs - initial)[mask].sum())
+            tokens += int(mask.sum())
         samples += sample_rows(done)
     warn_of_ungraded(sample["ungraded"] for sample in samples)
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     accuracy = float(np.mean([sample["accurate"] for sample in samples]))
     initial_kl = None if initial_params is None else divergence / max(tokens, 1)
     return Evaluation(accuracy, float(np.mean(rewards)) if rewards else math.nan, initial_kl, samples)
-
-
-def _log_ratio_to(params: dict, config: Config, policy: Policy, done: AnsweredPart) -> tuple[float, int]:
-    """Σ (log μ − log π) over all tokens, for the sampling policy μ and the policy π of `params`; the token count."""
-    settings = config.evaluation
-    prompt_tokens = None if config.task.agent else done.prompts.tokens.shape[1]
-    batch = pad(done.groups, answered_shape(config.rollout, settings.samples, prompt_tokens))
-    logprobs = score(policy, params, batch, settings.sampling(), config.model.logprob_chunk)
-    mask = batch.completion_mask
-    return float((batch.behavior_logprobs - logprobs)[mask].sum()), int(mask.sum())
 
 
 def samples_as_markdown(evaluation: Evaluation, count: int = 8) -> str:

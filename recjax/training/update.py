@@ -12,7 +12,13 @@ from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.config import Config, OptimizerConfig
 from recjax.experience.batch import FOREIGN, Batch
-from recjax.experience.layout import Layout, LogprobsAndEntropy, batch_logprobs, logprobs, over_micro_batches
+from recjax.experience.layout import (
+    Layout,
+    LogprobsAndEntropy,
+    batch_logprobs,
+    micro_batch_logprobs,
+    over_micro_batches,
+)
 from recjax.models.decoder import Decoder
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import Sampling
@@ -180,28 +186,28 @@ def update(
 
     def of_micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, LogprobsAndEntropy]:
         def scored(params):
-            return logprobs(layout, decoder, combine(params, frozen), part, index, *distribution)
+            return micro_batch_logprobs(layout, decoder, combine(params, frozen), part, index, *distribution)
 
         def micro_loss(params):
-            now, entropy = scored(params)
+            logprobs, entropy = scored(params)
             reference = None if reference_params is None else scored(reference_params)[0]
             total, count = losses.loss(
                 algorithm,
-                now,
+                logprobs,
                 part.behavior_logprobs,
                 part_rows,
                 part.completion_mask,
                 reference_logprobs=reference,
                 entropy=entropy,
             )
-            return total, (count, (now, entropy))
+            return total, (count, (logprobs, entropy))
 
         (total, (count, seen)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(state.params)
         return _Sums(total, count, constrain_params(gradient)), seen
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     sums = _Sums(jnp.zeros(()), jnp.zeros(()), constrain_params(zeros))
-    sums, (now, entropy) = over_micro_batches(layout, batch, rows, sums, of_micro_batch)
+    sums, (logprobs, entropy) = over_micro_batches(layout, batch, rows, sums, of_micro_batch)
     if axis_name is not None:
         sums = jax.lax.psum(sums, axis_name)
     divisor = jnp.maximum(sums.count, 1)
@@ -212,7 +218,7 @@ def update(
     optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(sums.count > 0, new, old), optimizer_state, state.optimizer_state
     )
-    seen = jax.tree.map(of_all, (now, batch.behavior_logprobs, entropy, batch.completion_mask))
+    seen = jax.tree.map(of_all, (logprobs, batch.behavior_logprobs, entropy, batch.completion_mask))
     metrics = {
         "loss": sums.total / divisor,
         "gradient_norm": optax.tree.norm(gradient),

@@ -23,7 +23,8 @@ def straight(tmp_path_factory):
     (folder / "tiny.yaml").write_text(TINY)
 
     def make(name, *overrides):
-        return load_config(folder / "tiny.yaml", [f"output={folder / name}", "experience.record=true", *overrides])
+        options = ["experience.record=true", "samples={every: 3, groups: 2}"]
+        return load_config(folder / "tiny.yaml", [f"output={folder / name}", *options, *overrides])
 
     config = make("straight", *SEVERAL)
     return make, config, train(config)
@@ -59,6 +60,19 @@ def test_the_record_has_every_trajectory(straight):
     assert len(rows) == 2 * len({row.trajectory for row in rows}) >= 2 * 7 * 16
     samples = (Path(config.output) / "samples" / "after.jsonl").read_text().splitlines()
     assert len(samples) == 4 and json.loads(samples[0])["reward/turns"] == 4
+
+
+@pytest.mark.slow
+def test_saved_completions_have_the_updates_numbers_of_every_row(straight):
+    _, config, _ = straight
+    lines = (Path(config.output) / "samples" / "training" / "00000001.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 4
+    for line in map(json.loads, lines):
+        chosen = np.array(line["chosen"], bool)
+        assert 0 < chosen.sum() < len(chosen) == len(line["tokens"]) == len(line["coefficient"])
+        np.testing.assert_allclose(
+            np.array(line["probability_now"])[chosen], np.array(line["probability"])[chosen], rtol=1e-3
+        )
 
 
 @pytest.mark.slow
@@ -109,13 +123,15 @@ def test_turns_without_a_discount_and_with_a_reward_at_the_end_train_as_whole_tr
 
 
 @pytest.mark.slow
-def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch):
+@pytest.mark.parametrize("queued", ["regime.sync_offset=1", "experience.replay={max_reuse: 2, draw_every: 2}"])
+def test_rewards_of_turns_go_through_a_kill(straight, monkeypatch, queued):
     make, *_ = straight
-    queued = ["regime.sync_offset=1", "training.checkpoint_every=1", "algorithm.advantage={name: turn_returns}"]
-    options = [*TURNS, *queued, "algorithm.advantage.discount=0.5", "evaluation.every=0"]
-    expected = without_times(train(make("unbroken", *options)))
+    name, queued = queued.partition("=")[0], [queued, "training.checkpoint_every=1"]
+    advantage = ["algorithm.advantage={name: turn_returns, discount: 0.5}", "evaluation.every=0"]
+    options = [*TURNS, *queued, *advantage]
+    expected = without_times(train(make(f"unbroken {name}", *options)))
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.ocp.CheckpointManager, "close", lambda self: None)
-        train(make("killed", *options, "training.steps=1"))
-    assert without_times(train(make("killed", *options)))[2:] == expected[2:]
+        train(make(f"killed {name}", *options, "training.steps=1"))
+    assert without_times(train(make(f"killed {name}", *options)))[2:] == expected[2:]
     assert all(row["gradient_norm"] > 0 for row in expected[1:])
