@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from recjax.algorithms.losses import Algorithm
 from recjax.config import Config
 from recjax.experience.batch import Batch
-from recjax.experience.packing import LEAST_TOKENS, Packed, pack, row_shape, shape_for
+from recjax.experience.packing import LEAST_TOKENS, Packed, RowShape, pack, row_shape, shape_for
 from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
@@ -165,10 +165,22 @@ def choose_layout(config: Config, algorithm: Algorithm, decoder: Decoder, batch:
     share = decoder.attention != "splash"  # the splash kernel supports only segments
     most = padded.prompts if compares and padded.group is not None else None
     shape = shape_for(config, padded, shards)
-    packed = pack(batch, shape, together, share, most=most, grow=budget is None)
-    positions = packed.count.item() * packed.tokens[0].size
-    if optional and not _saves(decoder.config, batch, positions, positions * shape.tokens, positions):
-        return Layout(parts)
+
+    def packed_into(shape: RowShape) -> tuple[Packed, tuple[int, int, int]]:
+        packed = pack(batch, shape, together, share, most=most, grow=budget is None)
+        positions = packed.count.item() * packed.tokens[0].size
+        return packed, (positions, positions * shape.tokens, positions)
+
+    packed, work = packed_into(shape)
+    if optional:
+        return Layout(1, packed) if _saves(decoder.config, batch, *work) else Layout(parts)
+    # Longer rows have room for several sequences with a common beginning, at the price of more attention.
+    while padded.group is None and shape.rows >= 2 * shards and 2 * shape.tokens <= LEAST_TOKENS:
+        shape = row_shape(shape.rows * shape.tokens, 2 * shape.tokens, multiple=shards)
+        other, less = packed_into(shape)
+        if _flops(decoder.config, *less) > 0.9 * _flops(decoder.config, *work):
+            break
+        packed, work = other, less
     return Layout(1, packed)
 
 

@@ -74,6 +74,17 @@ def test_what_an_algorithm_reads_together_stays_padded(config):
     assert packed(config("algorithm.preset=pairwise_consistency"), uneven) is None
 
 
+def test_rows_of_agents_are_long_enough_to_share_a_prompt_where_that_is_less_work(config):
+    def row_tokens(prompt, shape=SMALL):
+        one = with_lengths([40] * 64, prompts=64, group=1, prompt_time=207, time=207)
+        one.prompt_mask[:] = np.arange(207) < prompt
+        agents = one._replace(trajectories=np.arange(64), token_mask=one.completion_mask)
+        return packed(config("training.micro_batch_prompts=1"), agents, shape).tokens.shape[-1]
+
+    assert row_tokens(139) > 2 * 207 > row_tokens(1)
+    assert row_tokens(139, TINY_DECODER) < row_tokens(139)
+
+
 def test_a_kernel_of_segments_alone_gets_whole_sequences(config):
     uneven = with_lengths([2] * 64)
     assert packed(config(), uneven).prefixes is not None
