@@ -25,12 +25,12 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, progress_bar, start
-from recjax.experience.trajectories import thoughts_opening
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.host_memory import prepare_host_memory
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.plots.samples import draw_evaluation
 from recjax.rollout.agents import Agents
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, Task
@@ -175,7 +175,7 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         stack.enter_context(agents or contextlib.nullcontext())
         for done in answered(config, evaluated.policy, evaluated.params, prompts, grading, step=0, agents=agents):
             rows += sample_rows(done)
-            openings += [thoughts_opening(group, one, tokenizer) for group in done.groups for one in group.completions]
+            openings += [thoughts_opening(one, tokenizer) for group in done.groups for one in group.completions]
             bar.update(len(done.groups))
         parsed = grading.parsed([row["completion"] for row in rows], openings) if hosts.is_first() else None
     return pd.DataFrame(rows).assign(parsed=parsed)

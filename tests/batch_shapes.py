@@ -12,5 +12,5 @@ def shape_of(groups: Sequence[Group], prompts: int) -> Shape:
         prompts,
         max(len(group.completions) for group in groups),
         max(len(group.prompt_tokens) for group in groups),
-        max(len(completion.tokens) for group in groups for completion in group.completions),
+        max(len(row.tokens) for group in groups for one in group.completions for row in one.rows),
     )

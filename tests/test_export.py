@@ -71,7 +71,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
     )[:, asked.tokens.shape[1] :].numpy()
     assert len({tuple(row) for row in answered}) > 1, "answers too alike to tell models apart"
     for row in range(6):
-        tokens = greedy[row].completions[0].tokens
+        tokens = greedy[row].completions[0].rows[0].tokens
         np.testing.assert_array_equal(answered[row][: len(tokens)], tokens)
 
 

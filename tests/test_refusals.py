@@ -140,7 +140,6 @@ CASES = [
     (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),
     (CONTEXT, "rollout.max_context_tokens = 32: applies only with task.agent or experience.follow; set one of them"),
     ([*AGENT, "rollout.max_context_tokens=3"], "must be above rollout.max_completion_tokens = 3"),
-    ([*AGENT, *ASYNC], "regime.mode = 'async': does not work with task.agent"),
     ([*AGENT, STORE], "experience.store = 'somewhere': does not work with task.agent"),
     ([*AGENT, "experience.mix={store: x}"], "experience.mix = {'store': 'x'", "does not work with task.agent"),
     ([*AGENT, "task.overlong_tokens=2"], "task.overlong_tokens = 2: does not work with task.agent"),
@@ -165,10 +164,6 @@ CASES = [
     ("task.agent_seconds=3", "task.agent_seconds = 3.0: applies only with task.agent; set it"),
     ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
     ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
-    (
-        [*AGENT, "algorithm.preset=pairwise_consistency", "training.tokens_per_micro_batch=64"],
-        "training.tokens_per_micro_batch = 64: does not work with task.agent and an algorithm that compares",
-    ),
     # Sampling and staleness.
     ("rollout.long_prompts=drop", "rollout.long_prompts = 'drop'", "rollout.max_prompt_tokens; set it"),
     (["regime.offline=true", "regime.sync_interval=20"], "regime.sync_interval = 20", "regime.offline; remove one"),

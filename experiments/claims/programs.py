@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from recjax.analysis.collect import COLUMNS
 from recjax.config import Config
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout
 from recjax.hub.policy import Policy
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.unrolling import made_for_sampling, params_for
@@ -201,7 +202,7 @@ class Programs:
             sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
             batch = self._batch(seed, sampler, asked, keys)
             key = jax.random.fold_in(drop_key(seed.number), number)
-            state, metrics, _ = update(state, {}, None, batch, key, recipe=self._recipe, micro_batches=1)
+            state, metrics, _ = update(state, {}, None, batch, key, Layout(), recipe=self._recipe)
             measured = {name: metrics[name] for name in COLUMNS if name in metrics} | {"reward": batch.rewards.mean()}
             return (state, sampler, older), measured
 

@@ -139,7 +139,7 @@ class RegimeConfig(ConfigBlock):
         excludes="regime.mode = async or experience.store",
     )
     mode: Literal["sync", "async"] = key(
-        "sync", "async: other processes sample during the updates, on Ray", excludes="experience.store or task.agent"
+        "sync", "async: other processes sample during the updates, on Ray", excludes="experience.store"
     )
     max_staleness: Int | None = key(
         None,

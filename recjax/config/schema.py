@@ -97,9 +97,6 @@ class AlgorithmConfig(ConfigBlock):
         of_tokens = algorithm.objective is None and of_tokens and "trajectories" not in names
         problem = "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
         yield of_tokens, place, problem
-        packed = config.training.tokens_per_micro_batch and algorithm.compares_completions
-        problem = f"does not work with {'task.agent' if agent else 'experience.follow'} and an algorithm that compares"
-        yield packed, "training.tokens_per_micro_batch", f"{problem} whole groups, as packing splits groups; remove it"
 
     def build(self) -> "recjax.algorithms.losses.Algorithm":
         """The algorithm; see `presets.build_algorithm`."""

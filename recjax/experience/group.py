@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -30,8 +30,9 @@ class Row(NamedTuple):
     """A token sequence with one or more turns of a policy; every turn has all earlier tokens as context.
 
     prompt_tokens: tokens before the first turn.
-    tokens: all later tokens: the turns and the text between them.
-    mask, behavior_logprobs: see `Completion`; log-probs are 0 at tokens with mask False.
+    tokens: all later tokens: the turns, each with its end-of-sequence token, and the text between them.
+    mask: True at tokens that the behavior policy chose.
+    behavior_logprobs: log-probs under the distribution that sampled the tokens, 0 where mask is False; None: not known.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
@@ -57,45 +58,41 @@ class Turn(NamedTuple):
 class Completion(NamedTuple):
     """One answer to a group's prompt, from any source, with one or many turns; host arrays of any length.
 
-    An agent's trajectory is one completion, with one grade, one advantage and usually one row. A turn starts a further
-    row if it does not extend the tokens before it, because the template dropped text or the context was cut.
+    A single turn has one row, and its prompt is the group's. An agent's trajectory is one completion too, with one
+    grade, one advantage and usually one row. A turn starts another row if it does not extend the tokens before it,
+    because the template dropped text or the context was cut.
 
     id: unique in a run and in a store.
     source: name of the sampler.
     text: the reply without its end token.
-    tokens: tokens of the reply, including the end-of-sequence token.
-    mask: True at tokens that the behavior policy chose.
-    behavior_logprobs: log-probs under `sampling`, the distribution that sampled the tokens; None: not known.
+    rows: token sequences, in order of their first turns; empty for an agent that failed before its first turn.
+    sampling: distribution that sampled the tokens; None: not known.
     policy_version: optimizer updates of the weights that sampled the completion, or of the oldest such weights; None
         for a completion of another model.
     truncated: True if the completion reached the token limit.
     grade: None until the completion is graded.
-    prompt_tokens: context before the tokens, if an agent built its own; None: the group's prompt.
-    further: further rows of an agent's trajectory.
     version_runs: pairs (policy version, number of tokens) for the sampled tokens of all rows in order, if the weights
         changed during sampling; empty: all tokens have `policy_version`.
     turns: turns of an agent's trajectory, in order; any reward beyond the sum of turn rewards was given at the end.
+    metadata: JSON values from the source, by name.
     """
 
     id: str
     source: str
     text: str
-    tokens: Int[np.ndarray, " time"]
-    mask: Bool[np.ndarray, " time"]
-    behavior_logprobs: Float[np.ndarray, " time"] | None
+    rows: tuple[Row, ...]
     sampling: Sampling | None
     policy_version: int | None
     truncated: bool
     grade: Grade | None = None
-    prompt_tokens: Int[np.ndarray, " prompt_time"] | None = None
-    further: tuple[Row, ...] = ()
     version_runs: tuple[tuple[int, int], ...] = ()
     turns: tuple[Turn, ...] = ()
+    metadata: Mapping[str, Any] = {}
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the policy chose, in all rows."""
-        return int(sum(row.mask.sum() for row in (self, *self.further)))
+        return int(sum(row.mask.sum() for row in self.rows))
 
 
 class Group(NamedTuple):
@@ -111,6 +108,22 @@ class Group(NamedTuple):
     completions: tuple[Completion, ...]
     prompt: str | list[dict[str, str]]
     answer: str | None = None
+
+
+def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
+    """The reward of each turn; the last turn also gets the part of the completion's reward that no turn was given.
+
+    Raises:
+        ValueError: the completion has no turns.
+    """
+    if not completion.turns:
+        raise ValueError(
+            f"row {completion.id!r}: the metadata has no turns; choose an advantage that compares whole trajectories,"
+            " or start a new run"
+        )
+    rewards = np.array([turn.reward for turn in completion.turns])
+    rewards[-1] += completion.grade.reward - rewards.sum()
+    return rewards.astype(np.float32)
 
 
 def is_whole(group: Group) -> bool:

@@ -1,7 +1,7 @@
 """Converts groups to rows of a store, and rows back to groups.
 
-A completion is one row; a trajectory with further rows is one store row for each. All rows of a trajectory have its
-text, its reward, and its id in the column `trajectory`.
+Each row of a completion is one store row, with the completion's text and reward. The column `trajectory` has the
+completion's id if the completion has several rows, or a prompt other than the group's.
 """
 
 import json
@@ -10,15 +10,18 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.store import Experience
 from recjax.models.sampling import Sampling
 
 _VERSIONS, _TURNS = "token_versions", "turns"  # metadata keys for `Completion.version_runs` and `Completion.turns`
+_EMPTY = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32)
 
 
 def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> list[Experience]:
-    """Converts groups to store rows, in order: one for each completion and one for each further row of a trajectory.
+    """Converts groups to store rows, in order; a completion without rows becomes a store row without tokens.
 
     Args:
         tokenizer: name of the tokens' vocabulary; see `tokenize.tokenizer_name`.
@@ -30,32 +33,14 @@ def rows_of(groups: Sequence[Group], tokenizer: str | None, time: datetime) -> l
 
 
 def _rows(group: Group, completion: Completion, tokenizer: str | None, time: datetime) -> list[Experience]:
-    first = _row(group, completion, tokenizer, time)
-    if completion.prompt_tokens is None:
-        return [first]
-    first = first._replace(prompt_tokens=completion.prompt_tokens, trajectory=first.id)
-    return [
-        first,
-        *(
-            first._replace(
-                id=f"{first.id}+{place}",
-                prompt_tokens=row.prompt_tokens,
-                completion_tokens=row.tokens,
-                completion_mask=row.mask,
-                behavior_logprobs=row.behavior_logprobs,
-            )
-            for place, row in enumerate(completion.further, 1)
-        ),
-    ]
-
-
-def _row(group: Group, completion: Completion, tokenizer: str | None, time: datetime) -> Experience:
     chat = not isinstance(group.prompt, str)
     is_rewarded = completion.grade is not None and completion.grade.reward is not None
     reward, parts, accurate, _ = completion.grade if is_rewarded else (None,) * 4
     metadata = {_VERSIONS: completion.version_runs, _TURNS: completion.turns}
-    metadata = {key: value for key, value in metadata.items() if value}
-    return Experience(
+    metadata = {**completion.metadata, **{key: value for key, value in metadata.items() if value}}
+    rows = completion.rows or (Row(group.prompt_tokens, *_EMPTY),)
+    own_prompt = len(rows) > 1 or not np.array_equal(rows[0].prompt_tokens, group.prompt_tokens)
+    common = Experience(
         id=completion.id,
         group_id=group.id,
         source=completion.source,
@@ -65,18 +50,25 @@ def _row(group: Group, completion: Completion, tokenizer: str | None, time: date
         messages=list(group.prompt) if chat else None,
         answer=group.answer,
         tokenizer=tokenizer,
-        prompt_tokens=group.prompt_tokens,
-        completion_tokens=completion.tokens,
-        completion_mask=completion.mask,
-        behavior_logprobs=completion.behavior_logprobs,
         reward=reward,
         reward_parts=parts,
         accurate=accurate,
         truncated=completion.truncated,
         policy_version=completion.policy_version,
+        trajectory=completion.id if own_prompt else None,
         metadata=json.dumps(metadata) if metadata else None,
         **dict(zip(Sampling._fields, completion.sampling or (None,) * len(Sampling._fields), strict=True)),
     )
+    return [
+        common._replace(
+            id=f"{completion.id}+{place}" if place else completion.id,
+            prompt_tokens=row.prompt_tokens,
+            completion_tokens=row.tokens,
+            completion_mask=row.mask,
+            behavior_logprobs=row.behavior_logprobs,
+        )
+        for place, row in enumerate(rows)
+    ]
 
 
 def groups_of(rows: Iterable[Experience]) -> list[Group]:
@@ -98,7 +90,7 @@ def group_of(name: str, rows: Sequence[Experience]) -> Group:
 
 
 def _completion(rows: Sequence[Experience]) -> Completion:
-    row, *others = rows
+    row = rows[0]
     if row.trajectory is not None and row.id != row.trajectory:
         raise ValueError(
             f"row {row.id!r}: the first row of its trajectory {row.trajectory!r} is not before it; restore the first"
@@ -117,20 +109,18 @@ def _completion(rows: Sequence[Experience]) -> Completion:
         id=row.id,
         source=row.source,
         text=row.completion,
-        tokens=row.completion_tokens,
-        mask=row.completion_mask,
-        behavior_logprobs=row.behavior_logprobs,
+        rows=tuple(
+            Row(each.prompt_tokens, each.completion_tokens, each.completion_mask, each.behavior_logprobs)
+            for each in rows
+            if each.completion_tokens is None or len(each.completion_tokens)
+        ),
         sampling=row.sampling,
         policy_version=row.policy_version,
         truncated=row.truncated,
         grade=None if row.reward is None else Grade(row.reward, row.reward_parts, row.accurate),
-        prompt_tokens=None if row.trajectory is None else row.prompt_tokens,
-        further=tuple(
-            Row(other.prompt_tokens, other.completion_tokens, other.completion_mask, other.behavior_logprobs)
-            for other in others
-        ),
         version_runs=tuple(map(tuple, runs)) if are_runs else (),
         turns=_turns(metadata.get(_TURNS), rows),
+        metadata={key: value for key, value in metadata.items() if key not in (_VERSIONS, _TURNS)},
     )
 
 

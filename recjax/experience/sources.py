@@ -15,8 +15,9 @@ from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
-from recjax.experience.batch import Shape, pad, score
+from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group
+from recjax.experience.layout import score
 from recjax.experience.prepared import SMALL, prepared_rows
 from recjax.experience.stored_groups import StoredGroups, groups_in, is_missing
 from recjax.files import writing
@@ -96,20 +97,28 @@ def with_logprobs(
         shape: shape of the batches that compute the log-probs; every group must fit.
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
-    lacking = [group for group in groups if any(row.behavior_logprobs is None for row in group.completions)]
+    lacking = [group for group in groups if any(_lacks_logprobs(one) for one in group.completions)]
     filled = {}
     for start in range(0, len(lacking), shape.prompts):
         part = lacking[start : start + shape.prompts]
         logprobs = score(policy, params, pad(part, shape), sampling, chunk)
         for place, group in enumerate(part):
             rows = []
-            for number, row in enumerate(group.completions, start=place * shape.group):
-                given = row.behavior_logprobs
+            for number, one in enumerate(group.completions, start=place * shape.group):
                 # Rounding can put the log-prob of an almost certain token slightly above 0.
-                taken = np.minimum(logprobs[number, : len(row.tokens)], 0.0) if given is None else given
-                rows.append(row._replace(behavior_logprobs=taken))
+                now = np.minimum(logprobs[number, : one.sampled_tokens], 0.0)
+                rows.append(_with_logprobs(one, now) if _lacks_logprobs(one) else one)
             filled[group.id] = group._replace(completions=tuple(rows))
     return [filled.get(group.id, group) for group in groups]
+
+
+def _lacks_logprobs(completion: Completion) -> bool:
+    return any(row.behavior_logprobs is None for row in completion.rows)
+
+
+def _with_logprobs(completion: Completion, logprobs: np.ndarray) -> Completion:
+    (row,) = completion.rows
+    return completion._replace(rows=(row._replace(behavior_logprobs=logprobs),))
 
 
 def with_initial_logprobs(
@@ -134,22 +143,22 @@ def with_initial_logprobs(
             part = lacking[start : start + shape.prompts]
             filled = with_logprobs(list(part), shape, policy, params, sampling, chunk)
             for number, group in zip(part.numbers, filled, strict=True):
-                for place, row in enumerate(group.completions, groups.index.starts[number]):
+                for place, one in enumerate(group.completions, groups.index.starts[number]):
                     if missing[groups.index.heads[place]]:
                         with writing(folder):
-                            file.write(row.behavior_logprobs.astype(np.float32).tobytes())
-                        places[place], end = end, end + 4 * len(row.tokens)
+                            file.write(one.rows[0].behavior_logprobs.astype(np.float32).tobytes())
+                        places[place], end = end, end + 4 * one.sampled_tokens
             bar.update(len(part))
     with writing(folder):
         file.flush()
 
     def filled_in(group: Group, first: int) -> Group:
         rows = []
-        for row, place in zip(group.completions, places[first:], strict=False):
+        for one, place in zip(group.completions, places[first:], strict=False):
             if place >= 0:
                 file.seek(place)
-                row = row._replace(behavior_logprobs=np.frombuffer(file.read(4 * len(row.tokens)), np.float32))
-            rows.append(row)
+                one = _with_logprobs(one, np.frombuffer(file.read(4 * one.sampled_tokens), np.float32))
+            rows.append(one)
         return group._replace(completions=tuple(rows))
 
     return groups.changed(filled_in)

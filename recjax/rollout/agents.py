@@ -12,7 +12,6 @@ from jaxtyping import PRNGKeyArray, UInt32
 
 from recjax.config import Config
 from recjax.experience.group import Completion, Group, Turn
-from recjax.experience.trajectories import thoughts_opening
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rollout.agent_grades import AgentGrades
@@ -22,7 +21,9 @@ from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.named_agents import load_agent, named
+from recjax.rollout.requests import Weights
 from recjax.rollout.tools import Tools
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.custom import SCORE
 from recjax.tasks.grading.event_loop import finished
 from recjax.tasks.grading.pool import Grading
@@ -83,6 +84,7 @@ class Agents:
         name: str,
         source: str,
         version: int,
+        newer: Callable[[], Weights | None] | None = None,
         fatal: bool = True,
     ) -> tuple[list[Group], "AgentGrades"]:
         """Samples `group_size` trajectories for each problem; returns groups, and grades that may still be computed.
@@ -102,7 +104,7 @@ class Agents:
         problems = [problem for problem in prompts.problems for _ in range(group_size)]
         # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, self._config.task.agent_turns, len(problems))
-        tried = finished(self._all_tried(LiveEngine(engine), policy, problems, keys, sampling))
+        tried = finished(self._all_tried(LiveEngine(engine, newer=newer), policy, problems, keys, sampling))
         self._report_failures(tried, fatal)
         weight = agent_weights(self._config.task.reward_weights).get(SCORE, 1.0)
         completions = [
@@ -111,15 +113,12 @@ class Agents:
         groups = []
         for place, problem in enumerate(prompts.problems):
             own = tuple(completions[place * group_size : (place + 1) * group_size])
-            # Stores record the prompt of a group's first agent as the prompt of the group.
-            prompt = own[0].prompt_tokens
+            # The group's prompt is the first prompt that one of its agents made.
+            prompts_made = (row.prompt_tokens for one in own for row in one.rows)
+            prompt = next(prompts_made, np.zeros(0, np.int32))
             groups.append(Group(f"{name}/{place:05d}", prompt, own, problem.prompt, problem.answer))
         texts = [text for text in prompts.texts for _ in range(group_size)]
-        openings = [
-            thoughts_opening(group, completion, policy.tokenizer)
-            for group in groups
-            for completion in group.completions
-        ]
+        openings = [thoughts_opening(completion, policy.tokenizer) for completion in completions]
         return groups, AgentGrades(self._config, tried, texts, openings, problems, grading)
 
     async def _all_tried(
@@ -187,26 +186,21 @@ def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "
 
 
 def completion_of(tried: Tried, name: str, source: str, sampling: Sampling, weight: float) -> Completion:
-    """Converts a trajectory to a completion without a grade; without turns, the completion has no tokens.
+    """Converts a trajectory to a completion without a grade; without turns, the completion has no rows.
 
     Args:
         weight: weight of the turns' rewards, which do not count if the agent failed.
     """
-    trajectory, none = tried.policy.trajectory, np.zeros(0, np.int32)
-    first, *further = trajectory.rows or [(none, none, none.astype(bool), none.astype(np.float32))]
-    prompt, tokens, mask, logprobs = first
+    trajectory = tried.policy.trajectory
     return Completion(
         id=name,
         source=source,
         text=tried.policy.last_text,
-        tokens=tokens,
-        mask=mask,
-        behavior_logprobs=logprobs,
+        rows=trajectory.rows,
         sampling=sampling,
         policy_version=trajectory.oldest_version if trajectory.turns else None,
         truncated=bool(trajectory.turns) and trajectory.truncated,
-        prompt_tokens=prompt,
-        further=tuple(further),
+        version_runs=trajectory.version_runs,
         turns=tuple(
             Turn(*end, 0.0 if tried.failure else weight * tried.policy.rewards.get(turn, 0.0))
             for turn, end in enumerate(trajectory.ends)

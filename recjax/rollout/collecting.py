@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from recjax import hosts
-from recjax.experience.group import Completion, Grade, Group, runs_of
+from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
 from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
@@ -55,9 +55,7 @@ def sample_groups(
             id=f"{name}/{row:05d}",
             source=source,
             text=text,
-            tokens=one.tokens,
-            mask=np.ones(len(one.tokens), bool),
-            behavior_logprobs=one.logprobs,
+            rows=(Row(prefixes[row // group_size], one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
             sampling=sampling,
             policy_version=int(one.versions.min()),
             truncated=one.truncated,
@@ -150,7 +148,7 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         grading: grading pool that is open.
     """
     own = [
-        Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, len(completion.tokens))
+        Answered(prompts.texts[place], completion.text, problem.answer, problem.columns, completion.sampled_tokens)
         for place, problem in ((place, prompts.problems[place]) for place in hosts.share(len(groups)))
         for completion in groups[place].completions
     ]

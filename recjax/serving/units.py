@@ -59,16 +59,20 @@ class StoreUnit:
 
     def rows(self, source: str) -> list[Experience]:
         """Converts to rows of a store, in their order there."""
-        first, metadata, rows = self.served[0], self.metadata(), []
+        first = self.served[0]
         prompt = (first.messages or first.text if self.has_prompts else None) or PROMPT_LEFT_OUT
-        group = Group(self.name, first.prompt_tokens, self._completions(source), prompt)
-        for row in rows_of([group], first.tokenizer, first.time):
-            given = self.given.get(row.trajectory or row.id)
-            said = metadata | ({"comment": given.comment} if given and given.comment is not None else {})
-            said |= json.loads(row.metadata or "{}")  # the versions of its tokens
-            row = row._replace(metadata=json.dumps(said))
-            rows.append(row if self.has_prompts else row._replace(prompt_tokens=None))
-        return rows
+        completions = tuple(map(self._graded, self._completions(source)))
+        group = Group(self.name, first.prompt_tokens, completions, prompt)
+        rows = rows_of([group], first.tokenizer, first.time)
+        return rows if self.has_prompts else [row._replace(prompt_tokens=None) for row in rows]
+
+    def _graded(self, completion: Completion) -> Completion:
+        """Adds the metadata and the feedback, if there is any, to a completion."""
+        metadata, given = self.metadata(), self.given.get(completion.id)
+        if given is None:
+            return completion._replace(metadata=metadata)
+        said = {} if given.comment is None else {"comment": given.comment}
+        return completion._replace(grade=given.grade, metadata=metadata | said)
 
     def metadata(self) -> dict[str, Any]:
         """Metadata for all its rows."""
@@ -80,13 +84,10 @@ class StoreUnit:
                 id=name,
                 source=source,
                 text=text,
-                tokens=one.tokens,
-                mask=np.ones(len(one.tokens), bool),
-                behavior_logprobs=one.logprobs,
+                rows=(Row(served.prompt_tokens, one.tokens, np.ones(len(one.tokens), bool), one.logprobs),),
                 sampling=served.sampling,
                 policy_version=int(one.versions.min()),
                 truncated=one.truncated,
-                grade=self.given[name].grade if name in self.given else None,
                 version_runs=runs_of(one.versions),
             )
             for served in self.served
@@ -142,26 +143,21 @@ class Session(StoreUnit):
 
     def _completions(self, source: str) -> tuple[Completion, ...]:
         turns = [one for served in self.served for one in served.sampled]
-        if self.has_prompts:
-            first, *further = self.trajectory.rows
-        else:
+        rows, version_runs = self.trajectory.rows, self.trajectory.version_runs
+        if not self.has_prompts:
+            version_runs = runs_of(np.concatenate([turn.versions for turn in turns]))
             tokens, logprobs = (np.concatenate([turn[column] for turn in turns]) for column in range(2))
-            first, further = Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs), []
+            rows = (Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs),)
         return (
             Completion(
                 id=self.name,
                 source=source,
                 text=self.served[-1].texts[-1],
-                tokens=first.tokens,
-                mask=first.mask,
-                behavior_logprobs=first.behavior_logprobs,
+                rows=rows,
                 sampling=self.sampling,
                 policy_version=min(int(one.versions.min()) for one in turns),
                 truncated=turns[-1].truncated,
-                grade=self.given[self.name].grade if self.given else None,
-                prompt_tokens=first.prompt_tokens,
-                further=tuple(further),
-                version_runs=runs_of(np.concatenate([turn.versions for turn in turns])),
+                version_runs=version_runs,
             ),
         )
 

@@ -18,7 +18,7 @@ from recjax.console import under_way
 from recjax.experience import queue as queues
 from recjax.experience.batch import Batch, pad, to_learn_from, with_part_weights
 from recjax.experience.group import Group
-from recjax.experience.trajectories import pad_trajectories
+from recjax.experience.layout import padding_waste
 from recjax.files import json_text, write_whole, writing
 from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.models.placement import row_shards
@@ -27,7 +27,6 @@ from recjax.training import checkpoint, following, kept_samples, rounds
 from recjax.training.evaluation import samples_as_markdown, write_samples
 from recjax.training.learner import Learner
 from recjax.training.metrics import batch_metrics, peak_memory_bytes, read_metrics
-from recjax.training.packing import padding_waste
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State
 from recjax.training.schedule import expected_staleness
@@ -87,7 +86,7 @@ def train(
                 break
 
             # --- Pad.
-            batch, micro_batches = _padded(run, state, algorithm, groups, step)
+            batch = _padded(run, state, algorithm, groups, step)
             learned = to_learn_from(batch, config.task)
 
             state = rounds.keep_behavior_params(run, state, step)
@@ -96,11 +95,9 @@ def train(
             # that reads the parts gets them.
             weights = run.part_weights if algorithm.reads("reward_parts") else None
             with under_way("compiling the update", step == first), run.phases.phase("update"):
-                packed = run.learner.packed(run, learned, micro_batches)
+                layout = run.learner.layout(run, learned)
                 weighted = with_part_weights(learned, weights)
-                trained, measured, of_tokens = run.learner.update(
-                    run, state.trained, weighted, packed, micro_batches, step
-                )
+                trained, measured, of_tokens = run.learner.update(run, state.trained, weighted, layout, step)
             tokens = state.totals["tokens"] + int(batch.completion_mask.sum())
             state = state._replace(step=step, trained=trained, totals=state.totals | {"tokens": tokens})
             run.metrics.settle()  # the previous step's
@@ -111,7 +108,7 @@ def train(
                 "step": step,
                 **batch_metrics(step, batch, learned),
                 **rounds.queue_metrics(run, state.queue, groups, step),
-                "padding_waste": padding_waste(learned, packed, filled=len(batch.prompts) - run.shape.prompts),
+                "padding_waste": padding_waste(learned, layout, filled=len(batch.prompts) - run.shape.prompts),
                 **measured,
             }
             evaluates = step == last or (config.evaluation.every and step % config.evaluation.every == 0)
@@ -170,23 +167,16 @@ def next_groups(run: Run, state: State, step: int, stopping: Sequence[int] = ())
     return state, groups
 
 
-def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> tuple[Batch, int]:
-    """The batch of a step and its number of micro-batches, padded to equal shares for micro-batches and devices."""
+def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], step: int) -> Batch:
+    """The batch of a step, padded to equal shares for micro-batches and devices."""
     config, shape = run.config, run.shape
-    micro_batches = config.micro_batches(shape.positions, row_shards())
-    multiple = micro_batches * row_shards()
+    multiple = config.micro_batches(shape.positions, row_shards()) * row_shards()
     unneeded = config.experience is not None and config.experience.missing_logprobs == "unneeded"
     shape = shape._replace(prompts=-(-shape.prompts // multiple) * multiple)
     with run.phases.phase("sample"):
-        if config.has_trajectories:
-            # A trajectory may have several rows.
-            rows = shape.prompts // multiple * row_shards()
-            whole = {"together": algorithm.relates_rows, "whole_groups": algorithm.compares_completions}
-            turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
-            batch, micro_batches = pad_trajectories(groups, shape.time, (micro_batches, rows), **whole, turns=turns)
-            batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
-        else:
-            batch = pad(groups, shape, logprobs=not unneeded)
+        turns = config.task.agent_turns if algorithm.reads("turn_rewards", "token_turns") else None
+        batch = pad(groups, shape, logprobs=not unneeded, turns=turns)
+        batch = following.with_missing_logprobs(run, state, batch) if run.follower else batch
     # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
     all_there = state.queue.left["groups_without_reward"] == 0
     if config.experience is None and config.regime.mode == "sync" and all_there:
@@ -194,7 +184,7 @@ def _padded(run: Run, state: State, algorithm: Algorithm, groups: list[Group], s
         expected = expected_staleness(step, config.regime)
         if (measured != expected).any():
             raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
-    return batch, micro_batches
+    return batch
 
 
 def _evaluated(run: Run, state: State, name: str) -> dict[str, float]:

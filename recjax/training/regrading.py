@@ -12,9 +12,9 @@ from recjax import hosts
 from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import with_rewards
 from recjax.experience.stored_groups import ByPrompt, StoredGroups
-from recjax.experience.trajectories import thoughts_opening
 from recjax.files import whole_file
 from recjax.rollout.collecting import Grades
+from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Answered
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
@@ -102,7 +102,7 @@ def _made(run: Run, known: Known, path: Path) -> None:
                 Problem(group.prompt, group.answer),
             )
             for one in group.completions:
-                yield one, text, problem, thoughts_opening(group, one, tokenizer)
+                yield one, text, problem, thoughts_opening(one, tokenizer)
 
     left = rows()
     size = rollout.prompts_per_step * rollout.group_size  # one batch at a time, as in training
@@ -110,7 +110,7 @@ def _made(run: Run, known: Known, path: Path) -> None:
     with run.grading as grading, step_bar("regrading", len(groups.heads)) as bar, file as file:
         while batch := list(itertools.islice(left, size)):
             own = [
-                Answered(text, completion.text, problem.answer, problem.columns, len(completion.tokens), opening)
+                Answered(text, completion.text, problem.answer, problem.columns, completion.sampled_tokens, opening)
                 for completion, text, problem, opening in (batch[place] for place in hosts.share(len(batch)))
             ]
             found = Grades(grading.submit(own), len(batch)).result()

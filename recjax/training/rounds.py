@@ -27,6 +27,7 @@ from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
 from recjax.rollout import agent_trials
 from recjax.rollout.agent_grades import AgentGrades
+from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import FAILURES, Grading
@@ -121,7 +122,15 @@ def sample_batch(
         if run.agents:
             key = batch_key(config.seed, number)
             return run.agents.sample_groups(
-                run.policy, params, prompts, key, group_size, config.rollout.sampling(), run.grading, **names
+                run.policy,
+                params,
+                prompts,
+                key,
+                group_size,
+                config.rollout.sampling(),
+                run.grading,
+                **names,
+                newer=newer,
             )
         keys = _row_keys(config.seed, number // _TOGETHER, count * group_size)[number % _TOGETHER]
         longest = config.rollout.max_completion_tokens
@@ -190,8 +199,8 @@ def add_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
         queue, batches = queues.wait_for_grades(queue, all_of_them)
     if run.record and hosts.is_first():
         for groups in batches:
-            # An agent that failed before its first turn has no tokens.
-            silent = [one.id for group in groups for one in group.completions if not len(one.tokens)]
+            # An agent that failed before its first turn has no rows.
+            silent = [one.id for group in groups for one in group.completions if not one.rows]
             said = [without(group, silent) for group in groups] if silent else groups
             names = completion_ids(said)
             # A run that resumed from before this batch has recorded it already.
@@ -278,9 +287,10 @@ def sampler(
     It samples one batch at a time, during the grading of the previous batch, and takes new weights between rounds of
     tokens.
     """
-    with Grading(config, reward) as grading:
+    agents = Agents(config, policy) if config.task.agent else None
+    with Grading(config, reward) as grading, agents or contextlib.nullcontext():
         frozen = jax.tree.map(jnp.asarray, frozen)
-        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen)
+        run = Run(config, policy, prompts, prompts, grading, None, PhaseSeconds(), frozen=frozen, agents=agents)
         one_at_a_time = threading.Lock()
 
         def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:

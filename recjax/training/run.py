@@ -14,6 +14,7 @@ from recjax.config import Config, RolloutConfig, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.following import Follower
+from recjax.experience.packing import shape_for
 from recjax.experience.queue import Queue, Settings, settings_of
 from recjax.experience.replay import Judge, judge_of
 from recjax.experience.stored import Stored, check_prompts, load_stored, stored_per_batch, with_chosen_logprobs
@@ -31,7 +32,6 @@ from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import Prompts, encode_problems, fitting
 from recjax.training.mesh import check_fits
 from recjax.training.metrics import MetricsWriter, PhaseSeconds
-from recjax.training.packing import shape_for
 from recjax.training.run_lock import RunLock
 from recjax.training.tracking import Trackers
 from recjax.training.update import TrainState

@@ -84,7 +84,7 @@ def test_a_session_is_one_completion_of_all_its_rows(tmp_path, following):
     reader = following()
     (candidate,) = reader.found(Followed(), 4).candidates
     (completion,) = reader.group(candidate, 4).completions
-    assert len(completion.further) == 1 and completion.sampled_tokens == 5 and completion.policy_version == 3
+    assert len(completion.rows) == 2 and completion.sampled_tokens == 5 and completion.policy_version == 3
 
 
 def test_at_its_deadline_a_group_goes_without_some_and_what_comes_later_is_counted(tmp_path, following):

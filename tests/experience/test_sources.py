@@ -11,6 +11,7 @@ import pytest
 from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.experience import store
 from recjax.experience.batch import FOREIGN, Shape, pad
+from recjax.experience.group import Group
 from recjax.experience.rows import group_of, groups_of
 from recjax.experience.sources import check_logprobs, groups_at, load_groups, mixed, with_logprobs
 from recjax.experience.stored_groups import ByPrompt
@@ -21,8 +22,8 @@ from recjax.models.decoder import Decoder
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
 from tests.batch_shapes import shape_of
-from tests.experience.groups import ungraded
-from tests.experience.rows import make_row, same, text_row
+from tests.experience.groups import same_groups, ungraded
+from tests.experience.rows import make_row, text_row
 from tests.marks import slow_except
 from tests.training.test_update import CONFIG, initial, step
 
@@ -71,8 +72,9 @@ def test_a_batch_says_what_its_rows_say():
     rows = ((group, row) for group in RAGGED for row in group.completions)
     for place, (group, row) in zip(np.flatnonzero(real), rows, strict=True):
         mask = batch.completion_mask[place]
-        assert np.array_equal(batch.completions[place][mask], row.tokens)
-        assert np.array_equal(batch.behavior_logprobs[place][mask], row.behavior_logprobs)
+        (sampled,) = row.rows
+        assert np.array_equal(batch.completions[place][mask], sampled.tokens)
+        assert np.array_equal(batch.behavior_logprobs[place][mask], sampled.behavior_logprobs)
         prompt = place // 6
         assert np.array_equal(batch.prompts[prompt][batch.prompt_mask[prompt]], group.prompt_tokens)
         version = FOREIGN if row.policy_version is None else row.policy_version
@@ -160,12 +162,18 @@ def test_log_probs_of_another_distribution_are_refused(tmp_path):
     check_logprobs(groups, build_algorithm("red_drop", {}), SAMPLING, "unneeded")
 
 
+def without_logprobs(completion):
+    return completion._replace(rows=tuple(row._replace(behavior_logprobs=None) for row in completion.rows))
+
+
+def same_completions(ours, theirs):
+    return same_groups(*(Group("g", one.rows[0].prompt_tokens, (one,), "") for one in (ours, theirs)))
+
+
 def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
     groups = [
         group._replace(
-            completions=tuple(
-                row._replace(behavior_logprobs=None) if i % 2 else row for i, row in enumerate(group.completions)
-            )
+            completions=tuple(without_logprobs(row) if i % 2 else row for i, row in enumerate(group.completions))
         )
         for group in RAGGED
     ]
@@ -175,20 +183,20 @@ def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
         (row, old)
         for group, before in zip(filled, groups, strict=True)
         for row, old in zip(group.completions, before.completions, strict=True)
-        if old.behavior_logprobs is None or not same(row, old)
+        if old.rows[0].behavior_logprobs is None or not same_completions(row, old)
     ]
     assert [old.id for _, old in lacking] == ["row 1", "row 21", "row 23", "row 31"]
     for row, old in lacking:
-        assert same(row._replace(behavior_logprobs=None), old)
-        assert row.behavior_logprobs.shape == row.tokens.shape
+        assert same_completions(without_logprobs(row), old)
+        assert row.rows[0].behavior_logprobs.shape == row.rows[0].tokens.shape
     # The second and the last, one in each of the two batches, without any padding.
     for row, group in ((lacking[1][0], filled[2]), (lacking[3][0], filled[3])):
-        prompt, completion = (jnp.array(x)[None] for x in (group.prompt_tokens, row.tokens))
+        prompt, completion = (jnp.array(x)[None] for x in (group.prompt_tokens, row.rows[0].tokens))
         ones = [jnp.ones(x.shape, bool) for x in (prompt, completion)]
         arguments = (POLICY.decoder, initial(), prompt, ones[0], completion, ones[1])
         logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
         expected, _ = logprobs(*arguments, sampling=SAMPLING, chunk=16)
-        np.testing.assert_allclose(row.behavior_logprobs, expected[0], atol=1e-5)
+        np.testing.assert_allclose(row.rows[0].behavior_logprobs, expected[0], atol=1e-5)
     batch = pad(filled[1:], shape_of(filled, 4))
     assert np.isfinite(batch.behavior_logprobs).all()
 
@@ -202,10 +210,8 @@ def test_a_store_becomes_tokenized_groups(tmp_path):
     groups = load_groups(tmp_path, POLICY)
     assert [len(group.completions) for group in groups] == [3, 2, 2]
     ended, cut = groups[2].completions
-    assert ended.tokens.tolist() == [
-        *TOKENIZER.encode("3"),
-        1,
-    ] and cut.tokens.tolist() == TOKENIZER.encode("3")
+    assert ended.rows[0].tokens.tolist() == [*TOKENIZER.encode("3"), 1]
+    assert cut.rows[0].tokens.tolist() == TOKENIZER.encode("3")
     store.append(tmp_path, [text_row(7, group=2, prompt="21", completion="3")])
     with pytest.raises(ValueError, match="group 'group 2': rows 'text 0' and 'text 7' have different prompts"):
         load_groups(tmp_path, POLICY)

@@ -79,7 +79,7 @@ def test_groups_and_batches_are_those_of_the_whole_store(place, tmp_path, seed):
     in_parts(tmp_path / "store", scattered_rows(seed))
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
     assert equal(list(groups), expected)
-    assert any(one.further for group in expected for one in group.completions)
+    assert any(len(one.rows) > 1 for group in expected for one in group.completions)
     assert groups.sizes.tolist() == [len(group.completions) for group in expected]
     assert [name for (name,) in groups.columns(["id"])] == [one.id for group in expected for one in group.completions]
     for batch in range(1, 9):
@@ -176,7 +176,7 @@ def test_a_store_is_prepared_once_for_each_of_its_states(place, tmp_path, monkey
         assert "rows.arrow is damaged" in caplog.text and "makes it again" in caplog.text
         opened(False)
     longer = POLICY._replace(stop_ids=(2,))
-    assert [group.completions[0].tokens[-1] for group in load_groups(folder, longer)].count(2) > 0
+    assert [group.completions[0].rows[0].tokens[-1] for group in load_groups(folder, longer)].count(2) > 0
     assert len(calls) == 1, "another policy has a file of its own"
     opened(False)
     # A part that is damaged is noticed, prepared or not.

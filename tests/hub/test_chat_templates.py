@@ -279,11 +279,12 @@ def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_paddin
     groups = sample_groups(policy, params, prompts, row_keys(jax.random.key(0), 32), 16, 5, Sampling(), **names)
     ends = set()
     for completion in (completion for group in groups for completion in group.completions):
-        tokens, truncated = completion.tokens.tolist(), completion.truncated
+        (row,), truncated = completion.rows, completion.truncated
+        tokens = row.tokens.tolist()
         first = next((time for time, token in enumerate(tokens) if token in stop_ids), None)
         assert truncated == (first is None)
         length = 5 if first is None else first + 1
-        assert len(tokens) == length and completion.mask.all(), "the end counts, what follows does not"
+        assert len(tokens) == length and row.mask.all(), "the end counts, what follows does not"
         assert completion.text == "".join("ab"[said.index(token)] for token in tokens[: length - (not truncated)])
         ends |= {tokens[length - 1]} - {*said}
     assert ends == {*stop_ids}, "each of them ended some completion"

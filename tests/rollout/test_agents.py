@@ -13,9 +13,11 @@ import pytest
 import tokenizers
 
 from recjax.config import load_config
+from recjax.experience.batch import Shape, pad
+from recjax.experience.layout import Layout, batch_logprobs
+from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import Queue, from_plain, to_plain
 from recjax.experience.replay import Entry
-from recjax.experience.trajectories import pad_trajectories
 from recjax.hub.policy import load_params, policy_alone
 from recjax.models.placement import on_host, put_rows
 from recjax.models.sampling import Sampling
@@ -35,8 +37,6 @@ from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.packing import RowShape, pack_trajectories
-from recjax.training.scoring import batch_logprobs
 from tests.marks import slow_except
 from tests.rollout import some_agents, some_tools
 from tests.training.on_mesh import on
@@ -159,7 +159,7 @@ def completions_of(groups):
 def same(ours, theirs, tolerance=0.0):
     """The same tokens, and log-probs to the bit or but for rounding."""
     for one, other in zip(ours, theirs, strict=True):
-        for row, its in zip((one, *one.further), (other, *other.further), strict=True):
+        for row, its in zip(one.rows, other.rows, strict=True):
             np.testing.assert_array_equal(row.tokens, its.tokens)
             np.testing.assert_allclose(row.behavior_logprobs, its.behavior_logprobs, rtol=0, atol=tolerance)
 
@@ -192,16 +192,18 @@ def test_one_turn_is_what_a_run_without_an_agent_samples(made):
     plain = sample_groups(policy, params, prompts, keys, 3, 3, Sampling(), name="b", source="policy", version=3)
     for one, expected in zip(completions_of(groups), completions_of(plain), strict=True):
         assert (one.id, one.text, one.truncated) == (expected.id, expected.text, expected.truncated)
-        assert (one.policy_version, one.mask.all(), one.further) == (3, True, ())
-        np.testing.assert_array_equal(one.tokens, expected.tokens)
-        np.testing.assert_allclose(one.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
+        (row,), (theirs,) = one.rows, expected.rows
+        assert one.policy_version == 3 and row.mask.all()
+        np.testing.assert_array_equal(row.prompt_tokens, theirs.prompt_tokens)
+        np.testing.assert_array_equal(row.tokens, theirs.tokens)
+        np.testing.assert_allclose(row.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
     digits = [sum(character.isdigit() for character in one.text) / 3 for one in completions_of(groups)]
     np.testing.assert_allclose([grade.reward for grade in grades], digits, atol=1e-6)
     assert all(grade.reward_parts["turns"] == grade.reward_parts["rows"] == 1 for grade in grades)
 
 
 def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
-    """On the mesh in context, laid out in rows and packed."""
+    """On the mesh in context, each row by itself and packed."""
     overrides = [*options, *(["model.lora={rank: 2, alpha: 8, targets: [query, down]}"] if lora else [])]
     config, policy, params = made(agent, *overrides)
     if lora:
@@ -210,16 +212,16 @@ def trainers_logprobs_are_the_engines(made, agent, lora=False, options=()):
         params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
         policy = policy._replace(decoder=decoder)
     groups, _ = sampled(config, policy, params)
-    batch, count = pad_trajectories(groups, 89, (2, 4), together=True)
-    packed = jax.tree.map(jnp.asarray, pack_trajectories(batch, RowShape(2, 128), together=True))
+    batch = pad(groups, Shape(8, None, 89, 89))
+    packed = jax.tree.map(jnp.asarray, pack(batch, RowShape(2, 128), batch.trajectories))
     mask = batch.completion_mask
     assert mask.any(-1).sum() >= 6 and (batch.token_mask & ~mask).any()
-    for layout in ((None, count), (packed, None)):
-        logprobs, _ = scored(policy.decoder, params, put_rows(batch), *layout, Sampling(), 64)
+    for layout in (Layout(2), Layout(1, packed)):
+        logprobs, _ = scored(layout, policy.decoder, params, put_rows(batch), Sampling(), 64)
         np.testing.assert_allclose(on_host(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-5)
 
 
-scored = jax.jit(batch_logprobs, static_argnums=(0, 4, 5, 6))
+scored = jax.jit(batch_logprobs, static_argnums=(1, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -256,29 +258,29 @@ def test_they_are_on_a_mesh(made, monkeypatch, sizes, agent, lora, options):
 def test_turns_join_into_rows_as_they_should(made):
     groups, grades = sampled(*made("several_turns"))
     for one, grade in zip(completions_of(groups), grades, strict=True):
-        (beside,) = one.further
+        first, beside = one.rows
         assert len(beside.tokens) <= 2 and beside.mask.all()
         assert grade.reward_parts["turns"] == 4 and grade.reward_parts["rows"] == 2
-        assert one.mask[0] and one.mask[-1] and (~one.mask).sum() == 2 + len(beside.tokens)
+        assert first.mask[0] and first.mask[-1] and (~first.mask).sum() == 2 + len(beside.tokens)
     talks, _ = sampled(*made("talks"))
-    assert all(not one.further for one in completions_of(talks))
+    assert all(len(one.rows) == 1 for one in completions_of(talks))
 
 
 def test_a_template_that_drops_something_gives_a_further_row(made):
     config, policy, params = made("talks")
     policy.tokenizer.chat_template = CHATS.replace("{{ m.content }}", "{{ m.content[:2] }}")
     groups, grades = sampled(config, policy, params)
-    rows = [len(one.further) for one in completions_of(groups)]
-    assert max(rows) == 1 and [grade.reward_parts["rows"] for grade in grades] == [1 + more for more in rows]
+    rows = [len(one.rows) for one in completions_of(groups)]
+    assert max(rows) == 2 and [grade.reward_parts["rows"] for grade in grades] == rows
 
 
 def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
     parts = made("several_turns")
     first, again, other = (completions_of(sampled(*parts, seed=seed)[0]) for seed in (0, 0, 1))
     same(first, again)
-    assert [one.tokens.tolist() for one in first] != [one.tokens.tolist() for one in other]
+    assert [one.rows[0].tokens.tolist() for one in first] != [one.rows[0].tokens.tolist() for one in other]
     # Every agent has keys of its own, and so has every turn: two replies to one prompt differ.
-    assert len({(*one.tokens[one.mask].tolist(),) for one in first}) == len(first)
+    assert len({(*row.tokens[row.mask].tolist(),) for row, *_ in (one.rows for one in first)}) == len(first)
     assert {grade.reward for grade in sampled(*made("at_once"))[1]} == {2.0}
 
 
@@ -335,10 +337,10 @@ def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
     assert max(live) == 4 and live[-4:] == [2, 2, 2, 0]
     turns = [grade.reward_parts["turns"] if grade.reward_parts else None for grade in grades]
     assert turns == [2, None, None, 1, None, 2]
-    assert [len(one.tokens) for one in completions_of(groups)[1:-1]] == [2] * 4
+    assert [len(one.rows[0].tokens) for one in completions_of(groups)[1:-1]] == [2] * 4
     alone, _ = sampled(*parts, [asked[0]] * 6, group_size=1)
     ours, theirs = ([completions_of(each)[place] for place in (0, -1)] for each in (groups, alone))
-    assert all(len(one.further) == 1 and len(one.further[0].tokens) == 80 for one in ours)
+    assert all(len(one.rows) == 2 and len(one.rows[1].tokens) == 80 for one in ours)
     same(ours, theirs, 1e-5)
 
 
@@ -359,18 +361,17 @@ def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
     whole, _ = sampled(*made("one_turn", "rollout.max_completion_tokens=40"), SUMS[:1], group_size=4)
     cut = 0
     for one, full in zip(completions_of(groups), completions_of(whole), strict=True):
-        np.testing.assert_array_equal(one.tokens, full.tokens[: len(one.tokens)])
+        ours, theirs = one.rows[0].tokens, full.rows[0].tokens
+        np.testing.assert_array_equal(ours, theirs[: len(ours)])
         ends = [full.text.find(end) for end in some_agents.STOPS if end in full.text]
         cut += bool(ends)
         assert one.text == (full.text[: min(ends)] if ends else full.text)
         if ends:  # with the token that completes the first of them
             decode = policy.tokenizer.decode
-            found = [
-                any(end in decode(tokens) for end in some_agents.STOPS) for tokens in (one.tokens, one.tokens[:-1])
-            ]
+            found = [any(end in decode(tokens) for end in some_agents.STOPS) for tokens in (ours, ours[:-1])]
             assert found == [True, False] and not one.truncated
         else:
-            assert len(one.tokens) == len(full.tokens)
+            assert len(ours) == len(theirs)
     assert cut
 
 
@@ -444,14 +445,15 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     (kept,) = from_plain(*to_plain(Queue(ready=(Entry(groups[0], 1, 0),)))).ready
     assert [one.turns for one in kept.group.completions] == [one.turns for one in groups[0].completions]
     groups = [kept.group, groups[1]]
-    batch, _ = pad_trajectories(groups, 89, (1, 8), together=False, turns=4)
+    batch = pad(groups, Shape(8, None, 89, 89), turns=4)
     of_turns = {0: [0.5, 1.5, 1.7, np.nan], 1: [0, 0, -1, np.nan]}
     for number, group in enumerate(groups):
         for one in group.completions:
-            assert [turn.row for turn in one.turns] == [0, 0, 1] and one.turns[1].end == len(one.tokens)
-            first, second = one.tokens[: one.turns[0].end], one.tokens[one.turns[0].end :]
-            rows = np.flatnonzero([(row[: len(one.tokens)] == one.tokens).all() for row in _sampled_of(batch)])
-            assert rows.size and one.mask.all()
+            tokens, mask = one.rows[0].tokens, one.rows[0].mask
+            assert [turn.row for turn in one.turns] == [0, 0, 1] and one.turns[1].end == len(tokens)
+            first, second = tokens[: one.turns[0].end], tokens[one.turns[0].end :]
+            rows = np.flatnonzero([(row[: len(tokens)] == tokens).all() for row in _sampled_of(batch)])
+            assert rows.size and mask.all()
             np.testing.assert_allclose(batch.turn_rewards[rows[0]], of_turns[number], atol=1e-6)
             turns = batch.token_turns[rows[0]][batch.completion_mask[rows[0]]]
             assert turns.tolist() == [0] * len(first) + [1] * len(second)
@@ -459,7 +461,7 @@ def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
     assert (batch.token_turns[~batch.completion_mask] == -1).all()
     with pytest.raises(ValueError, match="the metadata has no turns"):
         bare = groups[0]._replace(completions=(groups[0].completions[0]._replace(turns=()),))
-        pad_trajectories([bare], 89, (1, 8), together=False, turns=4)
+        pad([bare], Shape(8, None, 89, 89), turns=4)
 
 
 def _sampled_of(batch):
@@ -474,10 +476,11 @@ def test_an_environment_is_played_to_its_end(made):
     groups, grades = sampled(*parts)
     tokenizer = parts[1].tokenizer
     for one, grade in zip(completions_of(groups), grades, strict=True):
-        text, told = tokenizer.decode(one.tokens), tokenizer.decode(one.tokens[~one.mask])
-        assert told == "21" and not one.further and grade.reward_parts["turns"] == 3, text
-        assert tokenizer.decode(one.prompt_tokens).endswith("=9")
-        turns = np.split(one.tokens, np.flatnonzero(np.diff(one.mask)) + 1)[::2]
+        (row,) = one.rows
+        text, told = tokenizer.decode(row.tokens), tokenizer.decode(row.tokens[~row.mask])
+        assert told == "21" and grade.reward_parts["turns"] == 3, text
+        assert tokenizer.decode(row.prompt_tokens).endswith("=9")
+        turns = np.split(row.tokens, np.flatnonzero(np.diff(row.mask)) + 1)[::2]
         said = [turn[:-1] if turn[-1] in parts[1].stop_ids else turn for turn in turns]
         assert grade.reward == sum(len(tokenizer.decode(turn)) for turn in said)
         assert [turn.reward for turn in one.turns] == [len(tokenizer.decode(turn)) for turn in said]
@@ -613,6 +616,7 @@ def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
     groups, grades = sampled(config, policy, params, SUMS[:1], group_size=6)
     decode = policy.tokenizer.decode
     for one, grade in zip(completions_of(groups), grades, strict=True):
-        assert decode(one.prompt_tokens) == "1 tools.[user:1+2=[assistant:"
-        assert decode(one.tokens[~one.mask]).endswith("[tool:5[assistant:") and not one.further
+        (row,) = one.rows
+        assert decode(row.prompt_tokens) == "1 tools.[user:1+2=[assistant:"
+        assert decode(row.tokens[~row.mask]).endswith("[tool:5[assistant:")
         assert grade.reward_parts["turns"] == 2 and grade.failure == "none"

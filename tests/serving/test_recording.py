@@ -96,7 +96,7 @@ def test_turns_of_a_session_are_one_trajectory(tmp_path):
     said = json.loads(first.metadata)
     assert said["requests"] == [*(reply["id"] for reply in replies), other["id"]] and said["comment"] == "well played"
     (group,) = load_groups(tmp_path, POLICY)
-    assert len(group.completions) == 1 and len(group.completions[0].further) == len(rows) - 1
+    assert len(group.completions) == 1 and len(group.completions[0].rows) == len(rows)
 
 
 def test_a_prompt_that_goes_on_has_the_tokens_that_were_sampled(tmp_path):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from recjax.algorithms.losses import TokenTerms
-from recjax.experience.group import Completion, Grade, Group
+from recjax.experience.group import Completion, Grade, Group, Row
+from recjax.experience.layout import Layout
 from recjax.rollout.collecting import submit
 from recjax.tasks.prompts import batch_indices
 from recjax.training.evaluation import Evaluation
@@ -32,10 +33,10 @@ class CountingLearner(Learner):
     def sampler_params(self, run, state, copy=False):
         return state.trained.params if state.behavior_params is None else state.behavior_params
 
-    def packed(self, run, batch, micro_batches):
-        return None
+    def layout(self, run, batch):
+        return Layout()
 
-    def update(self, run, trained, batch, packed, micro_batches, step):
+    def update(self, run, trained, batch, layout, step):
         self.batches.append(batch)
         mask, rows = np.asarray(batch.completion_mask), np.asarray(batch.completion_mask).any(-1)
         columns = (batch.rewards, batch.group_ids, batch.policy_version, mask.sum(-1))
@@ -80,7 +81,7 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
     prompts = run.train.take(batch_indices(len(run.train.texts), count, number, run.config.seed))
     groups, grades = [], []
     for place in range(count):
-        completions = []
+        completions, prompt = [], prompts.tokens[place][prompts.mask[place]]
         for row in range(place * group_size, (place + 1) * group_size):
             tokens = random.integers(1, 5, random.integers(1, longest + 1)).astype(np.int32)
             mask, logprobs = np.ones(len(tokens), bool), random.normal(-1, 0.1, len(tokens)).astype(np.float32)
@@ -90,12 +91,12 @@ def prepared_batch(run, weights, version, number, prefix="", reward=None):
                 run.config.rollout.sampling(),
             )
             behavior, cut = (sampling, version), len(tokens) == longest
-            completions.append(Completion(name, "policy", text, tokens, mask, logprobs, *behavior, cut))
+            completions.append(Completion(name, "policy", text, (Row(prompt, tokens, mask, logprobs),), *behavior, cut))
             drawn = float(random.random() < 0.5)
             value = drawn if reward is None else reward
             grades.append(Grade(value, {"score": 1.0}, value >= 1))
-        prompt, answer = prompts.tokens[place][prompts.mask[place]], prompts.problems[place].answer
-        groups.append(Group(f"{prefix}{number:06d}/{place:05d}", prompt, tuple(completions), answer))
+        name, answer = f"{prefix}{number:06d}/{place:05d}", prompts.problems[place].answer
+        groups.append(Group(name, prompt, tuple(completions), answer))
     return groups, Grades(grades)
 
 

@@ -22,14 +22,14 @@ class Grading:
 
 
 def batch_of(number: int, version: int, chance: random.Random) -> tuple[list[Group], list[Grade]]:
-    """Four groups of two completions without tokens, some of them right, and their grades."""
+    """Four groups of two completions without rows, some of them right, and their grades."""
     empty = np.zeros(0)
     groups = [
         Group(
             f"{number:06d}/{group:05d}",
             empty,
             tuple(
-                Completion(f"{number:06d}/{2 * group + i:05d}", "policy", "", empty, empty, None, None, version, False)
+                Completion(f"{number:06d}/{2 * group + i:05d}", "policy", "", (), None, version, False)
                 for i in range(2)
             ),
             "",

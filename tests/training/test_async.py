@@ -176,11 +176,15 @@ def _runs(row):
     return [version for version, _ in runs], row
 
 
-def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny):
-    options = ["experience.record=true", "evaluation.every=0"]
+AGENT = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
+
+
+@pytest.mark.parametrize("agent", [[], [*AGENT, "algorithm.advantage={name: turn_returns}"]], ids=["", "agent"])
+def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny, agent):
+    options = ["experience.record=true", "evaluation.every=0", *agent]
     config, synchronous = tiny("async", *ASYNC, "regime.max_staleness=0", *options), tiny("sync", *options)
     assert learned(train(config)) == learned(train(synchronous))
-    assert recorded(config) == recorded(synchronous)
+    assert recorded(config) == recorded(synchronous) and recorded(config)
 
 
 # Trains, noting what on, and loses a generator at its third step.

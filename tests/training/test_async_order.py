@@ -127,11 +127,41 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
             # The first token and a round of sixteen, another round, and what is left.
             assert one.version_runs == ((3, 17), (5, 16), (9, 7)) and one.policy_version == 3
             versions = np.repeat(*np.array(one.version_runs).T)
-            found = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, versions)
-            np.testing.assert_allclose(one.behavior_logprobs, found, atol=1e-5)
-            alone = logprobs_across(policy.decoder, weights, group.prompt_tokens, one.tokens, np.full(40, 3))
+            ((prompt, tokens, _, logprobs),) = one.rows
+            found = logprobs_across(policy.decoder, weights, prompt, tokens, versions)
+            np.testing.assert_allclose(logprobs, found, atol=1e-5)
+            alone = logprobs_across(policy.decoder, weights, prompt, tokens, np.full(40, 3))
             assert np.abs(alone - found)[17:].max() > 0.01
     assert token_staleness(groups, 11) == (7 * 17 + 5 * 16 + 1 * 7) / 40
+
+
+@pytest.mark.slow
+def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turns(tiny):
+    options = ["regime.swap_within=true", "rollout.max_completion_tokens=20", "rollout.max_context_tokens=120"]
+    agent = ["task.agent=tests.rollout.some_agents:several_turns", "rollout.prompts_per_step=2"]
+    config = tiny("run", *ASYNC, *options, *agent)
+    run, params = prepare(config)
+    policy = run.policy._replace(stop_ids=())
+    weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
+    come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
+    with rounds.sampler(config, policy, run.train, run.grading.reward, {}) as sample:
+        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+    completions = [one for group in groups for one in group.completions]
+    assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)
+    for one in completions:
+        assert {version for version, _ in one.version_runs} == {3, 5, 9} and one.policy_version == 3
+        versions = np.split(np.repeat(*np.array(one.version_runs).T), [int(one.rows[0].mask.sum())])
+        assert len(one.rows) == 2 and [len(each) for each in versions] == [row.mask.sum() for row in one.rows]
+        start = [0, 0]
+        for turn in one.turns:
+            prompt, tokens, mask, logprobs = one.rows[turn.row]
+            (sampled,) = np.nonzero(mask[: turn.end])
+            sampled = sampled[start[turn.row] :]
+            before = np.concatenate([prompt, tokens[: sampled[0]]])
+            of_turn = versions[turn.row][start[turn.row] :][: len(sampled)]
+            found = logprobs_across(policy.decoder, weights, before, tokens[sampled], of_turn)
+            np.testing.assert_allclose(logprobs[sampled], found, atol=1e-5)
+            start[turn.row] += len(sampled)
 
 
 def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
@@ -140,7 +170,7 @@ def test_groups_that_are_too_stale_are_counted_in_tokens(tiny):
     queue = Queue(ready=(Entry(old, 1, 0), Entry(new, 1, 0)))
     queue, groups = take(queue, 1, 5, 0, settings_of(config))
     assert groups == [new] and queue.left["stale"] == 1
-    assert queue.left["stale_tokens"] == sum(int(one.mask.sum()) for one in old.completions) > 0
+    assert queue.left["stale_tokens"] == sum(len(one.rows[0].tokens) for one in old.completions) > 0
 
 
 def test_without_ray_an_asynchronous_run_is_refused(tiny, monkeypatch):

@@ -10,12 +10,13 @@ import optax
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.rollout.decoding import SlotState, decode
 from recjax.rollout.keys_values import Memory
-from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, update
 from tests.training.test_update import make_batch
 
@@ -44,9 +45,8 @@ def compiled_update(packed: bool, chunk: int = CHUNK):
         initial().params,
         BATCH,
         jax.random.key(0),
-        pack(BATCH, RowShape(3, 64)) if packed else None,
+        Layout(1, pack(BATCH, RowShape(3, 64))) if packed else Layout(2),
         recipe=Recipe(DECODER, build_algorithm("grpo", overrides), OPTIMIZER, Sampling(0.9), chunk),
-        micro_batches=None if packed else 2,
     ).compile()
 
 

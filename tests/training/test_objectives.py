@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.tasks.grading.pool import overlong_penalty
-from recjax.training.packing import RowShape, pack
 from recjax.training.run import prepare
 from recjax.training.update import Recipe, TrainState, update
 from tests.training.counting import count, graded_batch
@@ -54,25 +55,24 @@ def recipe():
     return Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024, Decoder(TEACHER))
 
 
-def step(batch, micro_batches=1, packed=None):
+def step(batch, layout):
     state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
-    micro_batches = None if packed else micro_batches
-    arguments = state, {}, None, batch, jax.random.key(0), packed, teacher_params()
-    state, metrics, _ = update(*arguments, recipe=recipe(), micro_batches=micro_batches)
+    arguments = state, {}, None, batch, jax.random.key(0), layout, teacher_params()
+    state, metrics, _ = update(*arguments, recipe=recipe())
     return state.params, metrics
 
 
 @pytest.mark.slow
 def test_micro_batches_packing_and_devices_change_nothing():
     batch = full_batch()
-    whole = step(batch, 2)
+    whole = step(batch, Layout(2))
     close = dict(rtol=2e-4, atol=2e-5)
-    chex.assert_trees_all_close(step(batch, packed=pack(batch, RowShape(2, 12))), whole, **close)
+    chex.assert_trees_all_close(step(batch, Layout(1, pack(batch, RowShape(2, 12)))), whole, **close)
     assert jax.local_device_count() >= 4
 
     def on_device(state, share):
-        arguments = state, {}, None, share, jax.random.key(0), None, teacher_params()
-        state, metrics, _ = update(*arguments, recipe=recipe(), micro_batches=1, axis_name="devices")
+        arguments = state, {}, None, share, jax.random.key(0), Layout(), teacher_params()
+        state, metrics, _ = update(*arguments, recipe=recipe(), axis_name="devices")
         return state.params, metrics
 
     state = TrainState(initial(), SGD.init(initial()))
@@ -87,7 +87,7 @@ def test_scoring_runs_only_where_something_reads_it():
         algorithm = build_algorithm(preset, {})
         state = TrainState(initial(), SGD.init(initial()))
         made = Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 1024)
-        traced = update.trace(state, {}, None, make_batch(), jax.random.key(0), recipe=made, micro_batches=1)
+        traced = update.trace(state, {}, None, make_batch(), jax.random.key(0), Layout(), recipe=made)
         return str(traced.jaxpr).count("log_softmax")
 
     plain = forward_passes("grpo")

@@ -13,10 +13,11 @@ import pytest
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import OptimizerConfig
 from recjax.experience.batch import Batch
+from recjax.experience.layout import Layout
+from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
-from recjax.training.packing import RowShape, pack
 from recjax.training.update import Recipe, TrainState, learning_rate_schedule, make_optimizer, update
 from tests.marks import slow_except
 
@@ -59,9 +60,8 @@ def step(batch, preset="grpo", micro_batches=1, overrides=None, remat="none", ch
         reference,
         batch,
         jax.random.key(0),
-        packed,
+        Layout(1, packed) if packed else Layout(micro_batches),
         recipe=Recipe(Decoder(CONFIG, remat=remat), algorithm, SGD, Sampling(0.9), chunk),
-        micro_batches=None if packed else micro_batches,
     )
     return state.params, metrics
 
@@ -140,10 +140,9 @@ def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(c
 
     def after(state, batch):
         recipe = Recipe(Decoder(CONFIG), algorithm, optimizer, Sampling(0.9), 1024)
-        packed = pack(batch, RowShape(rows=4, tokens=16)) if packs else None
-        micro_batches = None if packs else 2
-        arguments = {}, reference, batch, jax.random.key(0), packed
-        return update(jax.tree.map(jnp.copy, state), *arguments, recipe=recipe, micro_batches=micro_batches)[:2]
+        layout = Layout(1, pack(batch, RowShape(rows=4, tokens=16))) if packs else Layout(2)
+        arguments = {}, reference, batch, jax.random.key(0), layout
+        return update(jax.tree.map(jnp.copy, state), *arguments, recipe=recipe)[:2]
 
     moved, _ = after(TrainState(initial(), optimizer.init(initial())), batch)
     empty = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
